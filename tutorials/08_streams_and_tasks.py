@@ -271,7 +271,7 @@ assert len(answers) == 60, "the second call completes what the first one left"
 # texts by their meaning, `session.embed` gives vectors: the model's hidden states, averaged over a text's tokens.
 
 # %%
-vectors = await session.embed(["The dog ran home.", "A dog is at home.", "She ate a red apple."])
+vectors = await session.embed(["The dog ran home.", "A dog is at home.", "She ate a red apple."], pooling="mean")
 (vectors @ vectors.T).round(2)
 
 # %% [markdown]

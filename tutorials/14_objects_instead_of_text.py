@@ -139,7 +139,7 @@ before = session.stats()
 again = await session.generate("Tom is a boy. He is six years old. As JSON: ", schema=Person, max_tokens=60)
 after = session.stats()
 print(after.steps - before.steps, "steps for", len(again.token_ids), "tokens")
-print(session.explain(again))
+print(session.explain(again).text)
 assert after.steps - before.steps < len(again.token_ids), "forced tokens save steps"
 
 # %% [markdown]

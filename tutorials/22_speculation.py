@@ -60,7 +60,7 @@ for name, prompt in TEXTS.items():
     (one, slow), (two, quick) = await steps(plain, prompt), await steps(drafting, prompt)
     table[name] = (slow, quick, one.text == two.text)
     print(f"{name:13} {slow} steps without drafts, {quick} with, the same text: {one.text == two.text}")
-    print(f"{'':13} {drafting.explain(two)}")
+    print(f"{'':13} {drafting.explain(two).text}")
 assert table["a loop"][1] < 20, "what repeats itself is guessed"
 
 # %% [markdown]
@@ -162,7 +162,7 @@ if smollm2:
         async with rekindle.open(smollm2, prompt_lookup=drafts, **real_options) as larger:
             for what, content in asked.items():
                 before = larger.stats().steps
-                answer = await larger.chat([{"role": "user", "content": content}], max_tokens=64)
+                answer = await larger.chat([{"role": "user", "content": content}], temperature=0, max_tokens=64)
                 taken[what, name], said[what, name] = larger.stats().steps - before, answer.text
     for what in asked:
         print(

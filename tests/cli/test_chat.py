@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.cli import chat
@@ -122,3 +123,26 @@ def test_an_answer_that_fills_the_context_says_so(
     assert main(["chat", "--max-tokens", "1000"]) == 0
     assert "the context is full, so the answer ends here" in capsys.readouterr().err
     assert users(made[0]) == []
+
+
+def test_an_answer_that_repeats_itself_is_named_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler, runner = parts(model=EchoModel(surprises=0.0))
+    made = Session(scheduler, runner, byte_tokenizer(), CONFIG, chat=ChatTemplate.load(tiny.folder()))
+    monkeypatch.setattr(chat, "open_sync", lambda model, **options: made)
+    said(monkeypatch, "again and again and again and again and ")
+    assert main(["chat", "--max-tokens", "200"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the answer repeats itself: the same " in told and "Start with --temperature 0.8" in told
+
+
+def test_the_formats_of_the_weights_are_named_and_not_the_dtype_alone(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of four bits was "bfloat16"."""
+    monkeypatch.setattr(Session, "weights", "4 bits 66 MB, float32 1 MB (in the groups of the checkpoint)")
+    said(monkeypatch, "/stats")
+    assert main(["chat"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("4 bits 66 MB, float32 1 MB") == 2 and "groups" not in told and "float32 ·" not in told

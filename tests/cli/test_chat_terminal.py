@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from rekindle._src.cli import chat as command
 from rekindle._src.cli.main import main
+from rekindle._src.core.activity import SPINNER
 
 pexpect = pytest.importorskip("pexpect")
 fdpexpect = pytest.importorskip("pexpect.fdpexpect")
@@ -111,7 +113,7 @@ def in_terminal(command: list[str], environment: dict[str, str]) -> tuple[subpro
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chat]:
     chat = Chat(tmp_path_factory.mktemp("cache"))
     try:
-        start = chat.shown_until(READY)
+        start = " ".join(chat.shown_until(READY).split())
         assert "tiny" in start and "1,024 tokens" in start, "the model is named"
         yield chat
     finally:
@@ -122,6 +124,27 @@ def saved(chat: Chat, path: Path) -> list[dict[str, Any]]:
     chat.say(f"/save {path}")
     messages: list[dict[str, Any]] = json.loads(path.read_text())["messages"]
     return messages
+
+
+def test_ctrl_c_while_a_program_compiles_gives_the_prompt_back_and_keeps_what_was_typed(chat: Chat) -> None:
+    """The first answer waits for its program. The spinner once drew over the prompt, and over what was typed."""
+    chat.send("Tell me a story about a dog.\r")
+    chat.shown_until("\x1b[?2004l")
+    time.sleep(0.3)
+    chat.send("/stats\r")
+    time.sleep(0.3)
+    chat.send("\x03")
+    assert "/stats" not in chat.shown_until("stopped; /continue goes on"), "the answer and the spinner are drawn there"
+    chat.shown_until(READY)
+    prompt = chat.shown_until("\x1b[?2004l")
+    assert "/stats" in prompt, "the line that was typed ahead is lost"
+    answer = chat.shown_until(READY)
+    assert "room for 1,024 tokens" in " ".join(answer.split())
+    time.sleep(1.0)
+    chat.send("/quiet\r")
+    prompt = chat.shown_until("\x1b[?2004l")
+    assert not set(SPINNER) & set(prompt) and "compiling" not in prompt, "something is drawn over what is typed"
+    chat.shown_until(READY)
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # What is written, and words that the answer has to hold.
 MISTAKES = {
-    "no command": ([], "command"),
+    "an option like none": (["cache", "ls", "--helq", "x"], "there is no option --helq\n"),
     "a command with a slip": (["generates", "x"], "Did you mean generate?"),
     "an option with a slip": (["generate", "x", "--temprature", "1"], "Did you mean --temperature?"),
     "a model with a slip": (["generate", "x", "--model", "tinny"], "Did you mean 'tiny'?"),

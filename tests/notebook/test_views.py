@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.chatting import saying
+from helpers.fakes import EchoModel
 from helpers.replies import tool
 from helpers.sessions import eventually, opened
 from rekindle import Sampling, Session
@@ -201,6 +202,20 @@ class TestChat:
         assert view.answer.startswith(said)
         assert len(view.answer_ids) > len(said)
 
+    def test_an_answer_that_repeats_itself_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with opened(model=EchoModel(surprises=0.0)) as session:
+            monkeypatch.setattr(
+                session, "chat", lambda messages, **options: session.generate(messages[-1]["content"], **options)
+            )
+            view = session.view.chat(max_tokens=200)
+            try:
+                view.send("again and again and again and again and ")
+                view._handle.result_sync()
+                eventually(lambda: "the answer repeats itself: the same " in view.picture)
+            finally:
+                view.stop()
+                view.join(10)
+
     def test_nothing_goes_on_in_a_full_context(self, view: ChatView, slow: Session) -> None:
         most = slow.config.max_model_len
         view._options["max_tokens"] = most
@@ -215,7 +230,7 @@ class TestChat:
     def test_settings_begin_with_what_the_checkpoint_asks_for(
         self, view: ChatView, slow: Session, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(type(slow), "sampling", Sampling(temperature=0.6, top_p=0.9))
+        monkeypatch.setattr(type(slow), "chat_sampling", Sampling(temperature=0.6, top_p=0.9))
         other = slow.view.chat(top_p=0.8)
         try:
             assert other.widget.value("temperature") == "0.6"

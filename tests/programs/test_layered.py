@@ -327,6 +327,49 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     assert again.compilations == 0
 
 
+def drawn_text(programs: Programs, length: int) -> Runner:
+    """A runner that has drawn a text after a prompt of so many tokens."""
+    runner = Runner(MODEL, programs.config, programs=programs)
+    driver = Driver(runner)
+    try:
+        live = driver.add([*range(3, 3 + length)], Sampling(max_tokens=4, seed=7, temperature=0.8, top_k=40))
+        driver.finish([live], chunk=64)
+    finally:
+        runner.close()
+    return runner
+
+
+@pytest.mark.thorough
+def test_a_first_message_waits_for_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat's prompt is longer than a first text, and its tokens are drawn: 12.9 s of 14 were spent on its program."""
+    many_layers(monkeypatch)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(max_tokens_per_step=128))
+    going = Warming(programs, "lazy")
+    try:
+        going.opened()
+        going.expect(lambda: 40, drawn=True)
+        going.expect(lambda: 1 / 0, drawn=True)  # type: ignore[arg-type, return-value]
+        assert going._expecting is not None
+        going._expecting.join(60)
+        compiled = programs.compilations
+        runner = drawn_text(programs, 40)
+        steps = {span.program for span in runner.program_wait.since(0.0)} - {"admit"}
+        assert not steps, "a step waited for its program"
+        assert programs.compilations - compiled <= 1
+    finally:
+        going.stop(60)
+
+
+def test_a_part_that_the_first_drawn_step_compiles_counts_as_a_wait() -> None:
+    programs = programs_of()
+    first = first_needed(programs, restoring=False)[:2]
+    for key in first:
+        programs.get(key)
+    waits = drawn_text(programs, 5).program_wait.since(0.0)
+    assert {key.name for key in first} <= {wait.program for wait in waits}
+    assert drawn_text(programs, 5).program_wait.since(0.0) == ()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value"), [("xla_never_heard_of_it", True), ("xla_backend_optimization_level", "much")]

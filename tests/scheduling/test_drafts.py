@@ -47,6 +47,16 @@ def test_text_that_repeats_takes_fewer_steps_and_stays_the_same(overlap: bool, t
     assert f"{accepted} of {drafted} draft tokens were accepted" in str(loop.scheduler.explain(request.id))
 
 
+@pytest.mark.parametrize("max_tokens", range(20, 41))
+def test_the_drafts_of_the_step_that_a_request_ends_in_count_as_the_sessions(max_tokens: int) -> None:
+    """It once told 38 of 47 where the session had counted 42 of 51."""
+    request = make_request("some text, ", max_tokens=max_tokens, eos_ids=())
+    loop = run(request)
+    statistics = loop.scheduler.statistics()
+    accepted, drafted = statistics.accepted_tokens, statistics.drafted_tokens
+    assert f"{accepted} of {drafted} draft tokens were accepted" in str(loop.scheduler.explain(request.id))
+
+
 def test_text_that_does_not_repeat_is_planned_as_without() -> None:
     def steps(prompt_lookup: int) -> list[tuple[int, ...]]:
         requests = [make_request(f"{index} and text", max_tokens=20) for index in range(3)]

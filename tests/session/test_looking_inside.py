@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import anyio
 import pytest
 
 from helpers.sessions import opened
-from rekindle import Session
-from rekindle.errors import InvalidRequest, RekindleError
+from rekindle import Explanation, PhaseKind, Session, Status
+from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, StepFailed
 
 anyio_test = pytest.mark.anyio
 
@@ -121,3 +123,57 @@ async def test_stats_and_explain(slow: Session) -> None:
         _ = stats.nonsense
     assert str(slow.explain(handle)) and str(slow.explain(handle.id))
     handle.cancel()
+
+
+@anyio_test
+async def test_the_timeline_of_every_kind_of_end(slow: Session) -> None:
+    def told(request: object) -> Explanation:
+        found = slow.explain(request)  # type: ignore[arg-type]
+        assert "\n" not in repr(found) and len(repr(found)) <= 200
+        assert [line.strip() for line in str(found).splitlines()[1:]] == [str(phase) for phase in found.timeline]
+        end = 0.0
+        for phase in found.timeline:
+            assert phase.start == pytest.approx(end, abs=1e-6)
+            end = phase.start + phase.seconds
+        assert found.seconds == pytest.approx(end)
+        return found
+
+    running = slow.submit("hello", max_tokens=200)
+    async for _ in running:
+        break
+    assert told(running).status is Status.DECODE and told(running).timeline[-1].kind is PhaseKind.DECODE
+    running.cancel()
+    with pytest.raises(RequestAborted):
+        await running
+    cancelled = told(running)
+    assert cancelled.status is Status.ABORTED and PhaseKind.DECODE in {phase.kind for phase in cancelled.timeline}
+    await anyio.sleep(0.05)
+    assert told(running).seconds == cancelled.seconds, "its time went on after its end"
+
+    handle = slow.submit("hello", max_tokens=4)
+    done = await handle
+    for request in (handle, done, done.id):
+        finished = told(request)
+        assert finished.status is Status.FINISHED
+        assert finished.seconds == pytest.approx(done.timings.total, abs=0.25)
+        assert {PhaseKind.PREFILL, PhaseKind.DECODE} <= {phase.kind for phase in finished.timeline}
+    forgotten = told(dataclasses.replace(done, id="r-long-ago"))
+    assert "over for long" in forgotten.text and forgotten.seconds == pytest.approx(done.timings.total)
+
+    too_long = slow.submit("hello " * 1000)
+    with pytest.raises(PromptTooLong):
+        await too_long
+    assert told(too_long).status is Status.FAILED and "before it was queued" in told(too_long).text
+    for wrong in ([done], 5, None):
+        with pytest.raises(InvalidRequest, match="not a handle, a completion or an id"):
+            slow.explain(wrong)  # type: ignore[arg-type]
+
+
+@anyio_test
+async def test_a_request_whose_step_raised_has_its_timeline_too() -> None:
+    with opened(fail=lambda plan: ValueError("broken") if plan.step == 2 else None) as session:
+        handle = session.submit("hello", max_tokens=30)
+        with pytest.raises(StepFailed):
+            await handle
+        told = session.explain(handle)
+    assert told.status is Status.FAILED and "broken" in told.text and told.timeline[-1].kind is PhaseKind.DECODE

@@ -78,6 +78,8 @@ SESSION: dict[str, Recipe] = {
     "config": lambda session, path: session.config,
     "tokenizer": lambda session, path: session.tokenizer,
     "model": lambda session, path: session.model,
+    "chat_sampling": lambda session, path: session.chat_sampling,
+    "weights": lambda session, path: session.weights,
     "chat_template": lambda session, path: session.chat_template,
     "last": lambda session, path: session.submit(EVIL, max_tokens=3).so_far(),
     "closed": lambda session, path: session.closed,

@@ -17,7 +17,9 @@ from rekindle import (
     Conversation,
     Handle,
     MeshReport,
+    PhaseKind,
     RekindleError,
+    Repetition,
     RowAnswer,
     RowAnswers,
     Server,
@@ -93,6 +95,12 @@ async def door(k: int) -> None:
     assert_type(session.fork(handle, at=1), Handle[Completion])
     assert_type(await session.admit("x"), Handle[Completion])
     assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
+    assert_type(await session.chat("x"), Completion)
+    assert_type((await session.chat("x", n=k))[0].repetition, Repetition | None)
+    assert_type(session.explain("r0").timeline[0].kind, PhaseKind)
+    session.view.cache  # pyright: ignore[reportAttributeAccessIssue]
+    session.embed("x", poling="mean")  # pyright: ignore
+    session.score("x", ["y"], prioriti=1)  # pyright: ignore
     assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])
     reply = await session.chat([{"role": "user", "content": "x"}], tools=[add, {"name": "x"}], tool_choice="none")
     assert_type(reply.tool_calls, tuple[ToolCall, ...])

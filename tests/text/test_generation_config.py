@@ -14,7 +14,7 @@ import pytest
 import rekindle
 from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
-from rekindle._src.text.generation_config import checkpoint_sampling, describe
+from rekindle._src.text.generation_config import CHAT, Defaults, checkpoint_sampling, defaults_of, describe
 
 
 def written(folder: Path, record: Any) -> Path:
@@ -53,6 +53,57 @@ def test_values_that_mean_nothing_are_told_and_left_alone(
 ) -> None:
     assert checkpoint_sampling(written(tmp_path, {"do_sample": True, **wrong})) is None
     assert "generation_config.json is left alone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({}, Defaults(None, CHAT)),
+        ({"max_new_tokens": 7, "eos_token_id": [1]}, Defaults(None, CHAT)),
+        ({"temperature": 0.6, "top_p": 0.9}, Defaults(None, replace(CHAT, temperature=0.6, top_p=0.9))),
+        ({"repetition_penalty": 1.1}, Defaults(None, replace(CHAT, repetition_penalty=1.1))),
+        ({"temperature": "warm"}, Defaults(None, CHAT)),
+        ({"temperature": 0}, Defaults()),
+        ({"do_sample": False}, Defaults()),
+        ({"do_sample": False, "temperature": 0.6}, Defaults()),
+        ({"do_sample": True, "top_k": 7}, Defaults(*[Sampling(temperature=1.0, top_k=7)] * 2)),
+        ({"do_sample": True, "top_k": "many"}, Defaults()),
+    ],
+)
+def test_chats_are_drawn_unless_the_file_says_how_it_is_to_be_used(
+    tmp_path: Path, record: Any, expected: Defaults
+) -> None:
+    assert defaults_of(written(tmp_path, record)) == expected
+
+
+def test_chats_are_drawn_without_a_file_and_greedy_by_tiny(tmp_path: Path) -> None:
+    assert defaults_of(tmp_path) == Defaults(None, CHAT) and not CHAT.greedy
+    assert defaults_of(tiny.folder()) == defaults_of(None) == Defaults()
+
+
+def test_a_session_draws_its_chats_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.folder(), folder)
+    (folder / "generation_config.json").unlink()
+    options: dict[str, Any] = {"disk_memory": 0, "max_model_len": 64, "device_pages": 8}
+    said = [{"role": "user", "content": "Hello"}]
+    with rekindle.open_sync(folder, precompile="lazy", **options) as session:
+        assert session.sampling == session.generate("x").sampling == Sampling()
+        assert session.chat_sampling == CHAT and "chats with temperature 0.8" in session._repr_html_()
+        assert session.chat(said, max_tokens=9).sampling == replace(CHAT, max_tokens=9)
+        assert session.chat(said, temperature=0, max_tokens=9).sampling.greedy
+        assert session.chat(said, Sampling(max_tokens=9)).sampling == Sampling(max_tokens=9)
+        done = session.chat(said, max_tokens=8).result_sync()
+        again = session.chat(said, max_tokens=8, seed=done.seed).result_sync()
+        assert done.seed is not None and again.token_ids == done.token_ids
+        others = {session.chat(said, max_tokens=8, seed=seed).result_sync().token_ids for seed in range(4)}
+        assert len(others) > 1, "nothing was drawn"
+        greedy = {session.chat(said, max_tokens=8, seed=seed, temperature=0).result_sync().text for seed in range(2)}
+        assert len(greedy) == 1
+        rows = session.map_sync([{"text": "Hello"}] * 2, "{text}", chat=True, max_tokens=4)
+        assert len({row.text for row in rows}) == 1, "rows are greedy"
+    with rekindle.open_sync(folder, precompile="lazy", generation_config="greedy", **options) as session:
+        assert session.chat_sampling == Sampling() and session.chat(said).sampling.greedy
 
 
 def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rekindle import errors, models, ray, serve, tiny
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+    from rekindle._src.core.repetition import Repetition
     from rekindle._src.core.reply import (
         ContentDelta,
         ReasoningDelta,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
     from rekindle._src.scheduling.sequence import Explanation
+    from rekindle._src.scheduling.timeline import Phase, PhaseKind
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
@@ -93,6 +95,7 @@ _LAZY = {
     for module, names in {
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
+        "core.repetition": ("Repetition",),
         "core.reply": (
             "ContentDelta", "ReasoningDelta", "Reply", "ReplyEvent", "ToolCall", "ToolCallArguments",
             "ToolCallDropped", "ToolCallStarted",
@@ -104,6 +107,7 @@ _LAZY = {
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),
         "scheduling.sequence": ("Explanation",),
+        "scheduling.timeline": ("Phase", "PhaseKind"),
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
@@ -133,9 +137,9 @@ __all__ = [
     "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta", "Conversation", "DeviceMesh",
     "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Handle",
     "InvalidRequest", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft", "NodeView",
-    "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Placed",
+    "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed",
     "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike", "PromptTooLong",
-    "QueueFull", "ReasoningDelta", "RekindleError", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
+    "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport",
     "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score",
     "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages",

@@ -134,14 +134,18 @@ def give_up(name: str, error: Exception) -> bool:
     return True
 
 
+HALF = 'Open with dtype="bfloat16", which is as small: its kernels are part of every installation'
+
+
 def _say(name: str, error: Exception) -> None:
     _failed.add(name)
     reason = (str(error).strip().splitlines() or [""])[-1]
     log.warning(
-        "native kernel %s can't be used (%s: %s); XLA does its work, more slowly. REKINDLE_NATIVE=0 silences this",
+        "native kernel %s can't be used (%s: %s); XLA does its work, more slowly. %s",
         name,
         type(error).__name__,
         reason,
+        HALF if name.endswith("_float16") else "`rekindle doctor` checks the installation",
     )
 
 

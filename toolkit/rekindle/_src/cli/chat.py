@@ -16,12 +16,13 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import html
-from rekindle._src.core.activity import terminal_columns
+from rekindle._src.core.activity import nothing_drawn, terminal_columns
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.session.conversation import Conversation, Turn
@@ -32,15 +33,19 @@ from rekindle_kernels import private_files
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 
+DRAW = "Start with --temperature 0.8: greedy answers of small models do that"
+PENALISE = "Start with --repetition-penalty 1.1 if that happens often; /undo takes the turn back"
 AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = sampling_options(arguments)
-    with open_sync(arguments.model, **engine_options(arguments)) as session:
-        session.render([{"role": "user", "content": "Hello"}])  # refuses a model that can't chat before a word is typed
-        names = [f"/{name}" for name in COMMANDS]
-        reader = lines(cache_folder(arguments.cache_dir), names)
+    names = [f"/{name}" for name in COMMANDS]
+    reader = lines(cache_folder(arguments.cache_dir), names)
+    with contextlib.ExitStack() as stack:
+        with reader.waiting():
+            session = stack.enter_context(open_sync(arguments.model, **engine_options(arguments)))
+            session.render("Hello")  # refuses a model that can't chat before a word is typed
         Chat(session, reader, Writer(), arguments.system, options).run()
     return 0
 
@@ -62,8 +67,7 @@ class Chat:
     def run(self) -> None:
         """Read and answer until the user leaves."""
         config = self.session.config
-        weights = config.quantize or config.dtype
-        self.note(f"{self.session.model} · {weights} · {config.max_model_len:,} tokens of context")
+        self.note(f"{self.session.model} · {short(self.session.weights)} · {config.max_model_len:,} tokens of context")
         self.note("/help lists commands · Ctrl-D leaves" + self.reader.hint)
         for text in self._messages():
             command = COMMAND.fullmatch(text)
@@ -91,12 +95,14 @@ class Chat:
         while True:
             turn = turn_of()
             try:
-                for delta in turn.stream_sync():
-                    self.writer.write(delta.text)
+                with self.reader.waiting():
+                    for delta in turn.stream_sync():
+                        self.writer.write(delta.text)
             except KeyboardInterrupt:
                 turn.cancel()
                 self.writer.end()
-                self.note("stopped; /continue goes on")
+                compiling = self.session._front.program_wait.describe()  # which can't be stopped
+                self.note("stopped; /continue goes on" + (f" (still {compiling})" if compiling else ""))
                 return
             except PromptTooLong as error:
                 self.writer.end(empty=True)
@@ -116,6 +122,8 @@ class Chat:
                 self.note(f"cut at {completion.usage.completion_tokens:,} tokens; /continue goes on")
             elif completion.finish_reason is FinishReason.CONTEXT:
                 self._make_room("the context is full, so the answer ends here")
+            if (found := completion.repetition) is not None:
+                self.note(f"the answer {found}. {DRAW if completion.sampling.greedy else PENALISE}")
             return
 
     def _make_room(self, problem: str) -> bool:
@@ -181,7 +189,7 @@ class Chat:
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         figures = self.session.stats().as_dict()
-        yield "model", f"{self.session.model}, {self.session.config.dtype}"
+        yield "model", f"{self.session.model}, {short(self.session.weights)}"
         limit = self.session.config.max_model_len
         if self.last is None:
             yield "conversation", f"{html.count(self.turns, 'turn')}, room for {limit:,} tokens"
@@ -228,6 +236,9 @@ class Lines(Protocol):
 
     def read(self, prompt: str) -> str | None: ...
     def ask(self, question: str) -> str | None: ...
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a block in which nothing is read. What is typed meanwhile is kept for the next message."""
+        ...
 
 
 def lines(cache: Path, commands: Sequence[str]) -> Lines:
@@ -251,6 +262,9 @@ class PlainLines:
             return None
 
     ask = read
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class EditedLines:
@@ -296,7 +310,8 @@ class EditedLines:
         left = -AGAIN
         while True:
             try:
-                return self._session.prompt(prompt)
+                with nothing_drawn():
+                    return self._session.prompt(prompt)
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -307,9 +322,31 @@ class EditedLines:
 
     def ask(self, question: str) -> str | None:
         try:
-            return self._question.prompt(question)
+            with nothing_drawn():
+                return self._question.prompt(question)
         except (EOFError, KeyboardInterrupt):
             return None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keep what is typed meanwhile off the screen, where answers and spinners are drawn, and through Ctrl-C.
+
+        The terminal hands it to the next prompt, which shows it.
+        """
+        try:
+            import termios
+        except ImportError:  # Windows
+            yield
+            return
+        file = sys.stdin.fileno()
+        before = termios.tcgetattr(file)
+        quiet = termios.tcgetattr(file)
+        quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH
+        termios.tcsetattr(file, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 def _history(folder: Path) -> Any:
@@ -375,6 +412,11 @@ class Writer:
         self._column += width
         self._word = "" if character == " " or width == 2 else self._word + character
         return prefix + character
+
+
+def short(weights: str) -> str:
+    """Return the formats of weights without the reasons for them."""
+    return weights.partition(" (")[0]
 
 
 def _visible(character: str) -> str:

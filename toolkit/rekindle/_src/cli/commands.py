@@ -33,8 +33,10 @@ def generate(arguments: argparse.Namespace) -> int:
     from rekindle._src.session.opening import open_sync
 
     prompt = arguments.prompt
-    if prompt is None or prompt == "-":
+    piped = prompt is None or prompt == "-"
+    if piped:
         prompt = sys.stdin.read()
+    beginning = "" if piped else prompt  # a pipe has its prompt: it is not repeated
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))
         if arguments.json:
@@ -44,10 +46,10 @@ def generate(arguments: argparse.Namespace) -> int:
         try:
             for delta in handle.stream_sync():
                 if not started:  # the progress bar uses the line until the first text
-                    print(prompt, end="", flush=True)
+                    print(beginning, end="", flush=True)
                     started = True
                 print(delta.text, end="", flush=True)
-            print("" if started else prompt)
+            print("" if started else beginning)
         except KeyboardInterrupt:
             handle.cancel()
             print()
@@ -61,6 +63,8 @@ def generate(arguments: argparse.Namespace) -> int:
             f"{done.timings.decode_rate(done.usage.completion_tokens):.0f} tokens/s, ended by {done.finish_reason}]",
             file=sys.stderr,
         )
+        if (found := done.repetition) is not None:
+            print(f"[the text {found}: --temperature 0.8 or --repetition-penalty 1.1 helps]", file=sys.stderr)
     return 0
 
 

@@ -43,7 +43,11 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
 
     The options are checked before the subcommand and JAX are imported.
     """
-    arguments = parser().parse_args(argv)
+    commands = parser()
+    arguments = commands.parse_args(argv)
+    if arguments.command is None:
+        print(commands.format_help(), end="")
+        return 0
     try:
         with Activity(lambda: State("importing JAX")):
             run = _imported(arguments.command.replace("-", "_"))
@@ -77,7 +81,7 @@ def _imported(command: str) -> Callable[[argparse.Namespace], int]:
 def parser() -> Parser:
     root = Parser(prog="rekindle", description="LLM inference for JAX, made for notebooks.")
     root.add_argument("--version", action="version", version=f"rekindle {VERSION}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
+    commands = root.add_subparsers(dest="command", metavar="command", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="continue a prompt, token by token")
     generate.add("prompt", "the prompt; read from standard input if it is absent or '-'", nargs="?")

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = address(arguments.host, listening_socket.getsockname()[1])
 
     def started() -> None:
-        print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}", file=sys.stderr)
+        print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}; {url} has a page", file=sys.stderr)
 
     service = asgi.state.rekindle
     service.hosts.add(arguments.host)

@@ -62,7 +62,8 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected {unknown[0]!r}. A model is passed as --model {unknown[0]}"
         if option is None:
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
-        return f"there is no option {option}{_nearest(option, self._option_string_actions)}"
+        # The second line of every mistake names --help.
+        return f"there is no option {option}{_nearest(option, set(self._option_string_actions) - {'--help'})}"
 
     def _message(self, error: RekindleError) -> str:
         """Return an error as a line of text, with the option's name of the command line."""

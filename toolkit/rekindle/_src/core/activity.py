@@ -16,6 +16,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, Self, TextIO
@@ -42,6 +43,22 @@ class State(NamedTuple):
 Look = Callable[[], State | None]
 _shown: list[Activity] = []  # the first one draws: a wait inside another shows nothing
 _lock = threading.RLock()
+_typing = 0  # lines that are being typed at the terminal
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Draw no activity inside this block, in which a line is typed at the terminal; they are drawn again afterwards."""
+    global _typing
+    with _lock:
+        _typing += 1
+        for activity in _shown:
+            activity.hide()
+    try:
+        yield
+    finally:
+        with _lock:
+            _typing -= 1
 
 
 class Activity:
@@ -101,10 +118,15 @@ class Activity:
             self._thread.join(1.0)
             self._thread = None
 
+    def hide(self) -> None:
+        """Remove the picture until the next one is drawn."""
+        if self._screen is not None:
+            self._screen.clear()
+
     def draw(self) -> None:
         """Show the present state, if its time has come."""
         with _lock:
-            if self._ended.is_set() or self._screen is None or _shown[0] is not self:
+            if self._ended.is_set() or self._screen is None or _shown[0] is not self or _typing:
                 return
             seconds = time.monotonic() - self._began
             if seconds >= self._patience:
@@ -242,6 +264,17 @@ def _picture(state: State, seconds: float) -> str:
     return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str
 
 
+class WaitSpan(NamedTuple):
+    """One wait of a session's steps for a program, by `time.perf_counter()`."""
+
+    start: float
+    stop: float
+    program: str
+
+
+_REMEMBERED = 512  # waits for programs, the latest ones
+
+
 class ProgramWait:
     """Counts the seconds in which a session's steps stood still because a program was compiled or loaded.
 
@@ -252,6 +285,7 @@ class ProgramWait:
         self.program: str = ""  # that a step waits for; empty if none
         self._quiet = quiet
         self._total = self._since = 0.0
+        self._spans: deque[WaitSpan] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
 
     @contextmanager
@@ -264,7 +298,9 @@ class ProgramWait:
                 yield
         finally:
             with self._lock:
-                self._total += time.perf_counter() - self._since
+                now = time.perf_counter()
+                self._total += now - self._since
+                self._spans.append(WaitSpan(self._since, now, program))
                 self.program = ""
 
     def shown_by_caller(self) -> AbstractContextManager[object]:
@@ -289,6 +325,12 @@ class ProgramWait:
         """Return the seconds waited up to `now` (by `time.perf_counter()`), including a wait in progress."""
         with self._lock:
             return self._total + (max(0.0, now - self._since) if self.program else 0.0)
+
+    def since(self, start: float) -> tuple[WaitSpan, ...]:
+        """Return the waits that ended after `start`, in their order, the one in progress included."""
+        with self._lock:
+            spans = tuple(span for span in self._spans if span.stop > start)
+            return (*spans, WaitSpan(self._since, time.perf_counter(), self.program)) if self.program else spans
 
 
 NO_WAIT = ProgramWait()  # of a session whose steps need no programs

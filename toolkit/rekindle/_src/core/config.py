@@ -150,7 +150,8 @@ class EngineConfig(html.Record):
         log_every (0): steps between two log lines; 0 is quiet.
         step_timeout (60.0): seconds after which a step is reported as slow.
         quiet (False): no progress bars.
-        generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
+        generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks, and draws
+            answers of chats where it says nothing; "greedy" does neither.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
         mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
             {"data": 2, "model": 4} has two such groups, each with its own pages, which share the requests.

@@ -50,6 +50,7 @@ class Embedder:
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # texts in front of a text, by name
     default_prompt: str | None = None  # the name of one of them
     alone: bool = False  # the model embeds, and does nothing else
+    trained: bool = False  # the checkpoint says how it embeds
 
     @property
     def size(self) -> int:

@@ -26,7 +26,11 @@ SAMPLING: dict[str, Hint] = {
     "n_predict": _NEW_TOKENS,
     "num_predict": _NEW_TOKENS,
     "max_length": Hint("max_tokens", "Use max_tokens, which counts new tokens only: subtract the prompt's length"),
-    "min_new_tokens": Hint("min_tokens", "Use min_tokens with the same value"),
+    "min_new_tokens": Hint(
+        "min_tokens",
+        "Use min_tokens with the same value: no end is chosen before that. ignore_eos=True goes on after one was",
+    ),
+    "prompt": Hint("", 'Pass the prompt first and without a name: session.generate("Once upon a time")'),
     "min_length": Hint("min_tokens", "Use min_tokens, which counts new tokens only: subtract the prompt's length"),
     "do_sample": Hint(
         "temperature", "Leave it out: temperature=0, the default, is greedy, and a temperature above 0 samples"

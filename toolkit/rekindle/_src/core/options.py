@@ -231,7 +231,24 @@ def _advice(name: str, here: _Door) -> str:
             return other.advice.format(name=name)
     known = _names(here.record)
     close = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}"
+    return (
+        f"Did you mean {close[0]!r}?"
+        if close
+        else f"help(rekindle.{here.record.__name__}) lists the {len(known)} there are"
+    )
+
+
+def refuse_keywords(unknown: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    """Raise for the first keyword that a call does not take, and name the likely one."""
+    for name, value in unknown.items():
+        known = [
+            parameter.name
+            for parameter in inspect.signature(call).parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        close = difflib.get_close_matches(name, known, n=1)
+        fix = f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(known)}"
+        raise InvalidRequest(name, value, f"is not an option of {call.__name__}", fix)
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
     Parsing,
@@ -553,6 +554,14 @@ class Completion:
         return message
 
     @property
+    def repetition(self) -> Repetition | None:
+        """How its end repeats itself, the same block of tokens several times; None if it does not.
+
+        Greedy answers of small models do: draw them (temperature=0.8), or pass repetition_penalty=1.1.
+        """
+        return repetition(self.token_ids)
+
+    @property
     def token_texts(self) -> tuple[str, ...]:
         """Each token's text by itself; half a character shows as �."""
         return tuple(map(self.text_of, self.token_ids))
@@ -598,7 +607,8 @@ class Completion:
 
     def _summary(self) -> str:
         calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
-        return f"{calls}{html.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}"
+        repeats = "" if (found := self.repetition) is None else f", {found}"
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}{repeats}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling

@@ -276,7 +276,8 @@ class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
     A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that
-    asks for sampling; `open(..., generation_config="greedy")` turns this off.
+    asks for sampling. A chat whose checkpoint says nothing is drawn: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05.
+    `open(..., generation_config="greedy")` turns both off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
     penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,
@@ -300,7 +301,8 @@ class Sampling(html.Record):
         stop (()): strings that end the text, which they are not part of; one, or several.
         stop_token_ids (()): token ids that end it; at most 16.
         include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
-        ignore_eos (False): go on after the model's own end of sequence.
+        ignore_eos (False): go on after the model's own end of sequence was chosen, up to max_tokens; what follows is
+            often no text any more. With `min_tokens` no end is chosen before that, and the text goes on.
         logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1. For more than 20,
             up to the vocabulary, programs are compiled as needed.
         prompt_logprobs (None): the same for the prompt's tokens; at most 20.

@@ -251,7 +251,9 @@ class Front(NamedTuple):
     longest: int | None = None  # positions of the model
     embedder: Embedder = Embedder()  # what becomes of a text's hidden states
     sampling: Sampling | None = None  # default of requests without their own, from the checkpoint
+    chat_sampling: Sampling | None = None  # the same of chats
     program_wait: ProgramWait = NO_WAIT  # how long steps waited for programs
+    expect_chat: Callable[[], object] = lambda: None  # makes the programs of a first message ahead
     grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
     taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them

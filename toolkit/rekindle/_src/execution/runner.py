@@ -33,6 +33,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
 from rekindle._src.programs.feature import GREEDY, Feature, Fields, Flag, Read
+from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
@@ -116,6 +117,7 @@ class Runner:
             programs = [*map(self._program, bucket.programs)]
             upload = self._take_upload(bucket)
             ran_plan = pack_rows(upload, ran_plan, self._constants, refused)
+            self._complete(bucket, programs, upload.any_flags)
         step = InFlight(plan, ran_plan, refused, start, leaving, lost, leaving_states, lost_states)
         if not ran_plan.rows:
             step.dispatched, step.host_seconds = start, time.perf_counter() - start
@@ -419,6 +421,13 @@ class Runner:
             return self._calls.program(key)
         with self.program_wait.waiting(key.name):
             return self._calls.program(key)
+
+    def _complete(self, bucket: Bucket, programs: Sequence[Any], flags: int) -> None:
+        """Make the parts that programs made of parts lack for rows with these flags, which counts as a wait, too."""
+        for key, program in zip(bucket.programs, programs, strict=True):
+            if isinstance(program, LayeredProgram) and program.lacks(flags):
+                with self.program_wait.waiting(key.name):
+                    program.complete()
 
     def _take_upload(self, bucket: Bucket) -> AnyUpload:
         try:

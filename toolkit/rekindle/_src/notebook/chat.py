@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import FinishReason, TextDelta
+from rekindle._src.core.repetition import repetition
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.store import Store
@@ -82,7 +83,7 @@ class ChatView(Live):
         super().__init__(*_TALK)
         # Wrong options, or a model without a chat template, raise now and not at the first message.
         drawn = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
-        sampling = Sampling.of(session.sampling, drawn)
+        sampling = Sampling.of(session.chat_sampling, drawn)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
@@ -389,6 +390,9 @@ class ChatView(Live):
             if stopped := self.stopped:
                 hint = "Continue goes on" if self.can_continue else "Edit last takes the message back"
                 rows.append(html.line(stopped, "" if self.ended else hint))
+            if (found := repetition(self.answer_ids)) is not None:
+                hint = "" if self.ended else "Stop ends it" if not handle.done else "Settings: a higher temperature"
+                rows.append(html.line(f"the answer {found}", hint))
         if not self.ended and (controls := self._controls()) != self.widget.controls:
             self.widget.controls = controls  # an answer was cut, or continues
         if not rows:

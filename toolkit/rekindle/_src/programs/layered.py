@@ -169,10 +169,16 @@ class LayeredProgram:
         layers: Sequence[Compiled],
         greedy: Compiled | None,
         rest: Callable[[], Compiled],
+        has_rest: Callable[[], bool],
     ) -> None:
         """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
-        other steps."""
+        other steps, and `has_rest` is True if it is ready."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
+        self._has_rest = has_rest
+
+    def lacks(self, flags: int) -> bool:
+        """True if a step whose rows have these flags would have to make the closing first."""
+        return (self._greedy is None or bool(flags & ~int(GREEDY))) and not self._has_rest()
 
     def complete(self) -> None:
         """Make the closing that serves all steps, unless it is ready."""
@@ -312,7 +318,13 @@ class Layered:
         kind = LayeredForward if key.part == FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))
-        return kind(self._cut, found[self._opening_name(key)], layers, greedy, functools.partial(self._closed, key))
+        rest, has_rest = functools.partial(self._closed, key), functools.partial(self._has_closed, key)
+        return kind(self._cut, found[self._opening_name(key)], layers, greedy, rest, has_rest)
+
+    def _has_closed(self, key: Bucket) -> bool:
+        """True if the closing that serves all steps is ready."""
+        future = self._parts.get(self._closing_name(key, greedy=False))
+        return future is not None and future.done()
 
     def _closed(self, key: Bucket) -> Compiled:
         """Return the closing that serves all steps; load or compile it if needed."""

@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 
 from rekindle._src.core.priority import handing_over
 from rekindle._src.programs.buckets import SCATTER, Bucket, Key
 from rekindle._src.programs.programs import Form, ProgramRecord, Programs
-from rekindle.errors import CompileError
+from rekindle.errors import CompileError, InvalidRequest
 from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
@@ -168,6 +169,8 @@ class Warming:
     Where the installation has no native kernels and numba can compile them, other processes compile them first. All
     programs wait for the kernels, so that a session's arithmetic is the same from its first token to its last.
 
+    A conversation needs more than a first text does: see `expect`.
+
     A model of many layers begins with programs made of parts, which are ready much sooner; whole programs replace them.
     With "lazy", the part that greedy steps don't need is compiled at its first use: a command that prints one text
     would otherwise not end before that is compiled.
@@ -205,6 +208,36 @@ class Warming:
         self._thread = threading.Thread(target=self._work, name="rekindle warming", daemon=False)
         _finish_at_exit(self)
         self._thread.start()
+        self._expecting: threading.Thread | None = None
+
+    def expect(self, tokens: Callable[[], int], *, drawn: bool) -> None:
+        """Make the programs of a first message ahead, in a thread of its own, unless `precompile` has done it.
+
+        A chat template makes a prompt that is longer than most first texts, and needs another program; where its tokens
+        are `drawn`, programs of parts need their whole closing. `tokens` returns the length of such a prompt, in that
+        thread. Later calls do nothing.
+        """
+        if self._expecting is None and self._precompile != "all" and not self._is_stopped():
+            self._expecting = threading.Thread(
+                target=self._make_chat, args=(tokens, drawn), name="rekindle warming chat", daemon=False
+            )
+            self._expecting.start()
+
+    def _make_chat(self, tokens: Callable[[], int], drawn: bool) -> None:
+        if not self.wait_for_kernels():
+            return
+        with self._contexts(), contextlib.suppress(CompileError, InvalidRequest):  # the first message raises it
+            sizes = sorted(
+                (key for key in self._first if isinstance(key, Bucket) and key.tokens), key=attrgetter("tokens")
+            )
+            needed = tokens()
+            prefill = next((key for key in sizes if key.tokens >= needed), sizes[-1])  # a longer prompt is cut
+            for key in (prefill, self._prefill_and_decode[-1]):
+                if self._is_stopped():
+                    return
+                self._programs.get(key)
+                if drawn and not self._is_stopped():
+                    self._programs.complete(key)
 
     def _work(self) -> None:
         if not self.wait_for_kernels():
@@ -281,6 +314,8 @@ class Warming:
         self._stopped.set()
         self._opened.set()  # ends the wait for the opening, too
         self._thread.join(timeout)
+        if self._expecting is not None:
+            self._expecting.join(timeout)
 
     def _warm(self, keys: Sequence[Key], *, workers: int = WORKERS) -> None:
         warm(

@@ -251,6 +251,7 @@ class FleetOpening(Call[Fleet]):
             longest=info.longest,
             embedder=info.embedder,
             sampling=info.sampling,
+            chat_sampling=info.chat_sampling,
             grammars=RemoteGrammars() if tokenizer.has_text else None,
             think_ids=info.think_ids,
         )

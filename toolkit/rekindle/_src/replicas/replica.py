@@ -258,6 +258,7 @@ def _info_of(client: Client) -> ReplicaInfo:
         embedder=front.embedder,
         longest=front.longest,
         sampling=front.sampling,
+        chat_sampling=front.chat_sampling,
         think_ids=front.think_ids,
         processors=front.processors,
         steering=() if front.taps is None else tuple(front.taps.steering),

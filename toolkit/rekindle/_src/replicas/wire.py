@@ -120,6 +120,7 @@ class ReplicaInfo(NamedTuple):
     embedder: Embedder
     longest: int | None
     sampling: Sampling | None
+    chat_sampling: Sampling | None
     think_ids: tuple[int, int] | None
     processors: tuple[str, ...]
     steering: tuple[str, ...]  # names of changes inside the model

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from rekindle._src.core import html
 from rekindle._src.core.records import AdapterLike, AdapterLoad, Status, units_for
 from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import common
@@ -21,6 +22,7 @@ from rekindle._src.kvcache.tiers.tiers import DiskFetch
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import Rank, ShortestFirst, WaitingQueue
 from rekindle._src.scheduling.sequence import Limits, Sequence
+from rekindle._src.scheduling.timeline import PhaseKind
 
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
 
@@ -69,7 +71,10 @@ class Admission:
         return bool(self._running_set.free_slots and len(self._queue))
 
     def submit(self, sequence: Sequence) -> None:
+        others = f"{html.count(self.waiting, 'request')} before it" if self.waiting else ""
         self._queue.add(sequence)
+        taken = "" if self._running_set.free_slots else f"all slots were taken ({len(self._running_set.holders)})"
+        sequence.timeline.enter(PhaseKind.QUEUED, ", ".join(part for part in (taken, others) if part))
 
     def prefills(self, *, admitting: bool) -> Iterator[Sequence]:
         """Yield sequences in the order in which they get the prefill budget of a step, until it is spent.
@@ -109,15 +114,19 @@ class Admission:
                 continue
             if sequence.request.generates and self._loading.start(sequence):
                 self._queue.discard(sequence)
-                sequence.reason = "waits for pages to be read from disk"
+                sequence.enter(PhaseKind.LOADING, "waits for pages to be read from disk")
                 continue
             spare = self.reserve.pages((*running, sequence)) if running or leaving else 0
             start = self._ledger.acquire(sequence, spare, fetched=self._loading.loaded(sequence))
             if start is None:
-                sequence.reason = (
+                reason = (
                     f"needs {pages_for(sequence.known, self._limits.page_size)} pages less what is cached, and {spare} "
                     f"in reserve for {len(running)} running requests; {self._ledger.available} are available"
                 )
+                if sequence.status is Status.PREEMPTED:
+                    sequence.reason = reason  # its timeline keeps why it was preempted
+                else:
+                    sequence.enter(PhaseKind.PAGES, reason)
                 return None
             self._queue.take(sequence)
             self._loading.discard(sequence)
@@ -136,7 +145,11 @@ class Admission:
 
     def ensure_page(self, sequence: Sequence) -> bool:
         """Give the sequence a page for its next position, preempting juniors if needed. False if it skips this step."""
-        if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
+        if sequence.planned < sequence.num_pages * self._limits.page_size:
+            return True
+        if self._ledger.grow(sequence):
+            if sequence.timeline.kind is PhaseKind.PAGES:
+                sequence.enter(PhaseKind.DECODE)
             return True
         while not self._running_set.leaving and not self._ledger.retiring:
             victim = self._running_set.running[-1]
@@ -147,10 +160,12 @@ class Admission:
             self.preempt(victim, f"gave its pages to request {sequence.id}")
             if self._ledger.grow(sequence):
                 return True
-        return False  # pages come back with the steps in flight
+        sequence.enter(PhaseKind.PAGES, "until steps in flight gave some back")
+        return False
 
     def preempt(self, sequence: Sequence, reason: str) -> None:
-        sequence.status, sequence.reason = Status.PREEMPTED, reason
+        sequence.status = Status.PREEMPTED
+        sequence.enter(PhaseKind.PREEMPTED, reason)
         sequence.preemptions += 1
         self.preemptions += 1
         self.reserve.preempted()
@@ -255,8 +270,9 @@ class Admission:
             return False
         self._queue.discard(sequence)
         self._unplaced[sequence] = None
-        sequence.reason = (
-            f"waits for room for the adapter {adapter.name!r}: requests of {adapters.in_use} others are running"
+        sequence.enter(
+            PhaseKind.QUEUED,
+            f"waits for room for the adapter {adapter.name!r}: requests of {adapters.in_use} others are running",
         )
         return True
 
@@ -287,13 +303,16 @@ class Admission:
         self._queue.discard(sequence)
         self._claims.park(sequence, keys, beginning)
         tokens = beginning.pages * self._limits.page_size + beginning.tokens
-        sequence.reason = (
-            f"waits for request {beginning.owner.id}, which computes the first {tokens} tokens that both share"
+        sequence.enter(
+            PhaseKind.PREFIX,
+            f"waits for request {beginning.owner.id}, which computes the first {tokens} tokens that both share",
         )
         return True
 
     def _wake(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
+            if sequence.timeline.kind is not PhaseKind.PREEMPTED:
+                sequence.timeline.enter(PhaseKind.QUEUED)
             sequence.reason = "is about to be admitted"
             if sequence.status is Status.PREEMPTED:
                 self._queue.put_back(sequence)

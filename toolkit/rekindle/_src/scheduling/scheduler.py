@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from rekindle._src.core import html
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import (
     FinishReason,
@@ -42,6 +44,7 @@ from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, senio
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.states import NoStates, States, WholePrompts
 from rekindle._src.scheduling.tails import Tails
+from rekindle._src.scheduling.timeline import PhaseKind
 from rekindle.errors import (
     CompileError,
     InvalidRequest,
@@ -79,9 +82,10 @@ class Scheduler:
         states: TreeStates | None = None,
         first_slot: int = 0,
         arrivals: Iterator[int] | None = None,
+        program_wait: ProgramWait = NO_WAIT,
     ) -> None:
         """`states` are the slots of the cache, in models whose layers have states or give pages back. `arrivals` number
-        the requests, of all data shards if there are several."""
+        the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs."""
         self.limits, self.pool, self.cache = limits, pool, cache
         self._states: NoStates = WholePrompts() if limits.whole else NoStates()
         if states is not None:
@@ -98,6 +102,7 @@ class Scheduler:
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
+        self._program_wait = program_wait
         self._flights: deque[_Flight] = deque()
         self._step = 0
         self._arrivals = itertools.count() if arrivals is None else arrivals
@@ -216,9 +221,10 @@ class Scheduler:
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
         events = self._fail_lost(result) + self._fail_lost_states(flight, result)
-        right = result.valid
+        right, taken = result.valid, list[bool]()
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
+            taken.append(counts and not sequence.ended)
             if output.error is not None and not sequence.ended:
                 events.append(self._fail(sequence, request_error(sequence, output.error)))
             elif counts and not sequence.ended:
@@ -235,7 +241,10 @@ class Scheduler:
             self._running_set.drain(sequence)
         self._slow_rows.learn(flight.plan, result)
         if flight.plan.drafted:
-            self._drafts.learn(flight.sequences, flight.plan.rows, right)
+            self._drafts.learn(flight.sequences, flight.plan.rows, taken)
+            for sequence in dict.fromkeys(flight.sequences):
+                if sequence.ended:
+                    self._remember(sequence)  # with the drafts of the step that it ended in
         self._collect_released()
         return tuple(events)
 
@@ -337,7 +346,8 @@ class Scheduler:
         sequence = self._alive.get(request_id)
         if sequence is None:
             return self._ended.get(request_id)
-        return explanation(sequence, self._admission.older(sequence), self._admission.reason(sequence))
+        ahead, reason = self._admission.older(sequence), self._admission.reason(sequence)
+        return explanation(sequence, ahead, reason, self._program_wait)
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -393,6 +403,7 @@ class Scheduler:
             self._counts["accepted_tokens"] += row.draft
             if sequence.status is Status.PREFILL:
                 sequence.status = Status.DECODE
+                sequence.enter(PhaseKind.DECODE)
         self._admission.published(sequence, *self._ledger.publish(sequence, self._step - 1))
         if not row.samples:
             return output.event(sequence.cached_tokens, None, self.weights_version) if output.delivers else None
@@ -466,7 +477,12 @@ class Scheduler:
         sequence.reason = words or reason.value
         self._counts[sequence.status.value] += 1
         del self._alive[sequence.id]
-        self._ended[sequence.id] = explanation(sequence, 0, sequence.reason)
+        sequence.ended_at = time.perf_counter()
+        self._remember(sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Keep the explanation of a sequence that ended."""
+        self._ended[sequence.id] = explanation(sequence, 0, sequence.reason, self._program_wait, end=sequence.ended_at)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 

@@ -15,6 +15,7 @@ from collections import deque
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
@@ -22,6 +23,7 @@ from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup, followers_of
+from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
 
 
@@ -172,10 +174,11 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter", "epoch",
-        "followers", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason",
-        "lookup", "node", "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at",
-        "reason", "request", "root", "sampled", "slot", "status", "tail", "target", "trail", "waits_for",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
+        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generation", "in_flight", "known",
+        "limit", "limit_reason", "lookup", "node", "num_pages", "overtaken", "page_size", "planned", "preemptions",
+        "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status", "tail", "target",
+        "timeline", "trail", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -195,6 +198,8 @@ class Sequence:
         self.page_size = page_size
         self.status = Status.QUEUED
         self.reason = "has not had its turn"  # why it waits, for explain()
+        self.timeline = Timeline(request.arrival)
+        self.ended_at: float | None = None  # by time.perf_counter()
         self.waits_for: Sequence | None = None  # the one that computes the prefix which this one needs
         self.overtaken = 0  # requests admitted before it while it was the oldest
         self.preemptions = 0
@@ -307,6 +312,12 @@ class Sequence:
         self._pages[first : first + len(pages)] = pages
         self._table = None
 
+    def enter(self, kind: PhaseKind, reason: str = "") -> None:
+        """Begin a phase of the sequence's timeline, or give the present one another reason."""
+        if reason:
+            self.reason = reason
+        self.timeline.enter(kind, reason, computed=self.computed, generated=self.generated)
+
     def begin(self, slot: int, start: int) -> None:
         """Begin an epoch in `slot`; the pages hold the positions [0, start) already."""
         assert not self.in_flight, f"{self.id} is admitted with steps in flight"
@@ -317,6 +328,7 @@ class Sequence:
         self.computed = self.planned = start
         self.target = self.known
         self.status = Status.PREFILL
+        self.enter(PhaseKind.PREFILL)
         for follower in self.followers:
             follower.begin(start)
         if self.epoch == 1:
@@ -431,28 +443,69 @@ class Explanation:
     preemptions: int
     ahead: int  # older requests in the queue
     waits_for: str | None  # the request that computes its prefix
+    timeline: tuple[Phase, ...] = ()  # its life so far: what took how long, and why
+
+    @property
+    def seconds(self) -> float:
+        """The seconds from its submission to its end, or until now."""
+        return self.timeline[-1].start + self.timeline[-1].seconds if self.timeline else 0.0
 
     def __str__(self) -> str:
-        return f"{self.id}: {self.text}"
+        return "\n".join([f"{self.id}: {self.text}", *(f"  {phase}" for phase in self.timeline)])
 
     def __repr__(self) -> str:
-        return f"<Explanation of {self}>"
+        times = f" ({summary(self.timeline)})" if self.timeline else ""
+        return f"<Explanation of {html.shorten(f'{self.id}: {self.text}', 165 - min(120, len(times)))}{times[:160]}>"
 
     def _repr_html_(self) -> str:
         prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
         length = html.line(html.count(self.prompt_tokens, "prompt token"))
-        return str(html.block(html.text(str(self)), length, html.bar(prompt)))
+        return str(html.block(html.text(f"{self.id}: {self.text}"), self._phases(), length, html.bar(prompt)))
+
+    def _phases(self) -> str:
+        rows = [
+            (f"{phase.start:.3f} s", f"{phase.seconds:.3f} s", str(phase.kind), phase.words) for phase in self.timeline
+        ]
+        return html.table(["at", "for", "", ""], rows, limit=40) if rows else ""
 
 
-def explanation(sequence: Sequence, ahead: int, reason: str) -> Explanation:
-    """Explain where a request is, and why it waits there if it does; `ahead` older requests wait."""
+def beginning(
+    request_id: str, status: Status, text: str, prompt_tokens: int = 0, timeline: tuple[Phase, ...] = ()
+) -> Explanation:
+    """Explain a request that no scheduler knows: it was not taken in yet, or ended before that, or is over for long."""
+    return Explanation(
+        id=request_id,
+        status=status,
+        text=text,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=0,
+        computed_tokens=0,
+        generated_tokens=0,
+        max_generated=0,
+        pages=0,
+        preemptions=0,
+        ahead=0,
+        waits_for=None,
+        timeline=timeline,
+    )
+
+
+def explanation(
+    sequence: Sequence, ahead: int, reason: str, program_wait: ProgramWait = NO_WAIT, end: float | None = None
+) -> Explanation:
+    """Explain where a request is, and why it waits there if it does; `ahead` older requests wait.
+
+    Its timeline goes on to `end`, by default until now, with the waits of its steps for programs.
+    """
     request, status = sequence.request, sequence.status
     words = [_WORDS[status]]
     if status in (Status.QUEUED, Status.PREEMPTED):
         words.append(f"it {reason}; {ahead} older requests wait")
+        if sequence.timeline.kind is PhaseKind.QUEUED:
+            sequence.timeline.enter(PhaseKind.QUEUED, reason)
     elif status is Status.PREFILL:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
-    elif sequence.reason and sequence.ended:
+    elif sequence.reason and sequence.ended and sequence.reason != status.value:
         words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
     if request.pooling is not None:
         words.append("it is embedded, so that all of its tokens are computed")
@@ -487,6 +540,12 @@ def explanation(sequence: Sequence, ahead: int, reason: str) -> Explanation:
         preemptions=sequence.preemptions,
         ahead=ahead,
         waits_for=sequence.waits_for.id if sequence.waits_for is not None else None,
+        timeline=sequence.timeline.phases(
+            end,
+            program_wait.since(sequence.timeline.began),
+            computed=sequence.computed,
+            generated=sequence.generated,
+        ),
     )
 
 

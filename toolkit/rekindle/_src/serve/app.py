@@ -23,6 +23,7 @@ from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, ch
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
+from rekindle._src.serve.page import Page
 from rekindle._src.serve.responses import RESPONSES, Responses, responses
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -55,7 +56,7 @@ GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/metrics", info.metrics, "Figures for Prometheus"),
 )
 
-OPEN_PATHS = frozenset(("/health", "/ping"))  # for load balancers
+OPEN_PATHS = frozenset(("/health", "/ping", "/"))  # for load balancers, and the page that asks for a key
 
 
 def app(
@@ -168,6 +169,7 @@ def app(
         Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
         for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
     ]
+    routes.append(Route("/", Page(service), methods=["GET"]))
     middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
         cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}

@@ -21,6 +21,7 @@ from rekindle._src.serve.life import Active
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.models import HandleLike, Served, SessionLike
 from rekindle._src.serve.openai_fields import SAMPLING
+from rekindle._src.text.generation_config import NAMES
 
 _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json"}
 _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
@@ -41,7 +42,10 @@ def sampling_options(fields: Mapping[str, Any], session: SessionLike) -> dict[st
     """Return the options of the fields in `SAMPLING`, which every API has under the same names."""
     options = {field.option or field.name: fields[field.name] for field in SAMPLING if field.name in fields}
     if "temperature" not in options and session.sampling.greedy and session.config.generation_config != "greedy":
-        options["temperature"] = 1.0  # OpenAI's default, if the checkpoint has none
+        options["temperature"] = 1.0  # OpenAI's and Anthropic's default, if the checkpoint has none
+    if session.chat_sampling != session.sampling:  # a chat's own defaults are for callers without an API's
+        for name in NAMES:
+            options.setdefault(name, getattr(session.sampling, name))
     if "top_k" in options:
         options["top_k"] = max(0, options["top_k"])
     if "seed" in options:

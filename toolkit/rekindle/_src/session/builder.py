@@ -24,12 +24,12 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core import shared_cache
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.memory import give_back, given_back
 from rekindle._src.core.mesh_shape import MeshReport, checked_mesh
 from rekindle._src.core.records import units_for
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts, check_named
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine, Resources
@@ -71,7 +71,7 @@ from rekindle._src.session.weights import Weights, page_identity, state_identity
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
-from rekindle._src.text.generation_config import checkpoint_sampling
+from rekindle._src.text.generation_config import Defaults, defaults_of
 from rekindle._src.text.generation_config import describe as in_words
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError, OutOfMemory, RekindleError
@@ -151,7 +151,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         prefer_ready=parts.prefer_ready,
         recorder=others,
     )
-    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers)
+    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers, runner.program_wait)
 
     # Restored pages, read while the vocabulary is, and the programs that their first request needs.
     if tiers is not None and config.restore is not None:
@@ -196,12 +196,15 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
             programs.flush()
         return bool(missing)
 
-    sampling, embedder = _sampling(folder, config, request.model), embedder_of(folder, model)
+    defaults, embedder = _defaults(folder, config, request.model), embedder_of(folder, model)
     chat = ChatTemplate.load(folder) if folder is not None else None
     if folder is not None and is_file(folder):
         from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
 
         forget_headers()
+    expect_chat = _chat_expected(warming, chat, tokenizer, drawn=defaults.chat is not None)
+    if precompiles(config.precompile) == "background":
+        expect_chat()
     resources = Resources(
         weights=_weights_held(loaded, config),
         mesh=_mesh(loaded, config),
@@ -223,7 +226,9 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
-        sampling=sampling,
+        expect_chat=expect_chat,
+        sampling=defaults.sampling,
+        chat_sampling=defaults.chat,
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         embedder=embedder,
@@ -236,6 +241,23 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         adapters=shelf,
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+QUESTION = "What is the difference between a crocodile and an alligator?"  # as long as most first messages
+
+
+def _chat_expected(
+    warming: Warming, chat: ChatTemplate | None, tokenizer: Tokenizer, *, drawn: bool
+) -> Callable[[], None]:
+    """Return a function that makes the programs of a first message ahead; it does nothing for a model without chats."""
+    if chat is None or not tokenizer.has_text:
+        return lambda: None
+
+    def tokens() -> int:
+        text = chat.prepare([{"role": "user", "content": QUESTION}])()
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return lambda: warming.expect(tokens, drawn=drawn)
 
 
 def _shortage(request: OpenRequest, error: BaseException) -> str:
@@ -543,6 +565,7 @@ def make_scheduling(
     programs: Programs,
     tiers: Tiers | None,
     state_tiers: Tiers | None = None,
+    program_wait: ProgramWait = NO_WAIT,
 ) -> Scheduling:
     """Make the scheduler with its page pool and prefix cache, or one of each for every data shard.
 
@@ -571,6 +594,7 @@ def make_scheduling(
             seed=config.seed,
             adapters=AdapterSlots(*adapter_room(programs)),
             states=states,
+            program_wait=program_wait,
         )
         return Scheduling(scheduler, cache)
     arrivals, schedulers = itertools.count(), list[ShardScheduler]()
@@ -586,6 +610,7 @@ def make_scheduling(
                 seed=config.seed,
                 first_slot=first,
                 arrivals=arrivals,
+                program_wait=program_wait,
             )
         )
     data_scheduler = DataScheduler(schedulers)
@@ -683,18 +708,18 @@ def _tokenizer(described: LoadedModel | Described) -> Future[Tokenizer]:
     return tokenizer
 
 
-def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
-    """Return the checkpoint's sampling defaults, and log them; None if it has none or they are turned off."""
-    if folder is None or config.generation_config == "greedy":
-        return None
-    sampling = checkpoint_sampling(folder)
-    if sampling is not None:
+def _defaults(folder: Path | None, config: EngineConfig, model: object) -> Defaults:
+    """Return the sampling of requests without options of their own; log what the checkpoint asks for."""
+    if config.generation_config == "greedy":
+        return Defaults()
+    defaults = defaults_of(folder)
+    if (sampling := defaults.sampling) is not None:
         log.info(
             'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off',
             model,
             in_words(sampling),
         )
-    return sampling
+    return defaults
 
 
 def _mesh(loaded: LoadedModel, config: EngineConfig) -> MeshReport | None:

@@ -19,6 +19,11 @@ Messages = Sequence[Mapping[str, Any]]
 _VALUE = 16  # the cost of a value, in characters, about
 
 
+def messages_of(messages: Messages | str) -> Messages:
+    """Return the messages of a chat; a text is one of the user."""
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+
+
 def chat_prompt(
     chat: ChatLike | None,
     messages: Messages,

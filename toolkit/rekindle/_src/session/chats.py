@@ -38,7 +38,7 @@ class ChatRequests:
     @overload
     def chat(
         self,
-        messages: Messages,
+        messages: Messages | str,
         sampling: Sampling | None = None,
         /,
         *,
@@ -58,7 +58,7 @@ class ChatRequests:
     @overload
     def chat(
         self,
-        messages: Messages,
+        messages: Messages | str,
         sampling: Sampling | None = None,
         /,
         *,
@@ -78,7 +78,7 @@ class ChatRequests:
     @overload
     def chat(
         self,
-        messages: Messages,
+        messages: Messages | str,
         sampling: Sampling | None = None,
         /,
         *,
@@ -96,7 +96,7 @@ class ChatRequests:
     @takes_options(Sampling, returns="Handle[Completion] | ToolLoop", max_tokens=ANSWER_TOKENS)
     def chat(
         self,
-        messages: Messages,
+        messages: Messages | str,
         sampling: Sampling | None = None,
         /,
         *,
@@ -115,8 +115,13 @@ class ChatRequests:
     ) -> Any:
         """Request the model's answer to a conversation, through its chat template. Await it or iterate over it.
 
-        A message is a dict such as {"role": "user", "content": "Hello"}. The reply has `content`, the `reasoning`
-        before it, and `tool_calls`; `reply.message` is the next message of the conversation.
+        A message is a dict such as {"role": "user", "content": "Hello"}; a text alone is one message of the user. The
+        reply has `content`, the `reasoning` before it, and `tool_calls`; `reply.message` is the next message of the
+        conversation.
+
+        Without a `Sampling`, answers are drawn as `session.chat_sampling` says: as the checkpoint asks, or at a
+        temperature of 0.8. With temperature=0 they are greedy, and small models may repeat themselves
+        (`reply.repetition`). `reply.seed` repeats an answer.
 
         `tools` are the functions that the model may call: it is shown their name, docstring and type hints. They can be
         JSON schemas as dicts, too. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the
@@ -131,15 +136,15 @@ class ChatRequests:
         "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
         where the last message ends.
         """
-        from rekindle._src.session.chat_prompt import chat_prompt  # chats alone need it
+        from rekindle._src.session.chat_prompt import chat_prompt, messages_of  # chats alone need it
         from rekindle._src.session.tool_functions import tools_of
         from rekindle._src.session.tool_loop import forcing, resolve_choice
 
-        tools_ = tools_of(tools)
+        messages, tools_ = messages_of(messages), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
-        sampling_ = sampling_of(self._front, sampling, options)
+        sampling_ = sampling_of(self._front, sampling, options, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
             prompt = chat_prompt(
@@ -177,7 +182,7 @@ class ChatRequests:
 
     def render(
         self,
-        messages: Messages,
+        messages: Messages | str,
         *,
         tools: Sequence[ToolLike] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -187,12 +192,12 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt that `chat` makes of these messages, special tokens included."""
-        from rekindle._src.session.chat_prompt import chat_prompt
+        from rekindle._src.session.chat_prompt import chat_prompt, messages_of
         from rekindle._src.session.tool_functions import tools_of
 
         prompt = chat_prompt(
             self._front.chat,
-            messages,
+            messages_of(messages),
             model=self._front.model,
             tools=tools_of(tools),
             documents=documents,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
@@ -12,7 +14,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
-from rekindle._src.core.options import check_batch
+from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, Embedded, Pooling, Usage, Vector
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture
@@ -25,7 +27,18 @@ from rekindle._src.session.prompts import Prompt, PromptLike, parse
 from rekindle.errors import InvalidRequest, RekindleError
 
 T = TypeVar("T")
+log = logging.getLogger("rekindle.engine")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+
+
+@functools.cache
+def _say_untrained(model: str) -> None:
+    log.warning(
+        "%s is a chat model: the mean of its hidden states tells texts apart, but it was not trained to bring texts of "
+        'one meaning together. For a search open a model that embeds, such as "BAAI/bge-small-en-v1.5", beside it; '
+        'pooling="mean" says that the mean is meant',
+        model,
+    )
 
 
 class Embeddings(Call[T]):
@@ -105,6 +118,7 @@ class Embedding:
         keep: bool = False,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
+        **unknown: Any,
     ) -> Any:
         """Await it for a text's vector, a float32 array; for a list of texts one array [n, numbers].
 
@@ -123,7 +137,10 @@ class Embedding:
         whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list; with
         errors="return" the result is a list, and the error stands in the place of its vector.
         """
+        refuse_keywords(unknown, Embedding.embed)
         embedder = self._front.embedder
+        if pooling is None and self._front.chat is not None and not (embedder.trained or embedder.alone):
+            _say_untrained(self._front.model)
         size = embedder.size
         if pooling not in (None, *POOLINGS):
             raise InvalidRequest("pooling", pooling, "is not known", f"Use {' or '.join(map(repr, POOLINGS))}")

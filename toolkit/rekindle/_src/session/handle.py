@@ -127,6 +127,7 @@ class Handle(Produced, Call[T]):
         self._lock = threading.RLock()
         self._submitted = False
         self._queued = False  # submitted, or waiting for a place
+        self._began: float | None = None  # when it was handed over, or began to wait for a place
 
     @property
     def prompt(self) -> str | None:
@@ -200,7 +201,7 @@ class Handle(Produced, Call[T]):
             return
         self._host.check()
         self._fits()
-        self._queued = True
+        self._queued, self._began = True, time.perf_counter()
         try:
             entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
         except BaseException:
@@ -221,7 +222,7 @@ class Handle(Produced, Call[T]):
                 self._host.limiter.leave(self.sampling.n)
                 return
             self._mailbox.on_sequence_end = self._host.limiter.leave
-            self._submitted = True
+            self._submitted, self._began = True, time.perf_counter()
         prompt = self._prompt
         self._host.submit(
             Submission(
@@ -231,7 +232,7 @@ class Handle(Produced, Call[T]):
                 add_special_tokens=prompt.add_special_tokens,
                 sampling=self.sampling,
                 mailbox=self._mailbox,
-                arrival=time.perf_counter(),
+                arrival=self._began,
                 render=prompt.render,
                 pooling=prompt.pooling,
                 reply=prompt.reply,

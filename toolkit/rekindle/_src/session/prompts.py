@@ -40,12 +40,14 @@ def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool
     An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
     """
     prompt = from_column(prompt)
+    if is_chat(prompt):
+        raise _no_prompt(prompt)
     if isinstance(prompt, str) or is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
         return [_numbered(entry, index, keep_errors) for index, entry in enumerate(prompt)], True
-    raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
+    raise _no_prompt(prompt)
 
 
 def from_column(values: Any) -> Any:
@@ -76,11 +78,29 @@ def parse_one(prompt: Any) -> Prompt:
         check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)
     if not is_ids(prompt):
-        raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
+        raise _no_prompt(prompt)
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= 2**31:
         raise InvalidRequest("prompt", prompt, "holds numbers that are not token ids", "Use whole numbers from 0")
     return Prompt(None, ids.astype(np.int32))
+
+
+def is_chat(value: Any) -> bool:
+    """True if a value is a message of a chat, or a list that begins with one."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, Mapping) and "role" in value
+
+
+def _no_prompt(value: Any) -> InvalidRequest:
+    """Return the error for a value that is neither text nor token ids."""
+    if is_chat(value):
+        return InvalidRequest("prompt", value, "is a conversation, which a chat template makes into text", CHAT)
+    return InvalidRequest("prompt", value, "is neither text nor token ids", PASS)
+
+
+PASS = 'Pass a text such as "Once upon a time", a list of token ids, or a list of such prompts'
+CHAT = "Use session.chat(messages), or session.render(messages) for the text alone"
 
 
 def is_ids(prompt: Any) -> bool:

@@ -382,14 +382,15 @@ def same_structure(left: Sampling, right: Sampling) -> bool:
     return first is not None and second is not None and first.spec == second.spec
 
 
-def sampling_of(front: Front, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-    """Return the request's options. Without a `Sampling`, they default to those of the checkpoint.
+def sampling_of(front: Front, sampling: Sampling | None, options: Mapping[str, Any], *, chat: bool = False) -> Sampling:
+    """Return the request's options. Without a `Sampling`, they default to those of the checkpoint, or of a `chat`.
 
-    In that case None leaves an option at the checkpoint's value, as leaving it out does.
+    In that case None leaves an option at its default there, as leaving it out does.
     """
-    if sampling is not None or front.sampling is None:
+    default = front.chat_sampling if chat else front.sampling
+    if sampling is not None or default is None:
         return Sampling.of(sampling, options)
-    return Sampling.of(front.sampling, {name: value for name, value in options.items() if value is not None})
+    return Sampling.of(default, {name: value for name, value in options.items() if value is not None})
 
 
 def shown(front: Front, sampling: Sampling) -> Callable[[Sequence[Mailbox]], Activity]:

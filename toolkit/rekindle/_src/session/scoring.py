@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.options import check_batch
+from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
@@ -161,7 +161,7 @@ class ScoreRequests:
         salt: str | None = None,
         priority: int = 0,
     ) -> Scoring[list[Scores]]: ...
-    def score(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0) -> Any:
+    def score(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0, **unknown: Any) -> Any:
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
             scores = await session.score("The capital of France is", [" Paris", " Rome"])
@@ -175,6 +175,7 @@ class ScoreRequests:
         (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
         this prompt. Numbers are those of the model's own distribution, before any sampling option.
         """
+        refuse_keywords(unknown, ScoreRequests.score)
         sampling = Sampling(max_tokens=0, prompt_logprobs=1, salt=salt, priority=priority)
         self._host.check()
         prompts, many = parse(prompt)
@@ -220,9 +221,9 @@ class ScoreRequests:
         salt: str | None = None,
         priority: int = 0,
     ) -> list[Scores]: ...
-    def score_sync(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0) -> Any:
+    def score_sync(self, prompt: Any, choices: Any, **options: Any) -> Any:
         """Run `score` from code without an event loop: blocks this thread until the scores are there."""
-        call: Scoring[Any] = self.score(prompt, choices, salt=salt, priority=priority)
+        call: Scoring[Any] = self.score(prompt, choices, **options)
         return call.result_sync()
 
 

@@ -41,6 +41,14 @@ class Serving:
         return self._front.sampling or Sampling()
 
     @property
+    def chat_sampling(self) -> Sampling:
+        """The options of a chat without options of its own: those of generation_config.json, or drawn at 0.8.
+
+        They are greedy if the checkpoint turns sampling off, or with generation_config="greedy".
+        """
+        return self._front.chat_sampling or Sampling()
+
+    @property
     def closed(self) -> bool:
         """True once it was closed; it takes no requests then."""
         return self._host.closing
@@ -99,14 +107,28 @@ class Serving:
 
     def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
         """Return what `look` finds about a request (a handle, completion or id), on the loop where it runs."""
-        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
+        request_id = request if isinstance(request, str) else getattr(request, "id", None)
+        request_id = getattr(request, "request_ids", (request_id,))[0]
+        if not isinstance(request_id, str):
+            raise InvalidRequest(
+                "request",
+                request,
+                "is not a handle, a completion or an id",
+                "Pass one of these; of several, explain(batch.handles[0]) or explain(completions[0])",
+            )
         self._host.check()
         explanation = self._host.ask(lambda: look(request_id))
+        if explanation is None:
+            explanation = self._explained_without(request)
         if explanation is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
         return explanation
+
+    def _explained_without(self, request: Any) -> Any:
+        """Return what a handle or completion says about a request of itself; None if that is nothing."""
+        return None
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close it: requests may go on for `drain` seconds, then they end with `SessionClosed`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import time
 import weakref
@@ -16,7 +17,7 @@ from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
-from rekindle._src.core.records import Completion, PageMove
+from rekindle._src.core.records import Completion, PageMove, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, StepOnce, Stepped
 from rekindle._src.dispatch.engine import Engine
@@ -234,6 +235,24 @@ class Profiling:
 NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
 
 
+_SHOWN = {
+    "cache": "session.view.tree() shows the prefix cache, and session.cache has its figures",
+    "pages": "session.watch() shows the pages, and session.view.tree() what they hold",
+    "dashboard": "session.watch() is the dashboard",
+    "watch": "session.watch() is the dashboard",
+    "stats": "session.watch() shows the figures live, and session.stats() now",
+    "conversation": "session.view.chat() is one",
+    "generate": "session.view.stream(prompt) shows a text while it is made",
+    "prompt": "session.view.stream(prompt) shows a text while it is made",
+}
+
+
+def _view_named(name: str) -> str:
+    """Return what a name is called that is no view."""
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    return _SHOWN.get(name) or (f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}")
+
+
 class Views:
     """`session.view`: widgets for a notebook that show the session at work."""
 
@@ -249,6 +268,11 @@ class Views:
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
         return str(html.table(["view", "shows"], rows))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"session.view has no view {name!r}. {_view_named(name)}", name=name, obj=self)
 
     def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
@@ -418,9 +442,30 @@ class Session(
         return dashboard(self._client, self)
 
     @property
+    def weights(self) -> str:
+        """The formats of its weights and the memory of each, in words: "4 bits 66 MB, float32 1 MB"."""
+        return self._engine.resources.weights or f"{self.config.dtype} weights"
+
+    @property
     def view(self) -> Views:
         """Live views for a notebook: `session.view.stream(prompt)`, `session.view.chat()`, `session.view.tree()`."""
         return Views(self._client, self)
+
+    def _explained_without(self, request: Any) -> Explanation | None:
+        from rekindle._src.scheduling.sequence import beginning
+        from rekindle._src.scheduling.timeline import Phase, PhaseKind, phases_of
+
+        if isinstance(request, Completion):
+            text = "has finished, and is over for long: these are its sums"
+            length, phases = request.usage.prompt_tokens, phases_of(request.timings, request.usage)
+            return beginning(request.id, Status.FINISHED, text, length, phases)
+        if not isinstance(request, Handle) or (request._began is None and not request.done):
+            return None
+        phases = ()
+        if request._began is not None and not request.done:
+            phases = (Phase(PhaseKind.INTAKE, 0.0, time.perf_counter() - request._began),)
+        text = "is being taken in" if request.error is None else f"ended before it was queued: {request.error}"
+        return beginning(request.id, request.status, text, len(request.prompt_token_ids), phases)
 
     def programs(self) -> ProgramReport:
         """Return the compiled programs that are ready, and where each came from."""
@@ -430,7 +475,11 @@ class Session(
         return ProgramReport.of(self._engine.runner)
 
     def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
-        """Explain why a request (handle, completion or id) waits, was preempted, or hit or missed the cache."""
+        """Explain a request (handle, completion or id): print it for its timeline, with seconds and reasons.
+
+        Its text says why it waits, was preempted, or hit or missed the cache; its `timeline` has the phases. It can
+        run, or have ended in any way. Of requests that are over for long, a completion has the sums alone.
+        """
         explanation: Explanation = self._explained(request, self._engine.explain)
         mesh = self._engine.resources.mesh
         if mesh is None:
@@ -577,7 +626,7 @@ class Session(
             html.block(
                 html.line(
                     "closed" if self.closed else "open",
-                    f"weights: {resources.weights}" if resources.weights else f"{config.dtype} weights",
+                    f"weights: {self.weights}" if resources.weights else self.weights,
                     html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
@@ -586,6 +635,7 @@ class Session(
                     ""
                     if self._front.sampling is None
                     else f"samples with {describe(self._front.sampling)}, by the checkpoint",
+                    f"chats with {describe(self.chat_sampling)}" if self.chat_sampling != self.sampling else "",
                 ),
                 *([] if self.closed else self.stats().shown()),
                 title=f"rekindle session: {self.model or 'over given parts'}",

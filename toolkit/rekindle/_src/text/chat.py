@@ -198,7 +198,9 @@ def _read_template(path: Path) -> str:
 def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Return plain copies of the messages, without fields that are None, and with reasoning under each name in use."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
-        raise InvalidRequest("messages", messages, "is not a list of messages", "Pass [{'role': ..., 'content': ...}]")
+        raise InvalidRequest(
+            "messages", messages, "is not a list of messages", "Pass a text, or [{'role': ..., 'content': ...}]"
+        )
     chat = []
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:

@@ -1,10 +1,12 @@
-"""Defaults of sampling from generation_config.json, for requests that bring no `Sampling`."""
+"""Defaults of sampling for requests that bring no `Sampling`: those of generation_config.json, and those of chats."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle._src.core.options import options_of
 from rekindle._src.core.sampling import Sampling
@@ -13,8 +15,42 @@ from rekindle._src.text.tokenizer import read_json
 from rekindle.errors import InvalidRequest
 
 log = logging.getLogger("rekindle.engine")
+FILE = "generation_config.json"
 # Options with the same name in both. Lengths are left out: the caller decides how long an answer may be.
 NAMES = tuple(option.name for option in options_of(Sampling) if "checkpoint" in option.also)
+
+
+# Of chats whose checkpoint says nothing. Small models repeat themselves when they are greedy, and other tools for local
+# models draw: these are the values of llama.cpp and LM Studio; Ollama has the same temperature and top_k.
+CHAT = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+
+
+class Defaults(NamedTuple):
+    """The options of requests without options of their own; None: greedy."""
+
+    sampling: Sampling | None = None
+    chat: Sampling | None = None  # of chats
+
+
+def defaults_of(folder: str | Path | None) -> Defaults:
+    """Return the defaults of a checkpoint: its own; in a chat those of `CHAT`, unless it says how it is to be used.
+
+    That it does with do_sample, on or off, or with a temperature.
+    """
+    if folder is None:
+        return Defaults()
+    sampling = checkpoint_sampling(folder)
+    if sampling is not None:
+        return Defaults(sampling, sampling)
+    fields = _fields(Path(folder))
+    temperature = fields.get("temperature")
+    if fields.get("do_sample") is not None or temperature == 0:
+        return Defaults()
+    try:
+        named = {name: fields[name] for name in NAMES if fields.get(name) is not None}
+        return Defaults(None, dataclasses.replace(CHAT, **named))
+    except InvalidRequest:
+        return Defaults(None, CHAT)
 
 
 def checkpoint_sampling(folder: str | Path) -> Sampling | None:
@@ -24,13 +60,7 @@ def checkpoint_sampling(folder: str | Path) -> Sampling | None:
     value is off, as in vLLM.
     """
     path = Path(folder)
-    if is_file(path):
-        from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
-
-        fields = gguf.read_sampling(path)
-    else:
-        path /= "generation_config.json"
-        fields = read_json(path)
+    fields = _fields(path)
     if fields.get("do_sample") is not True:
         return None
     options: dict[str, Any] = {"temperature": 1.0}
@@ -38,8 +68,17 @@ def checkpoint_sampling(folder: str | Path) -> Sampling | None:
     try:
         return Sampling(**options)
     except InvalidRequest as error:
-        log.warning("%s is left alone, requests are greedy by default: %s", path, error)
+        place = path if is_file(path) else path / FILE
+        log.warning("%s is left alone, requests are greedy by default: %s", place, error)
         return None
+
+
+def _fields(path: Path) -> Mapping[str, Any]:
+    if is_file(path):
+        from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
+
+        return gguf.read_sampling(path)
+    return read_json(path / FILE)
 
 
 def describe(sampling: Sampling) -> str:

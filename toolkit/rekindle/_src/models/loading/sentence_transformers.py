@@ -42,7 +42,8 @@ def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
     """
     plain = Embedder(config.hidden_size, alone=config.only_embeds)
     if folder is not None and is_file(folder):
-        return dataclasses.replace(plain, pooling=_of_gguf(folder))
+        pooling_ = _of_gguf(folder)
+        return dataclasses.replace(plain, pooling=pooling_ or "mean", trained=pooling_ is not None)
     if folder is None or not (folder / MODULES).is_file():
         return plain
     modules = tensor_files.read_json(folder / MODULES, list, _MAX_JSON)
@@ -69,17 +70,24 @@ def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
         raise UnsupportedModel(f"{folder / MODULES} has no module for pooling. Remove the file to get the mean.")
     prompts, default = _prompts(folder / "config_sentence_transformers.json")
     return Embedder(
-        config.hidden_size, pooling, tuple(projections), normalize, prompts, default, alone=config.only_embeds
+        config.hidden_size,
+        pooling,
+        tuple(projections),
+        normalize,
+        prompts,
+        default,
+        alone=config.only_embeds,
+        trained=True,
     )
 
 
-def _of_gguf(file: Path) -> Pooling:
-    """Return the pooling of a GGUF file: that of its metadata, which llama.cpp follows; else the mean."""
+def _of_gguf(file: Path) -> Pooling | None:
+    """Return the pooling of a GGUF file's metadata, which llama.cpp follows; None if it has none."""
     from rekindle._src.models.loading.gguf.header import read_header  # folders don't need it
 
     metadata = read_header(file).metadata
     kind = metadata.integer(f"{metadata.text('general.architecture')}.pooling_type", 0)
-    return _GGUF_MODES.get(kind, "mean")
+    return _GGUF_MODES.get(kind)
 
 
 def _own_folder(folder: Path, module: Mapping[str, Any]) -> Path:

@@ -1,0 +1,125 @@
+"""The page at `/`: one document that loads nothing, needs no key, shows whatever it shows as text, and can chat."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from helpers.asgi import send
+from helpers.thorough import one_event_loop as anyio_backend  # noqa: F401
+from rekindle import Session
+from rekindle._src.serve import page
+from rekindle.serve import app as make_app
+
+EVIL = "<img src=x onerror=alert(1)>'\"\\"
+IDS = re.findall(r'id="(\w+)"', page.BODY)
+
+
+@pytest.mark.anyio
+async def test_it_is_there_without_a_key_and_shows_nothing_of_the_server(session: Session) -> None:
+    app = make_app(session, name=EVIL, api_key="secret")
+    answer = await send(app, "GET", "/")
+    assert answer.status == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert (await send(app, "GET", "/v1/models")).status == 401
+    assert (await send(app, "POST", "/")).status == 405
+    text = answer.body.decode()
+    assert EVIL not in text and "secret" not in text and "fake" not in text
+    assert (await send(app, "GET", "/", headers={"host": "evil.example"})).status == 200, "a key guards what there is"
+    assert (await send(make_app(session), "GET", "/", headers={"host": "evil.example"})).status == 403
+
+
+@pytest.mark.anyio
+async def test_its_policy_allows_its_own_script_and_style_and_this_server(app: Any) -> None:
+    answer = await send(app, "GET", "/")
+    text, policy = answer.body.decode(), answer.headers["content-security-policy"]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    for tag in ("script", "style"):
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(parts) == 1
+        digest = base64.b64encode(hashlib.sha256(parts[0].encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    assert not re.search(r"https?://|\bsrc=|\bon\w+=|style=|@import|url\(", text), "it loads or runs something else"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function", page.SCRIPT)
+    assert set(re.findall(r'\$\("(\w+)"\)', page.SCRIPT)) <= set(IDS)
+    assert "color-scheme: light dark" in text and len(answer.body) < 12_000
+
+
+def shown(address: str, *steps: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """What the page shows after some steps in it."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node runs the page's script")
+    command = [node, str(Path(__file__).with_name("page.js")), address, page.SCRIPT, json.dumps(IDS), json.dumps(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.anyio
+async def test_its_script_names_the_models_chats_and_asks_for_a_key(session: Session) -> None:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    async with await session.serve(name=EVIL) as server:
+        found = await anyio.to_thread.run_sync(
+            lambda: shown(
+                server.url,
+                ("shows", "models", "tokens"),
+                ("type", "text", "Hello"),
+                ("click", "send"),
+                ("shows", "send", "Stop"),
+                ("shows", "send", "Send"),
+            )
+        )
+        said = await session.chat([{"role": "user", "content": "Hello"}], max_tokens=5)
+    assert found["models"]["text"] == f"{EVIL}|512 tokens" and found["locked"]["hidden"]
+    call = next(
+        node
+        for node in ast.walk(ast.parse(found["python"]["text"]))
+        if isinstance(node, ast.keyword) and node.arg == "model"
+    )
+    assert ast.literal_eval(call.value) == EVIL
+    assert json.loads(shlex.split(found["curl"]["text"])[-1])["model"] == EVIL
+    assert f"{server.url}/v1/chat/completions" in found["curl"]["text"]
+    assert found["talk"]["text"].startswith("Hello|") and len(found["talk"]["text"]) > 20
+    assert said.text and found["note"]["text"] in ("", "The answer was cut.")
+
+    async with await session.serve(api_key="secret") as server:
+        found = await anyio.to_thread.run_sync(lambda: shown(server.url, ("shows", "state", "asks for an API key")))
+        assert found["open"]["hidden"] and not found["locked"]["hidden"] and not found["models"]["text"]
+        wrong = [
+            ("shows", "state", "asks"),
+            ("type", "key", "guess"),
+            ("submit", "unlock"),
+            ("shows", "state", "wrong"),
+        ]
+        right = [("type", "key", "secret"), ("submit", "unlock"), ("shows", "models", "tokens")]
+        found = await anyio.to_thread.run_sync(lambda: shown(server.url, *wrong, *right))
+        assert not found["open"]["hidden"] and found["locked"]["hidden"]
+        assert "Bearer $KEY" in found["curl"]["text"] and "import os" in found["python"]["text"]
+        assert "secret" not in found["curl"]["text"] + found["python"]["text"]
+
+
+@pytest.mark.anyio
+async def test_it_says_what_the_server_answers_to_a_model_without_a_chat_template(tmp_path: Path) -> None:
+    from helpers.sessions import CONFIG, fake_session
+
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    with fake_session(CONFIG) as base:
+        async with await base.serve() as server:
+            steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send")]
+            found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps, ("shows", "note", "template")))
+    assert "chat template" in found["note"]["text"] and found["text"]["value"] == "Hello" and not found["talk"]["text"]

@@ -1,0 +1,102 @@
+"""What newcomers try first either works or is answered with the call that they mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers.sessions import CONFIG, byte_tokenizer, parts
+from rekindle import Session, tiny
+from rekindle._src.core.embedder import Embedder
+from rekindle._src.session import embedding
+from rekindle._src.text.chat import ChatTemplate
+from rekindle.errors import InvalidRequest
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    scheduler, runner = parts()
+    with Session(scheduler, runner, byte_tokenizer(), CONFIG, chat=ChatTemplate.load(tiny.folder())) as made:
+        yield made
+
+
+TRIED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a conversation": (lambda s: s.generate(MESSAGES), "Use session.chat(messages)"),
+    "a message": (lambda s: s.generate(MESSAGES[0]), "Use session.chat(messages)"),
+    "conversations": (lambda s: s.generate([MESSAGES, MESSAGES]), "Use session.chat(messages)"),
+    "a number": (lambda s: s.generate(1.5), "Pass a text such as"),
+    "a named prompt": (lambda s: s.generate("x", prompt="y"), "Pass the prompt first and without a name"),
+    "nonsense": (lambda s: s.generate("x", nonsense=1), "help(rekindle.Sampling) lists the"),
+    "a slip": (lambda s: s.embed("x", poling="mean"), "is not an option of embed. Did you mean 'pooling'?"),
+    "a slip, synchronously": (lambda s: s.embed_sync("x", normalise=True), "Did you mean 'normalize'?"),
+    "a slip in score": (lambda s: s.score("x", ["y"], prioriti=1), "Did you mean 'priority'?"),
+    "no slip": (lambda s: s.embed("x", foo=1), "Known are: pooling, normalize"),
+    "min_new_tokens": (lambda s: s.generate("x", min_new_tokens=3), "ignore_eos=True goes on after one was"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_an_error_names_the_call_that_was_meant_and_is_short(session: Session, name: str) -> None:
+    attempt, words = TRIED[name]
+    with pytest.raises(InvalidRequest) as caught:
+        attempt(session)
+    assert words in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("cache", "session.view.tree()"), ("dashboard", "session.watch()"), ("strem", "Did you mean stream?"),
+     ("nonsense", "There are: stream, chat")],
+)  # fmt: skip
+def test_a_view_that_there_is_not(session: Session, name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=f"session.view has no view '{name}'") as caught:
+        getattr(session.view, name)
+    assert words in str(caught.value)
+    assert not hasattr(session.view, "_ipython_canary_method_should_not_exist_")
+
+
+def test_a_text_is_a_chat_of_one_message(session: Session) -> None:
+    assert session.render("Hello") == session.render(MESSAGES)
+    said = session.chat("Hello", max_tokens=6).result_sync()
+    assert said.text == session.chat(MESSAGES, max_tokens=6).result_sync().text
+    for wrong in ({"role": "user"}, b"Hello", [], ["Hello"]):
+        with pytest.raises(InvalidRequest):
+            session.chat(wrong).result_sync()  # type: ignore[call-overload]
+
+
+def test_the_mean_of_a_chat_model_is_called_that_once(
+    session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedding._say_untrained.cache_clear()
+    session.embed("x", pooling="mean")
+    assert not caplog.records, "that was meant"
+    session.embed("x")
+    session.embed(["x", "y"])
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1 and "it was not trained to bring texts" in told[0].getMessage()
+    embedding._say_untrained.cache_clear()
+    monkeypatch.setattr(session, "_front", session._front._replace(embedder=Embedder(8, trained=True)))
+    session.embed("x")
+    assert len(caplog.records) == 1, "it was trained for that"
+
+
+def test_a_kernel_that_is_not_there_is_named_with_what_helps(caplog: pytest.LogCaptureFixture) -> None:
+    from rekindle_kernels.native import build
+
+    try:
+        for name, words in (("gemm_float16", 'dtype="bfloat16"'), ("gemm_int8", "`rekindle doctor`")):
+            build._say(name, RuntimeError("the installation did not bring it"))
+            told = caplog.records[-1].getMessage()
+            assert words in told and "silences" not in told
+    finally:
+        build._failed -= {"gemm_float16", "gemm_int8"}
+
+
+def test_the_options_say_how_ignore_eos_differs_from_min_tokens() -> None:
+    assert "With `min_tokens` no end is chosen before that" in (rekindle.Sampling.__doc__ or "")
