@@ -9,6 +9,7 @@ import pytest
 from helpers.chatting import saying, with_special_tokens
 from rekindle import ContentDelta, ReasoningDelta, ToolCallStarted
 from rekindle._src.text.replies.families import HARMONY
+from rekindle._src.text.template_code import parsed
 
 anyio_test = pytest.mark.anyio
 # In the manner of gpt-oss's, which refuses thoughts beside content in a message with a call.
@@ -94,7 +95,7 @@ async def test_a_reply_goes_on_with_a_message(anyio_backend: str) -> None:
 def test_a_message_may_go_on_after_any_character() -> None:
     from rekindle._src.text.replies import ReplyFormat, ReplyPlan, fold
 
-    plan = ReplyPlan(ReplyFormat.of_template(TEMPLATE), ({"name": "weather", "parameters": {}},))
+    plan = ReplyPlan(ReplyFormat.of_template(parsed(TEMPLATE)), ({"name": "weather", "parameters": {}},))
     text = THOUGHT + PREAMBLE + CALL
     for at in range(len(text) + 1):
         scanner = plan.after("", text[:at]).scanner("<|start|>assistant" + text[:at], b"", 1)

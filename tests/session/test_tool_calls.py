@@ -13,6 +13,7 @@ from rekindle._src.core.reply import fold
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.replies.format import format_calls
+from rekindle._src.text.template_code import parsed
 from rekindle.errors import InvalidRequest
 
 anyio_test = pytest.mark.anyio
@@ -266,7 +267,7 @@ def test_a_completion_shows_calls_and_folds_its_reasoning_away() -> None:
     ],
 )
 def test_the_format_is_found_in_the_template(template: str, name: str | None, reasons: bool) -> None:
-    found = ReplyFormat.of_template(template)
+    found = ReplyFormat.of_template(parsed(template))
     assert (None if found.calls is None else found.calls.name) == name
     assert (found.reasoning is not None) == reasons
 

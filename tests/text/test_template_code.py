@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle._src.text.replies.format import reads, reads_calls, takes_tools
+from rekindle._src.text.template_code import parsed
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from rekindle._src.text.replies.format import reads, reads_calls, takes_tools
     ],
 )
 def test_variables(template: str, found: bool) -> None:
-    assert reads(template, "tools") is found
+    assert parsed(template).reads("tools") is found
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,10 @@ def test_variables(template: str, found: bool) -> None:
     ],
 )
 def test_tools_are_taken(template: str, found: bool) -> None:
-    assert takes_tools(template) is found
+    assert parsed(template).takes_tools is found
 
 
 def test_calls_are_read() -> None:
-    assert reads_calls("{% if 'tool_calls' in m %}{% endif %}") and reads_calls("{{ m.tool_calls }}")
-    assert not reads_calls("tool_calls {{ m.content }}")
+    for template in ("{% if 'tool_calls' in m %}{% endif %}", "{{ m.tool_calls }}", "{{ m.get('tool_calls') }}"):
+        assert parsed(template).reads_calls
+    assert not parsed("tool_calls {{ m.content }}").reads_calls

@@ -12,7 +12,8 @@ from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
-from rekindle._src.text.replies.format import reads, reads_calls, takes_tools, with_calls_as_text
+from rekindle._src.text.replies.format import with_calls_as_text
+from rekindle._src.text.template_code import TemplateCode
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
@@ -50,22 +51,22 @@ def chat_prompt(
                 "Use session.generate(prompt), or pass a template of Jinja's as template=…",
             )
         chat = ChatTemplate({})
-    text = chat.text(template, tools=bool(tools))
-    format = ReplyFormat.of_template(text)
-    if tools and (format.calls is None or not takes_tools(text)):
+    code = chat.code(template, tools=bool(tools))
+    format = ReplyFormat.of_template(code)
+    if tools and (format.calls is None or not code.takes_tools):
         raise _unread("tools", [tool.name for tool in tools])
-    if documents is not None and not reads(text, "documents"):
+    if documents is not None and not code.reads("documents"):
         raise _unread("documents", documents)
     originals, schemas = messages, tuple(tool.schema for tool in tools)
     continued = _last_text(messages) if continue_final_message else None
-    if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
+    if format.calls is not None and not code.reads_calls and isinstance(messages, list | tuple):
         messages = with_calls_as_text(messages, format.calls)
     if format.in_channels and isinstance(messages, list | tuple):
         messages = [_with_thoughts_alone(message) for message in messages]
     extra: dict[str, Any] = {}
-    if schemas and not reads(text, "tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
+    if schemas and not code.reads("tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
         functions = [schema.get("function", schema) for schema in schemas]
-        if reads(text, "xml_tools"):
+        if code.reads("xml_tools"):
             extra = {"xml_tools": functions}
         else:
             messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
@@ -75,7 +76,7 @@ def chat_prompt(
         documents=documents,
         template=template,
         continue_final_message=continue_final_message,
-        **_effort(text, reasoning_effort),
+        **_effort(code, reasoning_effort),
         **{**extra, **(template_options or {})},
     )
     reply = None
@@ -108,15 +109,15 @@ def _is_long(value: Any) -> bool:
     return budget <= 0
 
 
-def _effort(text: str, effort: str | None) -> dict[str, Any]:
+def _effort(code: TemplateCode, effort: str | None) -> dict[str, Any]:
     """Return the variables for `reasoning_effort`. With `enable_thinking` alone, reasoning can only be on or off."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
         raise InvalidRequest("reasoning_effort", effort, "is not a word", "Use 'none', 'low', 'medium' or 'high'")
-    if reads(text, "reasoning_effort"):
+    if code.reads("reasoning_effort"):
         return {"reasoning_effort": effort}
-    if reads(text, "enable_thinking"):
+    if code.reads("enable_thinking"):
         return {"enable_thinking": effort != "none"}
     raise _unread("reasoning_effort", effort)
 

@@ -1,7 +1,8 @@
 """Chat messages to a prompt, by the checkpoint's own Jinja template, rendered as transformers does.
 
-Templates are code from a download: they run in Jinja's immutable sandbox, within bounds of time and memory, and see
-plain data only. Any exception of a template becomes a `CheckpointError` or an `InvalidRequest`.
+Templates are code from a download: they run in Jinja's sandbox on plain data, with the operations that templates in
+use need and no others, each counted before it runs (`template_operations.py`). Any exception of a template becomes a
+`CheckpointError` or an `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +20,15 @@ from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
+if TYPE_CHECKING:
+    from rekindle._src.text.template_code import TemplateCode
+
 Messages = Sequence[Mapping[str, Any]]
 _ROLES = ("user", "assistant", "system", "tool", "developer", "function")
 _FOREIGN_ROLES = {"human": "user", "ai": "assistant", "bot": "assistant", "model": "assistant", "gpt": "assistant"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
-MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
+_FILE = 1 << 22  # bytes of a file with a template
 _SHOWN = 300  # characters of a template's own message that an error repeats
 _UNTRIMMED = " "  # follows the mark; a template that trims the message removes it
 
@@ -57,12 +61,20 @@ class ChatTemplate:
                 source = folder / name
                 texts = read_json(source).get("chat_template")
         if isinstance(texts, list):
-            texts = {entry["name"]: entry["template"] for entry in texts}
+            entries = [entry if isinstance(entry, dict) else {} for entry in texts]
+            texts = {str(entry.get("name")): entry.get("template") for entry in entries}
+        listed = texts.values() if isinstance(texts, dict) else [texts or ""]
+        if not all(isinstance(text, str) for text in listed):
+            raise CheckpointError(f"{source} has a chat_template that is no text. Download it again")
         return cls(texts, special_tokens(folder), source=str(source)) if texts else None
 
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
         """Return the text of the template that `render` would use. `tools` is True if the chat has tools."""
         return self._pick(template, tools)[1]
+
+    def code(self, template: str | None = None, *, tools: bool = False) -> TemplateCode:
+        """Return the template that `render` would use, parsed. Raises `CheckpointError` if it can't be."""
+        return self._parse(*self._pick(template, tools))
 
     def render(
         self,
@@ -106,9 +118,10 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             add_generation_prompt = False
         name, text = self._pick(template, tools is not None)
+        code = self._parse(name, text)
         try:
-            chat = _messages(messages, text)
-            if "developer" not in text:  # OpenAI's newer name of the system message
+            chat = _messages(messages, code)
+            if not code.writes("developer"):  # OpenAI's newer name of the system message
                 chat = [
                     {**message, "role": "system"} if message["role"] == "developer" else message for message in chat
                 ]
@@ -128,30 +141,39 @@ class ChatTemplate:
         }
 
         def rendered() -> str:
-            filled = self._run(name, text, scope)
+            filled = self._run(name, code, scope)
             return _cut(filled) if continue_final_message else filled
 
         return rendered
 
-    def _run(self, name: str, text: str, scope: dict[str, Any]) -> str:
-        """Return the template's output. Raises `CheckpointError` if it can't be compiled, else `InvalidRequest`."""
+    def _parse(self, name: str, text: str) -> TemplateCode:
         # Jinja takes a fiftieth of a second to import, and only chats need it.
-        from jinja2 import TemplateSyntaxError
-
-        from rekindle._src.text.template_limits import TemplateLimit, compiled, joined, metered
+        from rekindle._src.text import template_code
 
         try:
-            with metered():
-                template = compiled(text, MAX_TEMPLATE)
+            return template_code.parsed(text)
+        except Exception as error:  # RecursionError, and a ValueError for a number of 5,000 digits
+            raise self._uncompiled(name, error) from error
+
+    def _uncompiled(self, name: str, error: Exception) -> CheckpointError:
+        number = getattr(error, "lineno", None)
+        line = f", line {number}" if number is not None else ""
+        problem = f"it uses {_words(error)}, which chat templates may not use" if _is_refusal(error) else _words(error)
+        return CheckpointError(
+            f"{self.source}: chat template {name!r} can't be compiled{line}: {problem}. "
+            "Pass another one as template=..."
+        )
+
+    def _run(self, name: str, code: TemplateCode, scope: dict[str, Any]) -> str:
+        """Return the template's output. Raises `CheckpointError` if it can't be compiled, else `InvalidRequest`."""
+        from rekindle._src.text.template_limits import TemplateLimit
+
+        try:
+            code.program()
         except Exception as error:
-            line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-            raise CheckpointError(
-                f"{self.source}: chat template {name!r} can't be compiled{line}: {_words(error)}. "
-                "Pass another one as template=..."
-            ) from error
+            raise self._uncompiled(name, error) from error
         try:
-            with metered():
-                return joined(template.generate(scope))
+            return code.render(scope)
         except TemplateLimit as error:
             raise InvalidRequest(
                 "messages",
@@ -160,6 +182,11 @@ class ChatTemplate:
                 "Pass fewer or shorter messages, or another template as template=...",
             ) from error
         except Exception as error:  # a template can raise any of them, RecursionError and MemoryError too
+            if _is_refusal(error):
+                raise CheckpointError(
+                    f"{self.source}: chat template {name!r} uses {_words(error)}, which chat templates may not use. "
+                    "Pass another one as template=..."
+                ) from error
             raise InvalidRequest(
                 "messages",
                 scope["messages"],
@@ -169,6 +196,8 @@ class ChatTemplate:
 
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
         if template is not None:
+            if not isinstance(template, str):
+                raise InvalidRequest("template", template, "is no text", "Pass a template's name, or its own text")
             return (template, self.templates[template]) if template in self.templates else ("given", template)
         names = ("tool_use", "default") if with_tools else ("default",)
         for name in names:
@@ -182,6 +211,12 @@ class ChatTemplate:
         )
 
 
+def _is_refusal(error: BaseException) -> bool:
+    from rekindle._src.text.template_limits import TemplateRefusal
+
+    return isinstance(error, TemplateRefusal)
+
+
 def _words(error: BaseException) -> str:
     """Return the message of an exception, cut to `_SHOWN` characters."""
     message = str(error) or type(error).__name__
@@ -190,12 +225,12 @@ def _words(error: BaseException) -> str:
 
 def _read_template(path: Path) -> str:
     try:
-        return read_plain(path, 4 * MAX_TEMPLATE).decode()
+        return read_plain(path, _FILE).decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
 
 
-def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
+def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]]:
     """Return plain copies of the messages, without fields that are None, and with reasoning under each name in use."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
         raise InvalidRequest(
@@ -216,12 +251,12 @@ def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
     return chat
 
 
-def _check_role(role: Any, template: str) -> None:
+def _check_role(role: Any, template: TemplateCode) -> None:
     """Raise `InvalidRequest` for a role that is neither usual nor named in the template.
 
     Most templates write any role, and the model then answers to a role that it was never trained on.
     """
-    if role in _ROLES or (isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)):
+    if role in _ROLES or (isinstance(role, str) and template.compares(role)):
         return
     matches = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.5) if isinstance(role, str) else []
     suggestion = matches[0] if matches else _FOREIGN_ROLES.get(str(role).lower())

@@ -10,33 +10,32 @@ import dataclasses
 import functools
 import hashlib
 import json
-import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
 from rekindle._src.text.replies.call import SPACE, CallSyntax, known_tools
 from rekindle._src.text.replies.families import HARMONY, NAMESPACE, START, SYNTAXES, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 
+if TYPE_CHECKING:
+    from rekindle._src.text.template_code import TemplateCode
+
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# Signs of a template that describes or repeats calls, the most particular first.
+# Texts in a template that describes or repeats calls, the most particular first.
 _SIGNS = (
-    (re.compile(r"<\|channel\|>"), "harmony"),
-    (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
-    (re.compile(r"<tool_call>|<function="), "hermes"),
-    (re.compile(r"<\|tool_call\|>|<\|tool\|>|functools\["), "phi4mini"),
-    (re.compile(r"<function_calls>"), "olmo"),
-    (re.compile(r"<\|python_start\|>|\[func_name1?\("), "pythonic"),
-    (re.compile(r"<\|python_tag\|>|\"parameters\": dictionary"), "llama3_json"),
+    ("harmony", ("<|channel|>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("hermes", ("<tool_call>", "<function=")),
+    ("phi4mini", ("<|tool_call|>", "<|tool|>", "functools[")),
+    ("olmo", ("<function_calls>",)),
+    ("pythonic", ("<|python_start|>", "[func_name(", "[func_name1(")),
+    ("llama3_json", ("<|python_tag|>", '"parameters": dictionary')),
 )
 _LETTERS = string.ascii_letters + string.digits
 Message = Mapping[str, Any]
-_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
-_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_TOOLS_OF_MESSAGE = re.compile(r"\w\[\s*['\"]tools['\"]\s*\]|\w\.tools\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,12 +47,12 @@ class ReplyFormat:
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of_template(cls, template: str) -> ReplyFormat:
+    def of_template(cls, template: TemplateCode) -> ReplyFormat:
         """Return the format that a chat template implies; hermes for one that takes tools and shows no syntax."""
-        name = next((name for sign, name in _SIGNS if sign.search(template)), None)
-        if name is None and takes_tools(template):
+        name = next((name for name, signs in _SIGNS if any(map(template.writes, signs))), None)
+        if name is None and template.takes_tools:
             name = "hermes"
-        tags = next((tags for tags in TAGS if any(tag in template for tag in tags)), None)
+        tags = next((tags for tags in TAGS if any(map(template.writes, tags))), None)
         return cls(None if name is None else SYNTAXES[name], tags)
 
     @property
@@ -237,33 +236,3 @@ def _calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
             return []
         calls.append((str(function.get("name")), arguments or {}))
     return calls
-
-
-def reads(template: str, name: str) -> bool:
-    """True if a template uses a variable."""
-    return re.search(rf"(?<![\w.]){re.escape(name)}\b", _without_strings(template)) is not None
-
-
-def reads_tools_of_messages(template: str) -> bool:
-    """True if a template takes tools from a message rather than from a variable, as Phi-4-mini's does."""
-    return _TOOLS_OF_MESSAGE.search(_code(template)) is not None
-
-
-def takes_tools(template: str) -> bool:
-    """True if a template shows tools to the model."""
-    return reads(template, "tools") or reads(template, "xml_tools") or reads_tools_of_messages(template)
-
-
-def reads_calls(template: str) -> bool:
-    """True if a template shows the calls in an assistant's message."""
-    return "tool_calls" in _code(template)
-
-
-@functools.lru_cache(maxsize=64)
-def _code(template: str) -> str:
-    return "\n".join(_CODE.findall(template))
-
-
-@functools.lru_cache(maxsize=64)
-def _without_strings(template: str) -> str:
-    return _STRING.sub('""', _code(template))
