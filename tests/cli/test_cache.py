@@ -85,6 +85,30 @@ def test_entries_are_listed_by_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(entries(tmp_path))
 
 
+def test_a_models_entries_are_removed_by_its_name_which_every_listing_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Entries are named by digests, which nobody can tell apart."""
+    for model in ("owner/name", "tiny"):
+        snapshot.save(tmp_path, model.replace("/", "-"), Identity(model, "float32", 16, model=model), [])
+    (tmp_path / TAG).write_text(TAG_TEXT)
+    cache = ["--cache-dir", str(tmp_path)]
+    assert main(["cache", "ls", "--all", *cache]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert sorted(line.split()[-2] for line in lines) == ["owner/name", "tiny"]
+    assert main(["cache", "rm", "owner/nam", *cache]) == 1
+    assert "Did you mean owner/name?" in capsys.readouterr().err
+    assert main(["cache", "rm", "", *cache]) == 1
+    assert main(["cache", "rm", "owner/name", *cache]) == 1, "nobody has confirmed it"
+    assert "owner/name" in capsys.readouterr().out and len(entries(tmp_path)) == 2
+    assert main(["cache", "rm", "owner/name", "--yes", *cache]) == 0
+    assert [entry.model for entry in entries(tmp_path)] == ["tiny"]
+    assert main(["cache", "rm", entries(tmp_path)[0].path.name, "--yes", *cache]) == 0
+    assert not entries(tmp_path)
+    assert main(["cache", "rm", "tiny", "--yes", *cache]) == 1
+    assert "Nothing is kept there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("action", ["prune", "clear"])
 def test_a_folder_that_rekindle_did_not_make_is_left_alone(
     folder: Path, action: str, capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # What is written, and words that the answer has to hold.
 MISTAKES = {
+    "nothing to remove": (["cache", "rm"], "Write rekindle cache rm NAME"),
+    "a name for another action": (["cache", "prune", "tiny"], "Write rekindle cache rm tiny"),
     "an option like none": (["cache", "ls", "--helq", "x"], "there is no option --helq\n"),
     "a command with a slip": (["generates", "x"], "Did you mean generate?"),
     "an option with a slip": (["generate", "x", "--temprature", "1"], "Did you mean --temperature?"),

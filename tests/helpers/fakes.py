@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
+from rekindle._src.core.claims import Claim
 from rekindle._src.core.records import (
     GuideLike,
     IntArray,
@@ -197,6 +198,12 @@ class DictStore:
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         self.kept[name] = compiled
         return compile_seconds > 0
+
+    def claim(self, name: str) -> Claim | None:
+        return Claim()
+
+    def wanted(self, since: float) -> bool:
+        return False
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""`rekindle cache ls|prune|clear`: list and trim the files of the cache directory.
+"""`rekindle cache ls|rm|prune|clear`: list and trim the files of the cache directory.
 
 Only rekindle's own entries are removed: those in known folders of a cache folder with rekindle's CACHEDIR.TAG. Links
 are neither followed nor removed, and entries that a process is writing stay.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
 from rekindle._src.kvcache.persist.segment import Segment
 from rekindle._src.models.loading.hub import readable_name
-from rekindle.errors import StoreError
+from rekindle.errors import ConfigError, StoreError
 from rekindle_kernels.private_files import KINDS, TAG, TAG_TEXT
 
 SHARED = "(shared by models)"
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(json.dumps([{**entry._asdict(), "path": str(entry.path)} for entry in items], indent=1))
         case "ls":
             _print(folder, items) if arguments.all else _print_models(folder, items)
+        case "rm":
+            return _remove(folder, named(items, arguments.names), arguments.yes)
         case "prune":
             return _remove(folder, beyond(items, parse_size(arguments.to)), arguments.yes)
         case "clear":
@@ -90,6 +93,20 @@ def _description(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     description: dict[str, Any] = json.loads(content[content.index(b"{") :])
     return description
+
+
+def named(items: Sequence[CacheItem], names: Sequence[str]) -> list[CacheItem]:
+    """Return the entries of the models with these names, and single ones. Raise ConfigError for an unknown name."""
+    chosen: list[CacheItem] = []
+    for name in names:
+        matches = [entry for entry in items if name and name in (entry.model, entry.path.name)]
+        if not matches:
+            models = sorted({entry.model for entry in items if entry.model})
+            close = difflib.get_close_matches(name, models, n=1, cutoff=0.4)
+            known = f"There are: {', '.join(models)}" if models else "Nothing is kept there"
+            raise ConfigError("NAME", name, "has nothing here", f"Did you mean {close[0]}?" if close else known)
+        chosen += [entry for entry in matches if entry not in chosen]
+    return chosen
 
 
 def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
@@ -176,7 +193,10 @@ def _print_models(folder: Path, items: Sequence[CacheItem]) -> None:
         age = _age(time.time() - max(entry.used for entry in entries))
         print(f"  {name:{width}}  {_size(sum(entry.size for entry in entries)):>9}  {age:>10}  {', '.join(parts)}")
     if items:
-        print("(--all lists every entry; `rekindle cache prune --to 1GiB` removes what was used longest ago)")
+        print(
+            "(--all lists every entry; `rekindle cache rm NAME` removes those of a model, "
+            "`rekindle cache prune --to 1GiB` what was used longest ago)"
+        )
 
 
 def _size(size: int) -> str:
@@ -196,6 +216,8 @@ def _age(seconds: float) -> str:
 def _print(folder: Path, items: Sequence[CacheItem], note: str = "") -> None:
     size = sum(entry.size for entry in items) / 2**20
     print(f"{folder}: {size:.1f} MiB in {len(items)} entries{note and ' ' + note}")
+    width = max((len(entry.model or SHARED) for entry in items), default=0)
     for entry in items:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        print(f"  {entry.kind:10} {entry.size / 2**20:9.1f} MiB  {used}  {entry.path.name}")
+        model = f"{entry.model or SHARED:{width}}"
+        print(f"  {entry.kind:10} {entry.size / 2**20:9.1f} MiB  {used}  {model}  {entry.path.name}")

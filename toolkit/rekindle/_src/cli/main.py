@@ -123,15 +123,16 @@ def parser() -> Parser:
     export.add("--type", words, default="auto", choices=types)
     export.checks += usage.check_out, usage.check_models
 
-    kept = "list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
+    kept = "list, remove, prune or clear what is kept on disk: programs, pages, snapshots, weights"
     cache = commands.add_parser("cache", help=kept)
-    cache.add("action", None, choices=("ls", "prune", "clear"))
+    cache.add("action", None, choices=("ls", "rm", "prune", "clear"))
+    cache.add("names", "rm: models as ls names them, or single entries as ls --all does", nargs="*", metavar="NAME")
     cache.add("--cache-dir", "the cache directory")
     cache.add("--to", "prune: keep at most this much, newest first (default 4GiB)", default="4GiB")
-    cache.flag("--yes", "prune, clear: remove without asking")
+    cache.flag("--yes", "rm, prune, clear: remove without asking")
     cache.flag("--all", "ls: a line for every entry instead of one for each model")
     cache.flag("--json", "ls: print the entries as JSON")
-    cache.checks.append(lambda arguments: usage.parse_size(arguments.to))
+    cache.checks += (lambda arguments: usage.parse_size(arguments.to)), usage.check_names
 
     measured = "measure this machine: single stream, prefill, batch, shared prefix, start"
     bench = commands.add_parser("bench", help=measured)

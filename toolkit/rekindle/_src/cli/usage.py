@@ -179,6 +179,14 @@ def check_files(arguments: argparse.Namespace) -> None:
             raise ConfigError(name if name == "input" else f"--{name}", str(path), "is no file", "Check the path")
 
 
+def check_names(arguments: argparse.Namespace) -> None:
+    """Check that `cache rm` has names, and no other action has."""
+    if arguments.action == "rm" and not arguments.names:
+        raise ConfigError("NAME", "(none)", "is missing", "Write rekindle cache rm NAME, as rekindle cache ls names it")
+    if arguments.action != "rm" and arguments.names:
+        raise ConfigError("NAME", arguments.names[0], "is for rm", f"Write rekindle cache rm {arguments.names[0]}")
+
+
 def check_out(arguments: argparse.Namespace) -> None:
     if arguments.out.exists():
         raise ConfigError("out", str(arguments.out), "exists already", "Remove it, or pass another name")

@@ -515,10 +515,15 @@ class Programs:
                 assert isinstance(key, Bucket), "steps have parts"
                 with self._errors(key):
                     compiled, cached = self._layered.make(key), False
+            elif self._made_elsewhere(entry):
+                return self.ledger.ready[key], lambda: None
             else:
                 with watching_hits() as hits:
                     compiled = self.compile(key, traced)
                     cached = hits()
+        except BaseException:
+            self._store.give_up(key.name)
+            raise
         finally:
             with self._lock:
                 del self._compiling[key]
@@ -531,11 +536,23 @@ class Programs:
         def keep() -> None:
             if form is Form.PARTS:
                 self._layered.save()
-            elif not cached:
+            elif cached:
+                self._store.give_up(key.name)
+            else:
                 self._store.save(key.name, compiled, seconds)
             give_back()  # memory of the compiler
 
         return compiled, keep
+
+    def _made_elsewhere(self, entry: Entry) -> bool:
+        """True if another process has made the program while this one waited for it, and it is ready now.
+
+        Otherwise this process makes it, and the others that want it wait.
+        """
+        if self._store.claim(entry.key.name):
+            return False
+        entry.not_loaded.pop(Form.WHOLE, None)
+        return self._load_as(entry, Form.WHOLE)
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:

@@ -39,6 +39,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import rekindle_kernels
 from rekindle._src.core.atomic_checkpoint import ITEM, is_passing
+from rekindle._src.core.claims import Claim, claimed, wanted
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.core.store import Sound, Store, Unusable
@@ -132,6 +133,8 @@ _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilatio
 _ONE_OF_THEM = "is not serializable"  # XLA's words for a program with an operation that has no stored form
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
 NOT_STORED = "not stored yet"  # a reason of `StoreError`
+PATIENCE = 60.0  # seconds for which a process waits for a program that another one compiles
+LOOK = 0.25  # seconds between two looks at whether another process waits
 DELAY, LONGEST = 3.0, 10.0  # seconds from the last program that is to be written later, and at most from the first
 # A program from JAX's own compilation cache, where a user has enabled that, loses its functions when it is serialised
 # again, and fails when it runs ("Function … not found", jax 0.10 to 0.12). So such programs are left to that cache.
@@ -245,6 +248,16 @@ class ExecutableStore(Store):
         self.prune()
         return True
 
+    def claim(self, key: str) -> Claim | None:
+        """Claim the making of a program; None if another process has made it while this one waited for it."""
+        if self.distrusted is not None or not self._writable or self._fallen_back:
+            return Claim()
+        return claimed(self.folder, self.path(key).name, self.path(key).is_dir, PATIENCE)
+
+    def wanted(self, since: float) -> bool:
+        """True if another process has waited for a program of this store since then."""
+        return wanted(self.folder, since)
+
     def stored(self) -> list[StoredProgram]:
         """Return the stored programs, most recently used first, without broken entries."""
         programs = []
@@ -322,6 +335,12 @@ class ProgramStore:
             devices=self.devices,
         )
 
+    def claim(self, name: str) -> Claim | None:
+        return self.store.claim(self._key(name))
+
+    def wanted(self, since: float) -> bool:
+        return self.store.wanted(since)
+
     def _key(self, name: str) -> str:
         return digest({"identity": self.identity, "program": name})
 
@@ -376,6 +395,12 @@ class Executables(Protocol):
         """True if there seems to be one."""
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool: ...
+    def claim(self, name: str) -> Claim | None:
+        """Claim the making of an executable; None if another process has made it while this one waited for it."""
+
+    def wanted(self, since: float) -> bool:
+        """True if another process has waited for an executable since then, in seconds since the epoch."""
+        ...
 
 
 class NoStore:
@@ -388,6 +413,12 @@ class NoStore:
         return False
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        return False
+
+    def claim(self, name: str) -> Claim | None:
+        return Claim()
+
+    def wanted(self, since: float) -> bool:
         return False
 
 
@@ -408,6 +439,26 @@ class LateStore:
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
         self._writing = threading.Lock()
+        self._claims: dict[str, Claim] = {}  # of executables that are being made, or wait to be written
+
+    def claim(self, name: str) -> bool:
+        """Claim the making of an executable, until it is written or given up.
+
+        Return False if another process has made it while this one waited for it.
+        """
+        claim = self._store.claim(name)
+        if claim is None:
+            return False
+        with self._lock:
+            self._claims[name] = claim
+        return True
+
+    def give_up(self, name: str) -> None:
+        """End the claim on an executable that is not written, if there is one."""
+        with self._lock:
+            claim = self._claims.pop(name, None)
+        if claim is not None:
+            claim.release()
 
     def load(self, name: str) -> Any:
         """Load an executable. Raises `StoreError` with the reason if there is none."""
@@ -420,7 +471,7 @@ class LateStore:
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
         """Write it now, or soon. Return False if writing was tried and failed."""
         if not self.late:
-            return self._store.save(name, compiled, compile_seconds)
+            return self._save(name, compiled, compile_seconds)
         with self._lock:
             self._waiting.append((name, compiled, compile_seconds))
             self._newest = time.monotonic()
@@ -437,9 +488,10 @@ class LateStore:
         self._write()
 
     def _later(self) -> None:
-        end = time.monotonic() + LONGEST
-        while (left := min(self._newest + DELAY, end) - time.monotonic()) > 0 and not self._hurry.wait(left):
-            pass
+        end, began = time.monotonic() + LONGEST, time.time()
+        while (left := min(self._newest + DELAY, end) - time.monotonic()) > 0:
+            if self._hurry.wait(min(left, LOOK)) or self._store.wanted(began):
+                break
         with self._lock:
             self._thread = None  # programs saved from now on wait for another thread
         self._write()
@@ -447,7 +499,13 @@ class LateStore:
     def _write(self) -> None:
         with self._writing:
             while self._waiting:
-                self._store.save(*self._waiting.popleft())
+                self._save(*self._waiting.popleft())
+
+    def _save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        try:
+            return self._store.save(name, compiled, compile_seconds)
+        finally:
+            self.give_up(name)
 
 
 @contextlib.contextmanager
