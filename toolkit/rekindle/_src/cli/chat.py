@@ -101,7 +101,7 @@ class Chat:
             except KeyboardInterrupt:
                 turn.cancel()
                 self.writer.end()
-                compiling = self.session._front.program_wait.describe()  # which can't be stopped
+                compiling = self.session.compiling  # which can't be stopped
                 self.note("stopped; /continue goes on" + (f" (still {compiling})" if compiling else ""))
                 return
             except PromptTooLong as error:

@@ -19,7 +19,7 @@ from rekindle._src.core.records import Timings, Usage
 
 
 class PhaseKind(enum.StrEnum):
-    """What a request did, or waited for, in one phase of its life."""
+    """The kind of one phase of a request: its work, or its reason to wait."""
 
     INTAKE = "intake"  # its chat was rendered, its text tokenized, its grammar compiled
     QUEUED = "queued"  # waited for its turn, a slot, or room for its adapter

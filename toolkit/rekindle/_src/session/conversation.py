@@ -81,7 +81,6 @@ def open_conversation(
         messages = read(restore)
     plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
     session.chat([{"role": "user", "content": "…"}], **plain)  # a model without a template is refused now, too
-    session._front.expect_chat()
     return Conversation(session, messages, {**options, **sampling})
 
 

@@ -127,7 +127,7 @@ class Handle(Produced, Call[T]):
         self._lock = threading.RLock()
         self._submitted = False
         self._queued = False  # submitted, or waiting for a place
-        self._began: float | None = None  # when it was handed over, or began to wait for a place
+        self._handed_over: float | None = None  # when it was handed over, or began to wait for a place
 
     @property
     def prompt(self) -> str | None:
@@ -150,6 +150,11 @@ class Handle(Produced, Call[T]):
     def error(self) -> BaseException | None:
         """The error that ended it, or None."""
         return self._mailbox.error
+
+    @property
+    def submitted_at(self) -> float | None:
+        """When it was submitted or began to wait for a place, by `time.perf_counter()`; None before that."""
+        return self._handed_over
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -201,7 +206,7 @@ class Handle(Produced, Call[T]):
             return
         self._host.check()
         self._fits()
-        self._queued, self._began = True, time.perf_counter()
+        self._queued, self._handed_over = True, time.perf_counter()
         try:
             entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
         except BaseException:
@@ -222,7 +227,7 @@ class Handle(Produced, Call[T]):
                 self._host.limiter.leave(self.sampling.n)
                 return
             self._mailbox.on_sequence_end = self._host.limiter.leave
-            self._submitted, self._began = True, time.perf_counter()
+            self._submitted, self._handed_over = True, time.perf_counter()
         prompt = self._prompt
         self._host.submit(
             Submission(
@@ -232,7 +237,7 @@ class Handle(Produced, Call[T]):
                 add_special_tokens=prompt.add_special_tokens,
                 sampling=self.sampling,
                 mailbox=self._mailbox,
-                arrival=self._began,
+                arrival=self._handed_over,
                 render=prompt.render,
                 pooling=prompt.pooling,
                 reply=prompt.reply,

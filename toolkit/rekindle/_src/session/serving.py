@@ -49,6 +49,11 @@ class Serving:
         return self._front.chat_sampling or Sampling()
 
     @property
+    def compiling(self) -> str:
+        """The program that its steps wait for now, in words; empty if they wait for none."""
+        return self._front.program_wait.describe()
+
+    @property
     def closed(self) -> bool:
         """True once it was closed; it takes no requests then."""
         return self._host.closing

@@ -459,11 +459,11 @@ class Session(
             text = "has finished, and is over for long: these are its sums"
             length, phases = request.usage.prompt_tokens, phases_of(request.timings, request.usage)
             return beginning(request.id, Status.FINISHED, text, length, phases)
-        if not isinstance(request, Handle) or (request._began is None and not request.done):
+        if not isinstance(request, Handle) or (request.submitted_at is None and not request.done):
             return None
         phases = ()
-        if request._began is not None and not request.done:
-            phases = (Phase(PhaseKind.INTAKE, 0.0, time.perf_counter() - request._began),)
+        if request.submitted_at is not None and not request.done:
+            phases = (Phase(PhaseKind.INTAKE, 0.0, time.perf_counter() - request.submitted_at),)
         text = "is being taken in" if request.error is None else f"ended before it was queued: {request.error}"
         return beginning(request.id, request.status, text, len(request.prompt_token_ids), phases)
 
