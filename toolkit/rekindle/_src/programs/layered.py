@@ -32,7 +32,7 @@ from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.step import Computed, Leaves, Operands, Scores, StepOutput, finish, finish_forward
-from rekindle._src.programs.store import Executables, watching_hits
+from rekindle._src.programs.store import LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
 Tables = tuple[tuple[Array, ...], ...]  # of each of the model's ropes, as `rope.tables` returns them
@@ -252,7 +252,7 @@ class Part(NamedTuple):
 class Layered:
     """A maker of programs in parts, which keeps the parts. All methods are thread-safe."""
 
-    def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Executables) -> None:
+    def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: LateStore) -> None:
         """Begin without parts. `counted` wraps traced functions, and `compiled` is called after each compilation."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
