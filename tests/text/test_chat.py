@@ -209,22 +209,6 @@ def test_a_template_that_does_not_compile_names_its_file_and_line(tmp_path: Path
         ChatTemplate.load(tmp_path).render([USER])
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ messages.append({}) }}",
-        "{{ namespace(__init__=1) }}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
-        "{{ ''.__class__ }}{{ cycler.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__['datetime'] }}",
-    ],
-)
-def test_templates_stay_in_the_sandbox(attack: str) -> None:
-    with pytest.raises(InvalidRequest, match="messages="):
-        ChatTemplate(attack).render([USER])
-
-
 @pytest.mark.parametrize("messages", [[], "hi", {"role": "user"}, [{"content": "x"}], ["hi"]])
 def test_messages_are_checked(messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages="):

@@ -41,66 +41,106 @@ HUGE = {
     "nested by dict()": (
         "{% set n = namespace(a={}) %}{% for i in range(60) %}{% set n.a = dict(a=n.a, b=n.a) %}{% endfor %}{{ n.a }}"
     ),
-    "nested namespaces": (
-        "{% set n = namespace(a=namespace()) %}{% for i in range(60) %}"
-        "{% set n.a = namespace(x=n.a, y=n.a) %}{% endfor %}{{ n.a }}"
-    ),
     "block assignment": (
         "{% set n = namespace(a='xxxxxxxx') %}{% for i in range(60) %}{% set b %}{{ n.a }}{{ n.a }}{% endset %}"
         "{% set n.a = b %}{% endfor %}"
     ),
     "macro output": "{% macro f(a) %}{% for i in range(9999) %}{{ a }}{% endfor %}{% endmacro %}{{ f('x' * 9999999) }}",
     "output": "{% set a = 'x' * 9999999 %}{% for i in range(9999) %}{{ a }}{% endfor %}",
-    "center": "{{ 'x'.center(10**10) }}",
-    "ljust": "{{ 'x'.ljust(10**10) }}",
-    "zfill": "{{ '1'.zfill(10**10) }}",
-    "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
     "replace": "{{ ('x' * 9999999).replace('x', 'y' * 9999999) }}",
     "replace nothing": "{{ ('x' * 9999999).replace('', 'y' * 9999999) }}",
     "join": "{{ ('x' * 9999999).join(range(99999) | map('string')) }}",
-    "translate": "{{ ('x' * 9999999).translate({120: 'y' * 9999999}) }}",
     "format width": "{{ '{:>9999999999}'.format(1) }}",
-    "format inner width": "{{ '{:>{}}'.format(1, 9999999999) }}",
-    "format_map": "{{ '{a:>{b}}'.format_map({'a': 1, 'b': 9999999999}) }}",
     "percent width": "{{ '%9999999999d' % 1 }}",
-    "percent star": "{{ '%*d' % (9999999999, 1) }}",
-    "bytes": "{{ 'x'.encode().center(10**10) }}",
-    "int to bytes": "{{ (1).to_bytes(10**10, 'big') }}",
     "power": "{{ 10 ** (10 ** 9) }}",
     "product": "{% set n = namespace(a=10**9999) %}{% for i in range(60) %}{% set n.a = n.a * n.a %}{% endfor %}",
-    "filter center": "{{ 'x' | center(10**10) }}",
-    "filter center by name": "{{ 'x' | center(width=10**10) }}",
     "filter indent": "{{ ('\\n' * 9999) | indent(10**9) }}",
     "filter indent by text": "{{ ('\\n' * 9999) | indent('x' * 9999999, blank=true) }}",
     "filter replace": "{{ ('x' * 9999999) | replace('x', 'y' * 9999999) }}",
     "filter join": "{{ range(99999) | join('x' * 9999999) }}",
     "filter format": "{{ '%9999999999d' | format(1) }}",
-    "filter batch": "{{ [1] | batch(10**9, 0) | list }}",
-    "filter slice": "{{ [1] | slice(10**9) | list }}",
-    "filter wordwrap": "{{ ('x' * 9999999) | wordwrap(1, wrapstring='y' * 9999999) }}",
     "filter round": "{{ 7 | round(10**9, 'ceil') }}",
     "tojson indent": "{{ [1] | tojson(indent=10**9) }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
+    "deep lists": "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a }}",
+    "deep JSON": "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = [n.a] %}{% endfor %}{{ n.a | tojson }}",
+    "compared lists": (
+        "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+        "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}"
+    ),
+    "found lists": (
+        "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}"
+        "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a in [n.b] }}"
+    ),
+    "numerals": "{{ ('1' * 9999999) | int }}",
+    "places": "{{ 1.5 | round(10**9) }}",
+    "separators of JSON": "{{ [1, 2] | tojson(separators=('x' * 9999999, ':')) }}",
+    "format digits of any script": "{{ '{:>\u0669\u0669\u0669\u0669\u0669\u0669\u0669\u0669\u0669\u0669}'.format(1) }}",
+    "length of a path": "{{ [messages] | map(attribute='a.' * 999999) }}",
     "date": "{{ strftime_now('%9999999999Y') }}",
 }  # fmt: skip
 ESCAPES = {
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "include": "{% include 'x' %}",
-    "extends": "{% extends 'x' %}",
     "division": "{{ 1 / 0 }}",
     "overflow": "{{ 1e308 ** 2.0 ** 9 }}",
     "index": "{{ ''.join([1]) }}",
-    "unicode": "{{ '\\ud800'.encode() }}",
     "unhashable": "{% set a = [] %}{{ {a: 1} }}",
     "stop": "{{ raise_exception('x' * 9999999) }}",
-    "import": "{% import 'os' as os %}",
     "not callable": "{{ 1() }}",
     "assertion": "{{ range(10**9) }}",
 }
+REFUSED = {
+    "str.center": "{{ 'x'.center(10**10) }}",
+    "str.ljust": "{{ 'x'.ljust(10**10) }}",
+    "str.zfill": "{{ '1'.zfill(10**10) }}",
+    "str.expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
+    "str.translate": "{{ ('x' * 9999999).translate({120: 'y' * 9999999}) }}",
+    "a field within a field": "{{ '{:>{}}'.format(1, 9999999999) }}",
+    "str.format_map": "{{ '{a:>{b}}'.format_map({'a': 1, 'b': 9999999999}) }}",
+    "str.encode": "{{ 'x'.encode().center(10**10) }}",
+    "int.to_bytes": "{{ (1).to_bytes(10**10, 'big') }}",
+    "the filter 'center'": "{{ 'x' | center(10**10) }}",
+    "the filter 'batch'": "{{ [1] | batch(10**9, 0) | list }}",
+    "the filter 'slice'": "{{ [1] | slice(10**9) | list }}",
+    "the filter 'wordwrap'": "{{ ('x' * 9999999) | wordwrap(1, wrapstring='y' * 9999999) }}",
+    "{% include %}": "{% include 'x' %}",
+    "{% extends %}": "{% extends 'x' %}",
+    "{% import %}": "{% import 'os' as os %}",
+    "the format %*": "{{ '%*d' % (9999999999, 1) }}",
+    "the filter 'striptags'": "{{ 'x' | striptags }}",
+    "the filter 'urlize'": "{{ 'x' | urlize }}",
+    "the filter 'pprint'": "{{ [[1]] | pprint }}",
+    "the filter 'groupby'": "{{ messages | map('groupby', 'role') }}",
+    "the test 'upper'": "{{ messages | select('upper') }}",
+    "list.append": "{{ messages.append(1) }}",
+    "dict.pop": "{{ messages[0].pop('role') }}",
+    "str.__class__": "{{ ''.__class__ }}",
+    "list.__class__": "{{ messages['__class__'] }}",
+    "'__class__' of a Namespace": "{{ namespace().__class__ }}",
+    "'_Namespace__attrs' of a Namespace": "{{ namespace()._Namespace__attrs }}",
+    "'__init__' in a namespace": "{{ namespace(__init__=1) }}",
+    "'_x' in a namespace": "{% set n = namespace() %}{% set n._x = 1 %}",
+    "'__globals__' of a Function": "{{ raise_exception.__globals__ }}",
+    "'operation' of a Function": "{{ range.operation }}",
+    "'__call__' of a Macro": "{% macro f() %}{% endmacro %}{{ f.__call__ }}",
+    "'changed' of a LoopContext": "{% for a in messages %}{{ loop.changed(a) }}{% endfor %}",
+    "the text of a LoopContext": "{% for a in messages %}{{ loop }}{% endfor %}",
+    "the text of a TemplateReference": "{{ self }}",
+    "the field {0.real}": "{{ '{0.real}'.format(1) }}",
+    "the field {0[0]}": "{{ '{0[0]}'.format([1]) }}",
+    "the conversion !r": "{{ '{0!r}'.format(1) }}",
+    "the format %r": "{{ '%r' % 'a' }}",
+    "{% block %}": "{% block a %}{% endblock %}",
+    "{% autoescape %}": "{% autoescape true %}{% endautoescape %}",
+}  # fmt: skip
 UNCOMPILABLE = {
     "parentheses": "{{ " + "(" * 50_000 + "1" + ")" * 50_000 + " }}",
     "blocks": "{% if 1 %}" * 2_000 + "{% endif %}" * 2_000,
     "size": "x" * (2 << 20),
+    "tokens": "{{ [" + "1," * 9_000 + "] }}",
+    "levels": "{{ " + "a" + "[1]" * 200 + " }}",
+    "code": "{{" + "a" * 50_000 + "}}",
+    "digits": "{{ " + "1" * 9_000 + " }}",
     "filter": "{{ 1 | nothing }}",
 }
 
@@ -129,6 +169,12 @@ def test_a_template_can_not_fill_the_memory(name: str) -> None:
 @pytest.mark.parametrize("name", ESCAPES)
 def test_whatever_a_template_raises_is_an_invalid_request(name: str) -> None:
     assert isinstance(stopped(ESCAPES[name]), InvalidRequest)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_whatever_is_not_on_the_list_is_refused_by_its_name(name: str) -> None:
+    error = stopped(REFUSED[name])
+    assert isinstance(error, CheckpointError) and name in str(error) and "may not use" in str(error)
 
 
 @pytest.mark.parametrize("name", UNCOMPILABLE)

@@ -160,5 +160,7 @@ def date(form: str) -> str:
         at = sign + 2 + (form[sign + 1 : sign + 2] in ("-", "_", "0", "^", "#"))
         known = form[at - 1 : at] in _OF_DATES
     if not known:
-        raise ValueError(f"strftime_now({form[:40]!r}) is not a format of a date" if isinstance(form, str) else "no format")
+        raise ValueError(
+            f"strftime_now({form[:40]!r}) is not a format of a date" if isinstance(form, str) else "no format"
+        )
     return datetime.datetime.now().strftime(form)

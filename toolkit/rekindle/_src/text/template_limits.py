@@ -28,6 +28,7 @@ _STEP = 256  # units of a step: about the cost of calling anything
 _LOOK = 1 << 16  # units between two looks at the clock
 _ITEM = 64  # characters that weigh as much as an entry with the object in it
 _SLOT = 8  # the same of an entry alone
+_DEPTH = 256  # levels of a value that is written or compared: Python's own functions recurse into them
 _local = threading.local()
 
 
@@ -93,25 +94,30 @@ class Meter:
 
     def measure(self, value: Any) -> tuple[int, int]:
         """Return the characters and items of a value with all its contents, as often as they are in it."""
-        characters = items = 0
-        todo = [value]
-        while todo:
-            item = todo.pop()
-            items += 1
-            kind = type(item)
-            if kind is str or kind is markupsafe.Markup:
-                characters += len(item)
-            elif kind is int:
-                characters += 1 + item.bit_length() // 3
-            elif kind is dict:
-                todo += item
-                todo += item.values()
-            elif kind is list or kind is tuple:
-                todo += item
-            else:
-                characters += _SLOT
-            if items + len(todo) > ITEMS:
-                raise TemplateLimit(f"it made a value of more than {ITEMS:,} items")
+        characters = items = depth = 0
+        level = [value]
+        while level:
+            below: list[Any] = []
+            for item in level:
+                kind = type(item)
+                if kind is str or kind is markupsafe.Markup:
+                    characters += len(item)
+                elif kind is int:
+                    characters += 1 + item.bit_length() // 3
+                elif kind is dict:
+                    below += item
+                    below += item.values()
+                elif kind is list or kind is tuple:
+                    below += item
+                else:
+                    characters += _SLOT
+                if items + len(below) > ITEMS:
+                    raise TemplateLimit(f"it made a value of more than {ITEMS:,} items")
+            items += len(level)
+            depth += 1
+            if depth > _DEPTH:
+                raise TemplateLimit(f"it made a value of more than {_DEPTH} levels")
+            level = below
         self.expect(characters)
         self.step(_SLOT * items)
         return characters, items
@@ -165,7 +171,7 @@ def text_of(meter: Meter, value: Any) -> str:
         return str.__str__(value)
     if kind is list or kind is tuple or kind is dict:
         characters, items = meter.measure(value)
-        meter.at_once(5 * characters + 24 * items)
+        meter.at_once(10 * characters + 24 * items)
         return meter.text(repr(value))
     if value is None or kind in (bool, int, float, range) or isinstance(value, jinja2.Undefined):
         return str(value)
