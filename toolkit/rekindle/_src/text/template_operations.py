@@ -779,11 +779,11 @@ def _indent(
     environment: Any, meter: Meter, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
 ) -> str:
     text = text_of(meter, s)
-    indention = width if isinstance(width, str) else " " * _bounded(width, _AFFIX, "an indentation")
-    _bounded(len(indention), _AFFIX, "an indentation")
+    margin = width if isinstance(width, str) else " " * _bounded(width, _AFFIX, "an indentation")
+    _bounded(len(margin), _AFFIX, "an indentation")
     lines = _splitlines(meter, text + "\n")
-    indented = [indention + line if index and (line or blank) else line for index, line in enumerate(lines)]
-    return _put_together(meter, "\n", [indention + indented[0], *indented[1:]] if first else indented)
+    indented = [margin + line if index and (line or blank) else line for index, line in enumerate(lines)]
+    return _put_together(meter, "\n", [margin + indented[0], *indented[1:]] if first else indented)
 
 
 def _bounded(number: int, most: int, what: str) -> int:
