@@ -80,6 +80,31 @@ class TestDetokenize:
         assert isinstance(output.mailbox.error, RequestAborted)
         assert "".join(delta.text for delta in output.mailbox.deltas) == "abc"
 
+    @pytest.mark.parametrize("error", [NotADirectoryError(20, "Not a directory"), SystemExit(1)], ids=repr)
+    @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORTED, FinishReason.FAILED])
+    async def test_the_outcome_is_there_before_resources_are_closed(
+        self, reason: FinishReason, error: BaseException, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whatever closing them raises, nothing but a line in the log comes of it."""
+        output, at_close = self.output(), list[Any]()
+
+        class Writer:
+            failure = None
+
+            def finish(self, end: int) -> Any:
+                raise RuntimeError("can't start new thread")
+
+            def leave(self, end: int | None = None) -> None:
+                at_close.append(output.mailbox.results[0])
+                raise error
+
+        output.writer = Writer()  # type: ignore[assignment]
+        await self.run(output, *self.events(b"abc", reason))
+        assert at_close == [output.mailbox.error] and not self.outputs
+        expected = RequestAborted if reason is FinishReason.ABORTED else RequestFailed
+        assert isinstance(output.mailbox.error, expected)
+        assert "request r has ended, but not all of it could be closed" in caplog.text
+
     async def test_undecodable_text_fails_that_request_and_frees_it(self) -> None:
         output = self.output()
         output._detokenizer.push = lambda ids: 1 / 0  # type: ignore[assignment, method-assign, return-value]

@@ -174,6 +174,28 @@ def test_an_exception_that_can_not_be_copied_is_raised_itself() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("error", [ValueError("a callback"), SystemExit(1), KeyboardInterrupt()], ids=repr)
+async def test_readers_are_woken_whatever_the_callbacks_of_an_end_raise(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    mailbox, called = Mailbox(2), []
+
+    def failing(*_: object) -> None:
+        called.append(1)
+        raise error
+
+    mailbox.on_sequence_end = mailbox.on_complete = failing
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as group:
+            group.start_soon(mailbox.wait_all)
+            group.start_soon(mailbox.wait_beyond, 0)
+            await anyio.wait_all_tasks_blocked()
+            mailbox.complete_all(SessionClosed("over"))
+    assert mailbox.ended and isinstance(mailbox.error, SessionClosed) and len(called) == 3
+    assert caplog.text.count("could be closed") == 3
+
+
+@pytest.mark.anyio
 async def test_the_gate_lets_in_by_turns() -> None:
     limiter, order = AdmissionLimiter(3), []
     assert limiter.try_enter(3)

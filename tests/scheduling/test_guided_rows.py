@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.fakes import FakeModel, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
-from rekindle._src.core.records import FinishReason, Request
+from rekindle._src.core.records import FinishReason, Guided, Mask, Request
 from rekindle._src.dispatch.backend import Turn
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
@@ -66,6 +66,35 @@ def test_forced_tokens_are_drafted_and_take_fewer_steps() -> None:
     assert stats.drafted_tokens - stats.accepted_tokens <= 1, "the last forced token is drafted, and nothing follows it"
     assert stats.steps < 30
     assert "left no choice for 20 of them" in str(loop.scheduler.explain(request.id))
+
+
+@pytest.mark.parametrize("call", ["fill", "consume"])
+@pytest.mark.parametrize("error", [RuntimeError("the grammar's own code"), MemoryError()], ids=repr)
+def test_a_guide_that_raises_fails_its_own_request(call: str, error: Exception) -> None:
+    class Raises(RuleGuide):
+        def fill(self, mask: Mask) -> str:
+            if call == "fill" and self.consumed == 4:
+                raise error
+            return super().fill(mask)
+
+        def consume(self, token: int) -> Guided:
+            if call == "consume" and self.consumed == 4:
+                raise error
+            return super().consume(token)
+
+        def copy(self) -> Raises:
+            return dataclasses.replace(self, history=[*self.history])
+
+    loop = Loop(model=MODEL)
+    failing = make_request("first prompt", guide=Raises(letters, 20), max_tokens=60)
+    others = [guided("first prompt"), make_request("free", max_tokens=30)]
+    for request in (failing, *others):
+        loop.submit(request)
+    loop.run()
+    check(loop, *others)
+    last = loop.events[failing.id][-1]
+    assert last.finish_reason is FinishReason.FAILED
+    assert isinstance(last.error, RequestFailed) and last.error.__cause__ is error
 
 
 def test_a_wrong_spelling_is_rejected_not_injected() -> None:

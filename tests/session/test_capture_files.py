@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import rekindle
 from helpers import checkpoints
-from helpers.thorough import one_event_loop  # noqa: F401  the fixture
+from helpers.sessions import eventually
 from rekindle import Capture, Captured, Session
+from rekindle._src.core.capture_files import _Growing
+from rekindle._src.core.tapped import Backlog
 from rekindle.errors import InvalidRequest, RequestFailed
 
 anyio_test = pytest.mark.anyio
@@ -87,6 +93,7 @@ async def test_what_an_interrupted_request_has_written_is_whole(session: Session
         break
     with pytest.raises(rekindle.RequestAborted):
         await handle
+    eventually(lambda: len(names_in(tmp_path)) == 2 and not partial(tmp_path))  # the caller does not wait for the disk
     captured = Captured.load(tmp_path / "00000")
     assert len(captured.positions) >= 41 and captured["norm"].shape[0] == len(captured.positions)
     assert not partial(tmp_path)
@@ -105,18 +112,227 @@ async def test_a_full_disk_ends_its_own_request(
     with pytest.raises(RequestFailed):
         await failing
     assert len((await beside).token_ids) == 12
-    assert not names_in(tmp_path)
+    eventually(lambda: not names_in(tmp_path))
+
+
+def _file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("x")
+
+
+def _dangling(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(folder / "nowhere")
+
+
+def _elsewhere(folder: Path) -> None:
+    folder.rename(folder.with_name("other"))
+
+
+def _other_folder(folder: Path) -> None:
+    _elsewhere(folder)
+    folder.mkdir()
+    (folder / "norm.safetensors").mkdir()
+
+
+EXCHANGES = [_file, _dangling, shutil.rmtree, _elsewhere, _other_folder]
+
+
+@anyio_test
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__.strip("_"))
+async def test_a_folder_that_is_exchanged_ends_its_own_request(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[[Path], object]
+) -> None:
+    plain = await session.generate(PROMPTS[0], **GREEDY)
+    finish = _Growing.finish
+
+    def exchanged(self: _Growing, *arguments: Any) -> None:
+        exchange(self._path.parent)
+        finish(self, *arguments)
+
+    monkeypatch.setattr(_Growing, "finish", exchanged)
+    failing = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+    beside = session.submit(PROMPTS[0], **GREEDY)
+    with pytest.raises(RequestFailed, match="captures could not be written to"):
+        await failing
+    assert (await beside).token_ids == plain.token_ids
+    monkeypatch.undo()
+    after = await session.generate(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path / "after"))
+    assert after.token_ids == plain.token_ids and len(after.captured["norm"]) == len(after.captured.positions)
+
+
+@anyio_test
+@pytest.mark.parametrize("call", ["append", "finish", "close", "remove"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "denied"), ValueError()])
+async def test_whatever_a_file_raises_it_raises_for_its_own_request(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+) -> None:
+    plain = await session.generate(PROMPTS[0], **GREEDY)
+
+    def failing(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(_Growing, call, failing)
+    if call in ("close", "remove"):  # called where a write has failed
+        monkeypatch.setattr(_Growing, "append", failing)
+    handle = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+    beside = session.submit(PROMPTS[0], **GREEDY)
+    with pytest.raises(RequestFailed, match="captures could not be written to") as raised:
+        await handle
+    assert raised.value.__cause__ is error
+    assert (await beside).token_ids == plain.token_ids
+
+
+@anyio_test
+async def test_a_disk_that_hangs_delays_its_own_request_alone(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = await session.generate(PROMPTS[0], **GREEDY)
+    works, append = threading.Event(), _Growing.append
+
+    def hanging(self: _Growing, *arguments: Any) -> None:
+        assert works.wait(60), "the disk was never mended"
+        append(self, *arguments)
+
+    monkeypatch.setattr(_Growing, "append", hanging)
+    slow = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+    given_up = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+    with anyio.fail_after(60):
+        async for delta in slow:
+            if delta.finish_reason is not None:
+                break
+        assert len(slow.token_ids) == 12 and not slow.done, "its tokens are there, its files are not"
+        streamed = [token async for delta in session.stream(PROMPTS[0], **GREEDY) for token in delta.token_ids]
+        assert tuple(streamed) == plain.token_ids, "it went on while the disk did not"
+        given_up.cancel()
+        with pytest.raises(rekindle.RequestAborted):
+            await given_up
+        assert not slow.done
+        works.set()
+        done = await slow
+    assert len(done.captured["norm"]) == len(done.captured.positions) == len(PROMPTS[1]) + 11
+    assert Captured.load(done.captured.folder)["norm"].shape == done.captured["norm"].shape
+    eventually(lambda: not partial(tmp_path))
+
+
+@anyio_test
+async def test_what_waits_for_a_disk_is_bounded(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, append, waiting = threading.Event(), _Growing.append, list[int]()
+
+    def hanging(self: _Growing, *arguments: Any) -> None:
+        assert works.wait(60), "the disk was never mended"
+        append(self, *arguments)
+
+    class Small(Backlog):
+        def __init__(self) -> None:
+            super().__init__(1)
+
+        def add(self, count: int) -> None:
+            super().add(count)
+            waiting.append(self.waiting)
+
+    monkeypatch.setattr(_Growing, "append", hanging)
+    monkeypatch.setattr("rekindle._src.dispatch.intake.Backlog", Small)
+    options = {**GREEDY, "max_tokens": 40}
+    slow = session.submit(PROMPTS[0], **options, capture=Capture({"norm": True}, into=tmp_path))
+    same = PROMPTS[0] + PROMPTS[1]
+    with anyio.fail_after(60):
+        async for _ in slow:
+            break
+        for prompt in (PROMPTS[0], same, PROMPTS[1]):  # also one that could wait for the pages of the slow one
+            assert len((await session.generate(prompt, **GREEDY)).token_ids) == 12
+        assert len(slow.token_ids) < 8, "no step has it while its parts wait"
+        works.set()
+        done = await slow
+    assert len(done.token_ids) == 40 and len(done.captured.positions) == 5 + 39
+    # What one step captures, and that of the step which was in flight then.
+    assert max(waiting) <= 3 * MODEL.config.hidden_size * 4 * 5
 
 
 def test_what_is_no_folder_is_refused(session: Session, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
-        with pytest.raises(InvalidRequest, match="is a file, or inside one"):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / "dangling"):
+        with pytest.raises(InvalidRequest, match="is a file, or inside one") as refused:
             session.generate_sync(PROMPTS[0], capture=Capture({"norm": True}, into=folder))
-    with pytest.raises(InvalidRequest, match="is not the name of a folder"):
-        Capture({"norm": True}, into=3)  # type: ignore[arg-type]
+        assert refused.value.field == "capture"
+    wrong: list[Any] = ["~nosuchuser/here", tmp_path / ("x" * 300), "a\ud800b", "/proc/nothing/here"]
+    for folder in wrong:
+        with pytest.raises(InvalidRequest, match="Name a folder that can be written to") as refused:
+            session.generate_sync(PROMPTS[0], capture=Capture({"norm": True}, into=folder))
+        assert refused.value.field == "capture"
+    for no_path in (3, b"bytes", "", "a\0b", _Bytes(), _Raising()):
+        with pytest.raises(InvalidRequest, match="is not the name of a folder"):
+            Capture({"norm": True}, into=no_path)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="has no captures"):
         Captured.load(tmp_path)
+
+
+def test_a_folder_without_leave_to_write_is_refused(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, *arguments: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", denied)  # who runs as root may write anywhere
+    with pytest.raises(InvalidRequest, match="can't be written to: Permission denied"):
+        session.generate_sync(PROMPTS[0], capture=Capture({"norm": True}, into=tmp_path))
+
+
+class _Bytes:
+    def __fspath__(self) -> bytes:
+        return b"bytes"
+
+
+class _Raising:
+    def __fspath__(self) -> str:
+        raise RuntimeError
+
+
+def test_a_relative_folder_is_that_of_the_call(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ("9" * 200)).mkdir()  # no number of a folder of ours
+    done = session.generate_sync(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into="here"))
+    assert done.captured.folder == tmp_path / "here" / "00000"
+
+
+@anyio_test
+async def test_closing_leaves_what_was_written_whole(tmp_path: Path) -> None:
+    async with rekindle.open(MODEL, **OPTIONS) as opened:
+        handle = opened.submit(
+            PROMPTS[0], **{**GREEDY, "max_tokens": 80}, capture=Capture({"norm": True}, into=tmp_path)
+        )
+        async for _ in handle:
+            break
+    with pytest.raises(rekindle.SessionClosed):
+        await handle
+    eventually(lambda: len(names_in(tmp_path)) == 2 and not partial(tmp_path))
+    assert len(Captured.load(tmp_path / "00000").positions) >= 5
+
+
+@anyio_test
+async def test_a_session_that_drains_waits_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, works, finish = threading.Event(), threading.Event(), _Growing.finish
+
+    def late(self: _Growing, *arguments: Any) -> None:
+        begun.set()
+        assert works.wait(60)
+        finish(self, *arguments)
+
+    monkeypatch.setattr(_Growing, "finish", late)
+    opened = await rekindle.open(MODEL, **OPTIONS)
+    handle = opened.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+    async with anyio.create_task_group() as group:
+        await anyio.to_thread.run_sync(begun.wait, 60)
+        group.start_soon(lambda: opened.aclose(drain=60))
+        await anyio.sleep(0.05)
+        assert not handle.done
+        works.set()
+    assert len((await handle).captured["norm"]) == 5 + 11
 
 
 @pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # treescope looks at all of NumPy

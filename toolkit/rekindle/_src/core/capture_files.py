@@ -2,7 +2,8 @@
 
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
 the array, whose lines are appended as they arrive, and their positions behind it. The header is written last, into room
-that was left for it, and then the file gets its name: one that ends in ".safetensors" is whole.
+that was left for it; once all of it is on disk the file gets its name: one that ends in ".safetensors" is whole.
+All of this waits for a disk, so `dispatch/capture_writer.py` does it in a thread of the request's own.
 
 `read_changes` reads steering, too, from files of this format.
 """
@@ -22,12 +23,14 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.own_failure import close_each
+from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, Tapped
 from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
 from rekindle_kernels import private_files
 
 PARTIAL = ".partial"
+_LONGEST_NUMBER = 10  # digits of a folder's name
 _NAMES = {np.dtype(dtype): name for name, dtype in TYPES.items()}
 
 
@@ -37,12 +40,12 @@ def name_of(key: Key) -> str:
 
 
 class CaptureFiles:
-    """The files of one request's captures."""
+    """The files of one request's captures. Every method may wait for the disk."""
 
     def __init__(self, tapped: Tapped, length: int, *, quiet: bool = True) -> None:
         """Make nothing yet. `length` are the positions that the request has at most."""
         assert tapped.into is not None, "the request names no folder"
-        self._into, self._layers = Path(tapped.into).expanduser(), tapped.layers
+        self.into, self._layers = Path(tapped.into), tapped.layers
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
         self._folder: Path | None = None
         self._files: dict[Key, _Growing] = {}
@@ -50,10 +53,20 @@ class CaptureFiles:
         self._written = 0
         self._activity = Activity(self.look, quiet=quiet)
 
+    def begin(self) -> None:
+        """Make the request's folder. Raise `InvalidRequest` if it can't be made."""
+        try:
+            self._folder = _new_folder(self.into)
+        except (FileExistsError, NotADirectoryError):
+            raise InvalidRequest("capture", str(self.into), "is a file, or inside one", NAME_A_FOLDER) from None
+        except (OSError, ValueError) as error:  # ValueError: characters that no file system has
+            problem = f"can't be written to: {getattr(error, 'strerror', None) or error}"
+            raise InvalidRequest("capture", str(self.into), problem, NAME_A_FOLDER) from None
+
     def add(self, part: CapturedPart) -> None:
         """Append a part of the request's captures. Raise OSError if it can't be written."""
-        if self._folder is None:
-            self._folder = _new_folder(self._into)
+        assert self._folder is not None, "there is no folder before `begin`"
+        if not self._files:
             self._activity.start()
         for key, array in part.arrays.items():
             if key not in self._files:
@@ -64,33 +77,34 @@ class CaptureFiles:
 
     def finish(self, end: int) -> Captured:
         """Complete the files with the positions before `end`, and return them mapped. Raise OSError."""
+        assert self._folder is not None, "there is no folder before `begin`"
         self._activity.stop()
         positions = np.concatenate([np.empty(0, np.int32), *self._positions])
         positions = positions[: np.searchsorted(positions, end)]
-        if self._folder is None:  # nothing was computed
+        if not self._files:  # nothing was computed
+            self.discard()
             return Captured(positions, {}, self._layers)
         for key in tuple(self._files):
             self._files[key].finish(positions, name_of(key), {"layers": str(self._layers)})
             del self._files[key]
-        for path in (self._folder, self._into, self._into.parent):
+        for path in (self._folder, self.into, self.into.parent):
             private_files.sync(path)
         return Captured.load(self._folder)
 
     def discard(self) -> None:
-        """Remove the files of a request that failed."""
-        self._activity.stop()
-        for file in self._files.values():
-            file.discard()
-        self._files = {}
+        """Close and remove the files that are not complete, and the folder if nothing else is in it. Never raises."""
+        files, self._files = tuple(self._files.values()), {}
+        closings = [closing for file in files for closing in (file.close, file.remove)]
+        close_each(f"a capture in {self.into}", self._activity.stop, *closings)
         if self._folder is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # there are complete files in it, or another one took its place
                 self._folder.rmdir()
 
     def look(self) -> State:
         """Return the progress as one line, and the share of positions that are written."""
         size = html.mebibytes(sum(file.nbytes for file in tuple(self._files.values())))
         share = self._written / self._expected if self._expected else None
-        return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self._into}", share)
+        return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self.into}", share)
 
 
 class _Growing:
@@ -101,21 +115,17 @@ class _Growing:
         self._row = self._dtype.itemsize * int(np.prod(self._shape))
         self._partial = path.with_name(path.name + PARTIAL)
         self._file: BinaryIO = self._partial.open("xb", buffering=0)
-        self._file.write(bytes(8 + HEADER))
+        self._write(bytes(8 + HEADER))
         self.nbytes = 0
 
     def append(self, array: NDArray[Any]) -> None:
-        data = memoryview(np.ascontiguousarray(array, self._dtype)).cast("B")  # type: ignore[arg-type]
-        while len(data):  # a file system may take a part of it
-            written = self._file.write(data)
-            data = data[written:]
-            self.nbytes += written
+        self.nbytes += self._write(memoryview(np.ascontiguousarray(array, self._dtype)).cast("B"))  # type: ignore[arg-type]
 
     def finish(self, positions: NDArray[np.int32], name: str, metadata: Mapping[str, str]) -> None:
         size = len(positions) * self._row
         self._file.truncate(8 + HEADER + size)
         self._file.seek(0, os.SEEK_END)
-        self._file.write(positions.astype("<i4").tobytes())
+        self._write(positions.astype("<i4").tobytes())
         header = json.dumps(
             {
                 "__metadata__": dict(metadata),
@@ -125,14 +135,24 @@ class _Growing:
         ).encode()
         assert len(header) <= HEADER, "a header has room for the shapes of any site"
         self._file.seek(0)
-        self._file.write(struct.pack("<Q", HEADER) + header.ljust(HEADER))
+        self._write(struct.pack("<Q", HEADER) + header.ljust(HEADER))
         self._file.close()
         private_files.sync(self._partial)
         self._partial.rename(self._path)
 
-    def discard(self) -> None:
+    def close(self) -> None:
         self._file.close()
-        self._partial.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder is gone, or a file now
+            self._partial.unlink()
+
+    def _write(self, data: bytes | memoryview) -> int:
+        """Write all of `data`, of which a file system may take a part at a time. Return how many bytes that are."""
+        left = memoryview(data)
+        while len(left):
+            left = left[self._file.write(left) :]
+        return len(data)
 
 
 def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
@@ -142,7 +162,9 @@ def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str,
 def _new_folder(into: Path) -> Path:
     """Make and return the first numbered folder that is free."""
     into.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(name) for name in os.listdir(into) if name.isdecimal()), default=-1)
+    # Longer names are none of these: one that has no successor would take the place of all.
+    numbers = (int(name) for name in os.listdir(into) if name.isdecimal() and len(name) < _LONGEST_NUMBER)
+    number = 1 + max(numbers, default=-1)
     while True:
         folder = into / f"{number:05d}"
         try:

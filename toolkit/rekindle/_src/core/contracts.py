@@ -51,6 +51,10 @@ class SchedulerLike(Protocol):
         """True if a request waits or runs, or if a planned step has not been committed."""
 
     @property
+    def held(self) -> bool:
+        """True if a running request is in no step for now because what it captures waits for its disk."""
+
+    @property
     def cache(self) -> object | None:
         """The prefix cache, or None. A session looks into it and saves it if it is a `PrefixCache`."""
 

@@ -3,14 +3,21 @@
 Every place of the host side that works for a single request (taking it in, routing it, sending and reading it,
 queueing it, making its text) catches `BaseException` and ends the request with `own_failure`. Where a user interrupts a
 cell, `interrupted` keeps its display short.
+
+The end of a request is the one place where nothing is left to fail: its outcome is in the mailbox before its resources
+are closed, and `close_each` closes them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import types
+from collections.abc import Callable
 
 from rekindle.errors import RekindleError, RequestFailed
+
+log = logging.getLogger("rekindle.session")
 
 
 def own_failure(error: BaseException, what: str) -> RekindleError:
@@ -26,6 +33,15 @@ def own_failure(error: BaseException, what: str) -> RekindleError:
     failure = RequestFailed(f"{what}: {one_line(error)}")
     failure.__cause__ = error
     return failure
+
+
+def close_each(what: str, *closings: Callable[[], object]) -> None:
+    """Call each of `closings`, which give up what `what` had. What one of them raises is logged and goes no further."""
+    for close in closings:
+        try:
+            close()
+        except BaseException as error:
+            log.warning("%s has ended, but not all of it could be closed: %s", what, one_line(error))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +38,7 @@ MISSING = "is in no layer of this model"
 MAX_RUNS = 64  # of positions that one request changes: each is looked at in every step
 MAX_VECTORS = 64  # of one request, beside MAX_PATCHES for each of its positions
 MAX_PATCHES = 4
+NAME_A_FOLDER = "Name a folder that can be written to"
 
 
 class Edit(NamedTuple):
@@ -75,6 +78,29 @@ class TapFacts(NamedTuple):
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
 
 
+BACKLOG = 256 << 20  # bytes of one request's captures that may wait for its disk
+
+
+class Backlog:
+    """The bytes of one request's captures that wait to be written. While it is full, no step computes more of them."""
+
+    __slots__ = ("_lock", "most", "waiting")
+
+    def __init__(self, most: int = BACKLOG) -> None:
+        self.most, self.waiting = most, 0
+        self._lock = threading.Lock()
+
+    @property
+    def full(self) -> bool:
+        """True once `most` bytes wait."""
+        return self.waiting >= self.most
+
+    def add(self, count: int) -> None:
+        """Count bytes that wait, or with a negative `count` those that no longer do. Safe in every thread."""
+        with self._lock:
+            self.waiting += count
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tapped:
     """The taps of one request, resolved for its prompt."""
@@ -87,6 +113,12 @@ class Tapped:
     custom: tuple[str, ...] = ()  # names of the session's taps
     into: str | None = None  # the folder for what is captured
     keep: bool = False  # what is captured
+    backlog: Backlog | None = None  # of the files in that folder
+
+    @property
+    def held(self) -> bool:
+        """True while too much of what was captured waits for its disk."""
+        return self.backlog is not None and self.backlog.full
 
     @property
     def altered(self) -> tuple[str, ...]:
@@ -169,13 +201,13 @@ def resolve(
 
 
 def _folder(capture: Capture) -> str | None:
-    """Return the folder for what is captured. Raise `InvalidRequest` for one that can't be made."""
+    """Return the absolute path of the folder for what is captured. Raise `InvalidRequest` for what is no path."""
     if capture.into is None:
         return None
-    folder = Path(capture.into).expanduser()
-    if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
-        raise InvalidRequest("capture", str(capture.into), "is a file, or inside one", "Name a folder")
-    return str(folder)
+    try:
+        return os.path.abspath(Path(capture.into).expanduser())
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # no such user; the working folder is gone
+        raise InvalidRequest("capture", capture.into, f"is not the name of a folder: {error}", NAME_A_FOLDER) from None
 
 
 def _named(steers: Sequence[SteerLike], facts: TapFacts) -> Iterator[Steer]:

@@ -82,8 +82,10 @@ class Capture(html.Line):
                 raise InvalidRequest("capture", site, "is not a site", f"Use one of {', '.join(map(repr, SITES))}")
             layers_of(site, layers, None)
         runs_of("capture", self.positions, None)
-        if self.into is not None and (not isinstance(self.into, str | os.PathLike) or not os.fspath(self.into)):
+        if self.into is not None and not _names_a_folder(self.into):
             raise InvalidRequest("capture", self.into, "is not the name of a folder", "Pass into as a str or a Path")
+        if self.into is not None and not isinstance(self.into, str | Path):
+            object.__setattr__(self, "into", os.fspath(self.into))  # code of the user's, called once and here
         if not isinstance(self.keep, bool):
             raise InvalidRequest("capture", self.keep, "is not True or False", "Pass keep as a bool")
 
@@ -92,6 +94,14 @@ class Capture(html.Line):
         into = "" if self.into is None else f", into={os.fspath(self.into)!r}"
         keep = ", keep=True" if self.keep else ""
         return f"Capture({dict(self.sites)!r}{positions}{into}{keep})"
+
+
+def _names_a_folder(into: Any) -> bool:
+    try:
+        path = os.fspath(into)
+    except Exception:  # a user's class may raise anything
+        return False
+    return isinstance(path, str) and bool(path) and "\0" not in path
 
 
 def layers_of(site: str, layers: Any, count: int | None) -> tuple[int, ...]:

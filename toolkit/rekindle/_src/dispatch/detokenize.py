@@ -1,4 +1,8 @@
-"""Detokenize: turns token events into text deltas and completions, and puts them into their callers' mailboxes."""
+"""Detokenize: turns token events into text deltas and completions, and puts them into their callers' mailboxes.
+
+A request ends in `_Delivery.end`, whatever ended it, and that can't fail: its outcome is in the mailbox first, and what
+it held is closed after that.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import anyio
+from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import DetokenizerLike
-from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.own_failure import close_each, own_failure
 from rekindle._src.core.records import (
     Completion,
     Embedded,
@@ -32,8 +38,9 @@ from rekindle._src.core.reply import Parsing, ReplyEvent, fold
 from rekindle._src.core.tapped import CapturedPart
 from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Abort, Events, Finish, ScheduleMessage
-from rekindle._src.dispatch.threads import Mailbox, Relayed
-from rekindle.errors import NotParsed, NotParsedReason, RequestAborted, RequestFailed
+from rekindle._src.dispatch.capture_writer import CaptureWriter
+from rekindle._src.dispatch.threads import Mailbox, OneShot, Outcome, Relayed
+from rekindle.errors import NotParsed, NotParsedReason, RekindleError, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Structure
@@ -44,14 +51,50 @@ _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 _SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
 
 
-class OutputState:
+class Output:
+    """A live sequence on its way out."""
+
+    __slots__ = ("index", "mailbox", "request", "started")
+
+    def __init__(self, request: Request, mailbox: Mailbox, index: int) -> None:
+        self.request, self.mailbox = request, mailbox
+        self.index = index  # of its outcome in the mailbox
+        self.started = 0.0  # when it first ran
+
+    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
+        """Add an event. Return why the sequence ended, if it did."""
+        raise NotImplementedError
+
+    def ending(self, reason: FinishReason, error: BaseException | None) -> OneShot[Captured] | None:
+        """Return what the completion of a sequence waits for: its captures on their way to files. None if nothing."""
+        return None
+
+    @property
+    def ended(self) -> bool:
+        """True if it has ended and waits for its files. One that has its outcome is no longer known."""
+        return False
+
+    def outcome(
+        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
+    ) -> Outcome:
+        """Return the completion of a sequence that ended at `now`, or its one error. `captured` is in files."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Let a sequence that has ended wait for its files no longer; they are completed if their disk lets them."""
+
+    def close(self, reason: FinishReason = FinishReason.ABORTED) -> None:
+        """Give up what the sequence held."""
+
+
+class OutputState(Output):
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
         "_cached", "_captured", "_captures", "_compiling", "_compiling_first", "_decode", "_delivered",
-        "_detokenizer", "_events", "_files", "_first", "_guided", "_logprobs", "_pooled", "_program_wait",
+        "_detokenizer", "_events", "_first", "_guided", "_logprobs", "_pooled", "_program_wait",
         "_prompt_logprobs", "_scanner", "_scores", "_stop_reason", "_structured", "_text", "_tokens",
-        "_versions", "mailbox", "prompt", "request", "started",
+        "_versions", "_written", "prompt", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -65,12 +108,10 @@ class OutputState:
         *,
         scanner: ReplyScanner | None = None,
         structured: Structured | None = None,
-        files: CaptureFiles | None = None,
+        writer: CaptureWriter | None = None,
     ) -> None:
-        self.request = request
-        self.mailbox = mailbox
+        super().__init__(request, mailbox, request.index)
         self.prompt = prompt
-        self.started = 0.0  # when it first ran
         self._detokenizer = detokenizer
         self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
@@ -82,7 +123,8 @@ class OutputState:
         self._scores = 0  # of them, those delivered
         self._captured: list[CapturedPart] = []
         self._captures = 0  # of them, those delivered
-        self._files = files  # have what is captured, in place of `_captured`
+        self.writer = writer  # has what is captured, in place of `_captured`
+        self._written: OneShot[Captured] | None = None  # it has ended, and waits for its files
         self._stop_reason: str | int | None = None
         self._text: list[str] = []
         self._scanner = scanner  # reads the reply of a chat
@@ -109,11 +151,11 @@ class OutputState:
         self._cached = event.cached_tokens
         self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
-        if self._files is None:
+        if self.writer is None:
             self._captured += event.captured
         else:
             for part in event.captured:
-                self._files.add(part)
+                self.writer.add(part)
         start = len(self._tokens)
         self._tokens += event.token_ids
         self._versions += [event.weights_version] * len(event.token_ids)
@@ -167,23 +209,23 @@ class OutputState:
         )
         self._scores, self._captures = len(self._prompt_logprobs), len(self._captured)
 
-    def _captured_until_end(self) -> Captured | None:
-        """Return all that was captured; a stop string may have come after steps that are no longer of the output."""
-        last = self.request.prompt_length + max(0, len(self._tokens) - 1)
-        if self._files is not None:
-            return self._files.finish(last)
-        captured = self._joined()
-        return None if captured is None else captured.before(last)
+    @property
+    def _end_of_captures(self) -> int:
+        """The position behind the last one of its captures: steps after a stop string are not of the output."""
+        return self.request.prompt_length + max(0, len(self._tokens) - 1)
 
     def _joined(self, first: int = 0) -> Captured | None:
         """Return what was captured, from a part on; None if the request captures nothing, or into files."""
         tapped = self.request.tapped
-        if tapped is None or not tapped.keys or self._files is not None:
+        if tapped is None or not tapped.keys or self.writer is not None:
             return None
         return Captured.joined(self._captured[first:], tapped.layers)
 
-    def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
-        """Return the completion of a sequence that ended for `reason` at `now`, or its embedding."""
+    def completion(self, reason: FinishReason, now: float, captured: Captured | None = None) -> Completion | Embedded:
+        """Return the completion of a sequence that ended for `reason` at `now`, or its embedding.
+
+        `captured` are its captures if they are in files.
+        """
         request, sampling, waited = self.request, self.request.sampling, self._waited(now)
         usage = Usage(request.prompt_length, self._cached, len(self._tokens))
         timings = Timings(
@@ -196,6 +238,8 @@ class OutputState:
         if request.pooling is not None:
             assert self._pooled is not None, f"{request.id} ended without its vector"
             return Embedded(self._pooled, usage, timings)
+        if captured is None and (inside := self._joined()) is not None:
+            captured = inside.before(self._end_of_captures)
         text, structured = "".join(self._text), self._structured
         return Completion(
             id=request.id,
@@ -216,25 +260,42 @@ class OutputState:
             forced=tuple(guided.forced for guided in self._guided),
             covered=0 if structured is None else len(structured.before),
             weights_versions=tuple(self._versions),
-            captured=self._captured_until_end(),
+            captured=captured,
             parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
         )
 
-    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
-        """Put the completion, or the one error, into the mailbox."""
+    def ending(self, reason: FinishReason, error: BaseException | None) -> OneShot[Captured] | None:
+        if self.writer is not None and error is None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
+            self._written = self.writer.finish(self._end_of_captures)
+        return self._written
+
+    def outcome(
+        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
+    ) -> Outcome:
+        if error is not None:
+            return error
         if reason is FinishReason.ABORTED:
-            error = error or RequestAborted(
+            return RequestAborted(
                 f"request {self.request.id} was cancelled after {len(self._tokens)} tokens. "
                 "What it had produced is on its handle"
             )
-        elif reason is FinishReason.FAILED:
-            error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
-        if self._files is not None and error is not None:
-            if reason is FinishReason.ABORTED:
-                with contextlib.suppress(OSError):
-                    self._captured_until_end()  # completes the files
-            self._files.discard()
-        self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
+        if reason is FinishReason.FAILED:
+            return RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
+        return self.completion(reason, now, captured)
+
+    @property
+    def ended(self) -> bool:
+        return self._written is not None
+
+    def abort(self) -> None:
+        if self._written is not None:
+            self._written.fail(
+                RequestAborted(f"request {self.request.id} was cancelled while its captures were written")
+            )
+
+    def close(self, reason: FinishReason = FinishReason.ABORTED) -> None:
+        if self.writer is not None:  # its captures stay as far as they came, and are removed if it failed
+            self.writer.leave(None if reason is FinishReason.FAILED else self._end_of_captures)
 
 
 async def run(
@@ -246,63 +307,107 @@ async def run(
 
     `feedback` tells schedule about stop strings, and about text that could not be decoded.
     """
-    async with inbox, feedback:
+    async with inbox, feedback, anyio.create_task_group() as group:
+        delivery = _Delivery(feedback, outputs, group)
         async for batch in inbox:
             now = time.perf_counter()
             for request_id, began in batch.started.items():
                 if (output := outputs.get(request_id)) is not None:
                     output.started = output.started or began
             for event in batch.events:
-                deliver(event, feedback, outputs, now)
+                delivery.deliver(event, now)
             for callback in batch.then:
                 callback()
 
 
-def deliver(
-    event: TokenEvent, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, Output], now: float
-) -> None:
-    """Put the text of one event into its mailbox. An event of a sequence that was completed already is dropped."""
-    output = outputs.get(event.request_id)
-    if output is None:
-        return
-    try:
-        ended = output.take(event, now)
-        if ended is not None:
-            del outputs[event.request_id]
-            if event.finish_reason is None:
-                feedback.send_nowait(Finish(event.request_id, ended))
-            output.complete(ended, event.error, now)
-    except BaseException as error:
-        failure = own_failure(error, f"the text of request {event.request_id} could not be made")
-        outputs.pop(event.request_id, None)
+class _Delivery:
+    """Puts texts and outcomes into mailboxes."""
+
+    def __init__(
+        self, feedback: MemoryObjectSendStream[ScheduleMessage], outputs: dict[str, Output], group: TaskGroup
+    ) -> None:
+        self._feedback, self._outputs, self._group = feedback, outputs, group
+
+    def deliver(self, event: TokenEvent, now: float) -> None:
+        """Put the text of one event into its mailbox. An event of a sequence that has ended already is dropped."""
+        output, error = self._outputs.get(event.request_id), event.error
+        if output is None or output.ended:
+            return
+        try:
+            reason = output.take(event, now)
+        except BaseException as caught:
+            reason, error = FinishReason.FAILED, _failure(output, caught)
+        if reason is None:
+            return
+        self.end(output, reason, error, now)
         if event.finish_reason is None:
-            feedback.send_nowait(Abort(event.request_id))
-        output.complete(FinishReason.FAILED, failure, now)
+            ending: ScheduleMessage = Finish(event.request_id, reason)
+            if reason is FinishReason.FAILED:
+                ending = Abort(event.request_id)
+            with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the backend has ended
+                self._feedback.send_nowait(ending)
+
+    def end(self, output: Output, reason: FinishReason, error: BaseException | None, now: float) -> None:
+        """End a sequence: its outcome first, then its resources. A completion with files comes when they are whole."""
+        try:
+            written = output.ending(reason, error)
+        except BaseException as caught:
+            written, reason, error = None, FinishReason.FAILED, _failure(output, caught)
+        if written is None:
+            self._complete(output, reason, error, now)
+        else:
+            self._group.start_soon(self._end_written, output, reason, written)
+
+    async def _end_written(self, output: Output, reason: FinishReason, written: OneShot[Captured]) -> None:
+        try:
+            captured = await written.get()
+        except RekindleError as error:
+            self._complete(output, reason, error, time.perf_counter())
+        else:
+            self._complete(output, reason, None, time.perf_counter(), captured)
+
+    def _complete(
+        self,
+        output: Output,
+        reason: FinishReason,
+        error: BaseException | None,
+        now: float,
+        captured: Captured | None = None,
+    ) -> None:
+        self._outputs.pop(output.request.id, None)
+        try:
+            outcome = output.outcome(reason, error, now, captured)
+        except BaseException as caught:
+            reason, outcome = FinishReason.FAILED, _failure(output, caught)
+        output.mailbox.complete(output.index, outcome)
+        close_each(f"request {output.request.id}", partial(output.close, reason))
+
+
+def _failure(output: Output, caught: BaseException) -> RekindleError:
+    return own_failure(caught, f"the text of request {output.request.id} could not be made")
 
 
 Take = Callable[[TokenEvent, float], object]  # called with an event and the time at which the sequence first ran
 
 
-class RelayedOutput:
+class RelayedOutput(Output):
     """A live sequence without a text: tokens are decoded, and stop strings matched, in the process that reads them."""
 
-    __slots__ = ("_mailbox", "_take", "request", "started")
+    __slots__ = ("_take",)
 
     def __init__(self, request: Request, mailbox: Mailbox, take: Take) -> None:
-        self.request, self._mailbox, self._take = request, mailbox, take
-        self.started = 0.0  # when it first ran
+        super().__init__(request, mailbox, 0)
+        self._take = take
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Pass an event on."""
         self._take(event, self.started)
         return event.finish_reason
 
-    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
-        """End the sequence; its reader knows the reason from the last event."""
-        self._mailbox.complete(0, Relayed(reason) if error is None else error)
-
-
-Output = OutputState | RelayedOutput  # a live sequence on its way out
+    def outcome(
+        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
+    ) -> Outcome:
+        return Relayed(reason) if error is None else error  # its reader knows the reason from the last event
 
 
 class Structured(NamedTuple):

@@ -372,7 +372,7 @@ class Engine:
         else:
             # Of a time in which the process was stopped, or its machine, it has waited for next to nothing.
             self._waited += min(now - self._looked, 1.0)
-            if self._waited > STALL_SECONDS:
+            if self._waited > STALL_SECONDS and not self.scheduler.held:  # a disk may take as long as it likes
                 raise AssertionError(f"requests wait, but no step was planned for {STALL_SECONDS:.0f} s")
         self._looked = now
 

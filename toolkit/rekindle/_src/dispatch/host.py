@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import anyio
 
 from rekindle._src.core.activity import ProgramWait
-from rekindle._src.core.own_failure import own_failure, root_cause
+from rekindle._src.core.own_failure import close_each, own_failure, root_cause
 from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.dispatch.backend import Abort, Control, Events, Front, ScheduleMessage, Submission
 from rekindle._src.dispatch.threads import (
@@ -557,6 +557,8 @@ class Dispatch:
         if not mailbox.abandoned and not mailbox.ended:
             mailbox.abandoned = True  # intake drops the submission if it has not handed it on
             for request_id in mailbox.request_ids:
+                if (output := self.outputs.get(request_id)) is not None:
+                    output.abort()
                 self._messages.send_nowait(Abort(request_id))
 
     def drain(self) -> None:
@@ -570,7 +572,11 @@ class Dispatch:
         self.complete_all(error)
 
     def complete_all(self, error: BaseException) -> None:
-        """Give every caller `error`, whatever the tasks still do."""
+        """Give every caller `error`, whatever the tasks still do, and close what their requests held."""
+        outputs = tuple(self.outputs.values())
         self.outputs.clear()
         for mailbox in tuple(self.mailboxes):
             mailbox.complete_all(error)
+        for output in outputs:
+            output.abort()
+            close_each(f"request {output.request.id}", output.close)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,10 +19,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import GuideLike, IntArray, Request
+from rekindle._src.core.own_failure import close_each, own_failure
+from rekindle._src.core.records import FinishReason, GuideLike, IntArray, Request
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import Tapped, resolve
+from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, Tapped, resolve
 from rekindle._src.dispatch.backend import (
     Control,
     Drain,
@@ -32,8 +33,9 @@ from rekindle._src.dispatch.backend import (
     Submission,
     next_waiting,
 )
+from rekindle._src.dispatch.capture_writer import CaptureWriter
 from rekindle._src.dispatch.detokenize import Output, OutputState, Structured
-from rekindle._src.dispatch.threads import OneShot
+from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
 
@@ -77,7 +79,7 @@ async def run(
 def _at_once(submission: Submission, front: Front) -> bool:
     """True if a submission is taken in before the next one. An error here is raised again when it is taken in."""
     try:
-        return compiled(submission, front) and not _is_long(submission)
+        return compiled(submission, front) and not _is_long(submission) and not _waits_for_disk(submission)
     except Exception:
         return False
 
@@ -85,6 +87,12 @@ def _at_once(submission: Submission, front: Front) -> bool:
 def _is_long(submission: Submission) -> bool:
     """True if rendering or encoding the prompt takes so long that other submissions go on meanwhile."""
     return submission.long or (submission.text is not None and len(submission.text) >= LONG_TEXT)
+
+
+def _waits_for_disk(submission: Submission) -> bool:
+    """True if a folder has to be made for what it captures."""
+    capture = submission.sampling.capture
+    return capture is not None and capture.into is not None
 
 
 class _Intake:
@@ -112,6 +120,7 @@ class _Intake:
 
     async def hand_on(self, submission: Submission) -> None:
         mailbox, front = submission.mailbox, self._front
+        states: list[OutputState] = []
         try:
             async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
                 submission = await _render(submission)
@@ -120,9 +129,14 @@ class _Intake:
             grammar = await grammar_of(submission, front)
             requests = prepare(submission, token_ids, front, self._seeds, grammar)
             decode = text_of_tokens(front.tokenizer)
-            states = [_output(request, submission, token_ids, front, decode) for request in requests]
+            states += [_output(request, submission, token_ids, front, decode) for request in requests]
+            for output in states:
+                if output.writer is not None:
+                    await _begin_captures(output.writer, mailbox)
             _check_waited_for(submission)
         except BaseException as error:
+            for output in states:
+                close_each(f"request {output.request.id}", partial(output.close, FinishReason.FAILED))
             mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
             return
         # No await since the check, so an abort was either seen there or comes after the requests in schedule's inbox.
@@ -143,7 +157,11 @@ async def _render(submission: Submission) -> Submission:
 
 
 def _check_waited_for(submission: Submission) -> None:
-    if submission.mailbox.abandoned:
+    _check_abandoned(submission.mailbox)
+
+
+def _check_abandoned(mailbox: Mailbox) -> None:
+    if mailbox.abandoned:
         raise RequestAborted("the request was cancelled before it was queued")
 
 
@@ -167,16 +185,30 @@ def _output(
         front.program_wait,
         scanner=scanner,
         structured=covered_by(submission, token_ids, front),
-        files=_files_of(request, front),
+        writer=_writer_of(request, front),
     )
 
 
-def _files_of(request: Request, front: Front) -> CaptureFiles | None:
-    """Return the files of a request that captures into a folder."""
-    if request.tapped is None or request.tapped.into is None or not request.tapped.keys:
+def _writer_of(request: Request, front: Front) -> CaptureWriter | None:
+    """Return the writer of a request that captures into a folder."""
+    tapped = request.tapped
+    if tapped is None or tapped.backlog is None:
         return None
     length = request.prompt_length + max(0, request.sampling.max_tokens - 1)
-    return CaptureFiles(request.tapped, length, quiet=front.config.quiet)
+    return CaptureWriter(CaptureFiles(tapped, length, quiet=front.config.quiet), tapped.backlog)
+
+
+async def _begin_captures(writer: CaptureWriter, mailbox: Mailbox) -> None:
+    """Make the folder for a sequence's captures. Raises `InvalidRequest` if it can't be made within `PATIENCE`."""
+    reply, patience = writer.begin(), anyio.current_time() + PATIENCE
+    while not reply.filled:
+        with anyio.move_on_after(_LOOK_SECONDS):
+            await reply.get()
+        _check_abandoned(mailbox)
+        if not reply.filled and anyio.current_time() > patience:
+            problem = f"has not answered for {PATIENCE:.0f} s"
+            raise InvalidRequest("capture", writer.folder, problem, NAME_A_FOLDER)
+    await reply.get()
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
@@ -296,10 +328,17 @@ def prepare(
             messages=submission.messages,
             adapter=adapter,
             altered=altered,
-            tapped=tapped,
+            tapped=with_backlog(tapped),
         )
         for index in range(sampling.n)
     ]
+
+
+def with_backlog(tapped: Tapped | None) -> Tapped | None:
+    """Return the taps of one sequence, with a backlog of its own if what it captures goes into files."""
+    if tapped is None or tapped.into is None or not tapped.keys:
+        return tapped
+    return dataclasses.replace(tapped, backlog=Backlog())
 
 
 def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> Tapped | None:

@@ -11,10 +11,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 
+from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.records import Completion, Embedded, FinishReason, IntArray, TextDelta
 
 T = TypeVar("T")
@@ -330,6 +332,9 @@ class Relayed(NamedTuple):
     reason: FinishReason
 
 
+Outcome = Completion | Embedded | Relayed | BaseException  # of one sequence
+
+
 class Mailbox:
     """The output of the `n` sequences of one submission: a log that only grows, with any number of readers.
 
@@ -339,7 +344,7 @@ class Mailbox:
 
     def __init__(self, count: int) -> None:
         self.deltas: list[TextDelta] = []
-        self.results: list[Completion | Embedded | Relayed | BaseException | None] = [None] * count
+        self.results: list[Outcome | None] = [None] * count
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
@@ -357,22 +362,26 @@ class Mailbox:
         if self._stream_wakeups:
             wake(self._stream_wakeups)
 
-    def complete(self, index: int, result: Completion | Embedded | Relayed | BaseException) -> None:
-        """Set the result of one sequence; only the first call counts."""
+    def complete(self, index: int, result: Outcome) -> None:
+        """Set the result of one sequence; only the first call counts. What its callbacks raise is logged.
+
+        Readers are woken last, so that one that submits its next request finds the place of this one free.
+        """
         if self.results[index] is not None:
             return
         self.results[index] = result
         self._remaining -= 1
+        closings: list[Callback] = []
         if self.on_sequence_end is not None:
-            self.on_sequence_end()
+            closings.append(self.on_sequence_end)
         if self.failure is not None and isinstance(result, BaseException):
-            self.failure.put(result)
+            closings.append(partial(self.failure.put, result))
         if self._remaining == 0:
             self.ended = True
             if self.on_complete is not None:
-                self.on_complete(self)
-            wake(self._stream_wakeups)
-            wake(self._wakeups)
+                closings.append(partial(self.on_complete, self))
+            closings += partial(wake, self._stream_wakeups), partial(wake, self._wakeups)
+        close_each("a request", *closings)
 
     def complete_all(self, result: BaseException) -> None:
         for index in range(len(self.results)):

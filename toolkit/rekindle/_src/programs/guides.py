@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import Guided, GuideLike, Mask, Row, RowResult, StepPlan, mask_words
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
@@ -87,20 +88,24 @@ class Guides(Feature):
         ahead: GuideLike | None = None
         before = time.thread_time()  # read once a row: it takes as long as a quick mask
         for index, row, guide in _guided(plan, rows):
-            if not row.draft:
-                ahead = guide if guide.consumed == row.generated and not guide.ended else None
-            elif ahead is not None:
-                assert row.token_ids is not None, "a draft has its token"
-                ahead = ahead.copy()
-                report = ahead.consume(int(row.token_ids[0]))
-                if report.ended or report.problem:
-                    ahead = None
-            problem = "" if ahead is None else ahead.fill(masks[index])
+            error: RekindleError | None = None
+            try:
+                if not row.draft:
+                    ahead = guide if guide.consumed == row.generated and not guide.ended else None
+                elif ahead is not None:
+                    assert row.token_ids is not None, "a draft has its token"
+                    ahead = ahead.copy()
+                    report = ahead.consume(int(row.token_ids[0]))
+                    if report.ended or report.problem:
+                        ahead = None
+                problem = "" if ahead is None else ahead.fill(masks[index])
+            except BaseException as raised:
+                problem, error = "it failed", _own_failure(row, raised)
             now = time.thread_time()
             guide.spent += now - before
             before = now
             if problem and not row.draft:
-                errors[row.request.id] = _guide_error(row, problem)
+                errors[row.request.id] = error or _guide_error(row, problem)
             if problem:
                 masks[index].fill(-1)
                 ahead = None
@@ -126,7 +131,12 @@ class Guides(Feature):
             if follows and row.request.id in errors:
                 result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
             if follows and result.token_id is not None and not guide.ended:
-                report = guide.consume(result.token_id)
+                try:
+                    report = guide.consume(result.token_id)
+                except BaseException as raised:
+                    updated.append(dataclasses.replace(result, token_id=None, error=_own_failure(row, raised)))
+                    follows = False
+                    continue
                 now = time.thread_time()
                 report = _with_time(report, guide.spent + now - before)
                 guide.spent, before = 0.0, now
@@ -173,6 +183,10 @@ def _guide_error(row: Row, problem: str) -> RekindleError:
         f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
         + ("Change one of them." if row.request.sampling.restricted else "Simplify it.")
     )
+
+
+def _own_failure(row: Row, raised: BaseException) -> RekindleError:
+    return own_failure(raised, f"the {_limits(row)} of request {row.request.id} failed")
 
 
 def _guided(plan: StepPlan, decode_rows: int) -> Iterator[tuple[int, Row, GuideLike]]:

@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from rekindle._src.core.own_failure import one_line, own_failure
+from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.records import FinishReason, GuideLike, Request, TokenEvent
 from rekindle._src.dispatch.backend import Front, GrammarLike
 from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
@@ -180,9 +180,11 @@ class Replica:
             box.put(News(sendable(event), waited))
 
         def over() -> None:
-            host.limiter.leave()
-            while used:
-                used.pop()()
+            releases = tuple(used)
+            used.clear()
+            close_each(f"request {request.id}", host.limiter.leave, tell, *releases)
+
+        def tell() -> None:
             box.running.pop(request.id, None)
             if not ended and mailbox.error is not None:  # the session was closed, or has crashed
                 box.put(News(failed(request.id, mailbox.error)))

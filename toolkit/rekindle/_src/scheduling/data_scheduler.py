@@ -109,6 +109,10 @@ class DataScheduler:
     def has_work(self) -> bool:
         return any(shard.has_work for shard in self.shards)
 
+    @property
+    def held(self) -> bool:
+        return any(shard.held for shard in self.shards)
+
     def submit(self, request: Request) -> None:
         if any(shard.has(request.id) for shard in self.shards):
             raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")

@@ -114,6 +114,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._alive or self._flights)
 
+    @property
+    def held(self) -> bool:
+        return any(sequence.held for sequence in self._running_set.running)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
         if request.id in self._alive:
@@ -157,6 +161,9 @@ class Scheduler:
                 break
             if sequence.status is Status.PREEMPTED:
                 continue  # a more senior one took its pages, in this plan
+            if sequence.held:
+                self._admission.abandon(sequence)  # others must not wait for the pages that it would compute
+                continue
             if sequence.decodes:
                 decode.append(sequence)
             elif sequence.prefilling:
@@ -176,6 +183,8 @@ class Scheduler:
             admitted = next(prefills, None)
             if admitted is None:
                 break
+            if admitted.held:
+                continue
             length = 1 if admitted.decodes else self._states.cut(admitted, budget)
             if not length:
                 break  # it is the first of a later step, which has room for any prompt

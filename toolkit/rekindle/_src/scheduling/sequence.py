@@ -240,6 +240,11 @@ class Sequence:
         return self.request.id
 
     @property
+    def held(self) -> bool:
+        """True while no step may have it: too much of what it captures waits for its disk."""
+        return self.request.tapped is not None and self.request.tapped.held
+
+    @property
     def prefilling(self) -> bool:
         return self.planned < self.target
 
