@@ -40,7 +40,7 @@ UNABLE = {
     "deepseek-v2-groups": ((5, 15), "has no attribute 'num_experts'"),
     "granite4-dense": ((5, 9), "has_previous_state"),
     "nemotron-h": ((5, 9), "'-'"),  # no layer was an MLP
-    "nemotron-h-experts-of-latent-vectors": ((5, 9), "invalid types: {'mlp'}"),
+    "nemotron-h-experts-of-latent-vectors": ((5, 9), "`layer_types` entries must be in"),
 }
 
 

@@ -21,6 +21,7 @@ import pytest
 import rekindle
 from helpers import real_checkpoints
 from helpers.chatting import HERMES
+from helpers.kernels_under_test import kernel
 from rekindle import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,6 +54,17 @@ def test_texts_have_llama_cpps_tokens(opened: Opened) -> None:
     assert {text: encode(text) for text in opened.golden["tokens"]} == opened.golden["tokens"]
     ids = opened.golden["ids"]
     assert encode((GOLDEN / "text.txt").read_text())[: len(ids)] == ids
+
+
+def test_a_long_prompt_in_a_notebook_leaves_the_kernel_answering() -> None:
+    path = real_checkpoints.path_or_reason("smollm2")
+    if isinstance(path, str):
+        pytest.skip(path)
+    with kernel() as notebook:
+        notebook.ok(f"import asyncio, rekindle; session = await rekindle.open({str(path)!r}, quiet=True)", timeout=300)
+        notebook.ok("request = asyncio.ensure_future(session.generate('x ' * 3000, max_tokens=4))")
+        assert [notebook.ok("print(1 + 1)") for _ in range(20)] == ["2"] * 20
+        assert notebook.ok("print((await request).usage.prompt_tokens)", timeout=300) == "3001"
 
 
 def test_a_texts_perplexity_is_that_of_float32(opened: Opened) -> None:

@@ -1,4 +1,4 @@
-"""What a `Tokenizer` encodes with: the contract, and the library's own tokenizer with the text it was made from.
+"""Backends that a `Tokenizer` encodes with: their contract, and the library's tokenizer with the text it was made from.
 
 The library is never asked to write a tokenizer. Version 0.22 and older print a line for a vocabulary whose ids have
 holes, hundreds of thousands of characters for a part of a vocabulary, to file descriptor 1 and while no other thread
