@@ -22,7 +22,7 @@ from rekindle import Session
 from rekindle._src.serve import page
 from rekindle.serve import app as make_app
 
-EVIL = "<img src=x onerror=alert(1)>'\"\\"
+EVIL = "<img/src=x/onerror=alert(1)>'\"\\"
 IDS = re.findall(r'id="(\w+)"', page.BODY)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import rekindle
+from helpers.sessions import fake_session
 from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.text.generation_config import CHAT, Defaults, checkpoint_sampling, defaults_of, describe
@@ -104,6 +105,17 @@ def test_a_session_draws_its_chats_and_nothing_else(tmp_path: Path) -> None:
         assert len({row.text for row in rows}) == 1, "rows are greedy"
     with rekindle.open_sync(folder, precompile="lazy", generation_config="greedy", **options) as session:
         assert session.chat_sampling == Sampling() and session.chat(said).sampling.greedy
+
+
+def test_a_server_draws_as_the_apis_say_and_not_as_a_chat_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's and Anthropic's specifications have temperature 1 and top_p 1 where a request names none."""
+    generation = pytest.importorskip("rekindle._src.serve.generation", reason="the server is the extra `serve`")
+    with fake_session() as session:
+        monkeypatch.setattr(session, "_front", session._front._replace(chat_sampling=CHAT))
+        options = generation.sampling_options({}, session)
+        assert Sampling.of(session.chat_sampling, options) == Sampling(temperature=1.0)
+        options = generation.sampling_options({"temperature": 0.3, "top_p": 0.5}, session)
+        assert Sampling.of(session.chat_sampling, options) == Sampling(temperature=0.3, top_p=0.5)
 
 
 def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
