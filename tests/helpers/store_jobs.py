@@ -199,6 +199,7 @@ class Files(Job):
             mark(f"rows {number}")
             tapped = Tapped((KEY,), ((0, 3),), layers=2, into=str(folder / "captures"))
             files = CaptureFiles(tapped, 3)
+            files.begin()
             files.add(CapturedPart(np.arange(3, dtype=np.int32), {KEY: self.captured(number)}))
             files.finish(3)
             mark(f"captures {number}")
