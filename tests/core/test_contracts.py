@@ -25,6 +25,7 @@ from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.template_code import TemplateCode
 
 
 def members(contract: type) -> set[str]:
@@ -64,6 +65,7 @@ def fleet_backend() -> FleetBackend:
         (contracts.TokenizerLike, (byte_tokenizer(), ByteTokenizer())),
         (contracts.DetokenizerLike, (real_detokenizer(byte_tokenizer())(Sampling()),)),
         (contracts.ChatLike, (ChatTemplate,)),
+        (contracts.TemplateLike, (TemplateCode,)),
         (backend.Backend, (fake_engine(), fleet_backend())),
         (backend.GrammarsLike, (Grammars, RemoteGrammars())),
         (live.NodeLike, (NodeView,)),

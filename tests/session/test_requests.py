@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import anyio
@@ -13,7 +14,7 @@ from helpers.sessions import expected, opened
 from rekindle import Completion, Session
 from rekindle._src.core.records import FinishReason, Status
 from rekindle._src.session.handle import Batch
-from rekindle.errors import InvalidRequest
+from rekindle.errors import CheckpointError, InvalidRequest
 
 anyio_test = pytest.mark.anyio
 
@@ -165,6 +166,31 @@ async def test_chat_renders_its_template(session: Session) -> None:
     done = await handle
     assert done.prompt == handle.prompt == "<user>hi<assistant>"
     assert list(done.token_ids) == expected("<user>hi<assistant>", max_tokens=5)
+
+
+HOSTILE = {
+    "braces": ("{{" * 60_000, "can't be compiled"),
+    "colons": ("{{ ('{' ~ ':' * 2000000).format(1) }}", "expected '}'"),
+    "words": ("{{ ('x ' * 2000000) | wordwrap(1) }}", "the filter 'wordwrap'"),
+    "tags": ("{{ ('<' * 2000000) | striptags }}", "the filter 'striptags'"),
+    "names": ("{{ ('\u00e9' * 2000000).encode('punycode') }}", "str.encode"),
+}
+
+
+@anyio_test
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_chat_template_fails_its_own_request(session: Session, name: str) -> None:
+    from rekindle._src.text.chat import ChatTemplate
+
+    template, problem = HOSTILE[name]
+    session._front = session._front._replace(chat=ChatTemplate(template))
+    neighbour = await session.admit("hello", max_tokens=5)
+    start = time.thread_time()
+    with pytest.raises((CheckpointError, InvalidRequest)) as caught:
+        await session.chat([{"role": "user", "content": "hi"}])
+    assert problem in str(caught.value)
+    assert time.thread_time() - start < 2, "it was read for long on the caller's loop"
+    assert list((await neighbour).token_ids) == expected("hello", max_tokens=5)
 
 
 @anyio_test

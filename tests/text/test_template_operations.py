@@ -25,8 +25,9 @@ from helpers.thorough import by_default
 from rekindle._src.text import ChatTemplate
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.template_code import MAX_TEMPLATE, parsed
+from rekindle._src.text.template_filters import FILTERS, TESTS
 from rekindle._src.text.template_limits import Meter
-from rekindle._src.text.template_operations import FILTERS, METHODS, TESTS
+from rekindle._src.text.template_operations import METHODS
 from rekindle.errors import CheckpointError, RekindleError
 
 USER = {"role": "user", "content": "hi"}

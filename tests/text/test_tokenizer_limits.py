@@ -135,6 +135,19 @@ def test_tokenizers_in_use_encode_in_this_process(tmp_path: Path) -> None:
     tokenizer_limits.check_decoder(Parts.of(made), "here")
 
 
+def test_a_class_of_characters_is_recognized_in_one_pass(tmp_path: Path) -> None:
+    """With a pattern for patterns, this one took twice the time for each further letter."""
+    classes = (r"[^\s\p{L}]", r"\p{N}{1,3}", "[一-龥]+", r"\d", r"\P{^Lu}?", "a", r"\-*", r"[\]\[]{2,}", "[^^]")
+    assert [regex for regex in classes if not tokenizer_limits.is_one_class(regex)] == []
+    others = (
+        "", "[", "[]", "[^]", "[a", "[a]b", "[a[b]]", "[a&&b]", "(a)", "ab", r"\p{", r"\p{}", r"\q", "a{", "a{}",
+        "a{1,2", "a**", "a|b", "^", "$", "."
+    )  # fmt: skip
+    assert [regex for regex in others if tokenizer_limits.is_one_class(regex)] == []
+    hostile = "[" + r"\p{L}" * 600 + "]x"
+    assert opened(tmp_path, described(pre_tokenizer=split(hostile))).encodes_apart
+
+
 doubling = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 COSTLY = {
     "a regex that backtracks": {"pre_tokenizer": split(BACKTRACKS)},

@@ -215,11 +215,37 @@ class DetokenizerLike(Protocol):
         ...
 
 
+class TemplateLike(Protocol):
+    """A chat template that was parsed, which says what it reads and writes."""
+
+    def reads(self, name: str) -> bool:
+        """True if it uses a variable."""
+        ...
+
+    def writes(self, text: str) -> bool:
+        """True if the text is in a string of it, or in what it writes."""
+        ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """True if it shows tools to the model."""
+        ...
+
+    @property
+    def reads_calls(self) -> bool:
+        """True if it shows the calls in an assistant's message."""
+        ...
+
+
 class ChatLike(Protocol):
     """A model's chat template."""
 
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
         """Return the text of the template that `prepare` would use."""
+        ...
+
+    def code(self, template: str | None = None, *, tools: bool = False) -> TemplateLike:
+        """Return the template that `prepare` would use, parsed. Raises `CheckpointError` if it can't be."""
         ...
 
     def prepare(

@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rekindle._src.core.contracts import ChatLike
+from rekindle._src.core.contracts import ChatLike, TemplateLike
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.format import with_calls_as_text
-from rekindle._src.text.template_code import TemplateCode
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
@@ -109,7 +108,7 @@ def _is_long(value: Any) -> bool:
     return budget <= 0
 
 
-def _effort(code: TemplateCode, effort: str | None) -> dict[str, Any]:
+def _effort(code: TemplateLike, effort: str | None) -> dict[str, Any]:
     """Return the variables for `reasoning_effort`. With `enable_thinking` alone, reasoning can only be on or off."""
     if effort is None:
         return {}

@@ -2,7 +2,7 @@
 
 A template is a stranger's text, and all questions about it are answered from Jinja's tree. Its length, its tokens and
 the depth of the tree are bounded before Jinja compiles it, and so is the code that Python compiles then. In the
-program, each operation is one of `template_operations.py`, which counts what it costs.
+program, each operation is one of `template_operations.py` or `template_filters.py`, which counts what it costs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jinja2 import nodes
 from jinja2.lexer import Token, TokenStream
 from jinja2.runtime import LoopContext, Macro
 
+from rekindle._src.text import template_filters
 from rekindle._src.text import template_operations as operations
 from rekindle._src.text.template_limits import TemplateLimit, TemplateRefusal, current, joined, metered, text_of
 
@@ -28,7 +29,7 @@ MAX_TEMPLATE = 1 << 17  # characters of a template
 _TOKENS = 1 << 13
 _DEPTH = 100  # levels of the tree
 _PYTHON = 3 << 16  # characters of the Python code, which Python compiles in 90 ms and in one go
-_TAGS = {
+_TAGS: dict[type[nodes.Node], str] = {
     nodes.Extends: "extends", nodes.Include: "include", nodes.Import: "import", nodes.FromImport: "from",
     nodes.Block: "block", nodes.ScopedEvalContextModifier: "autoescape",
 }  # fmt: skip
@@ -128,7 +129,7 @@ def _nodes(tree: nodes.Template) -> Iterator[nodes.Node]:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which every operation is one of `template_operations.py`."""
+    """Jinja's sandbox, in which every operation is one of this project's."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
     concat = staticmethod(joined)  # joins the output of macros and blocks
@@ -138,13 +139,13 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.finalize = lambda value: value if type(value) is str else text_of(current(), value)
         self.globals = dict(operations.FUNCTIONS)
         for kind, known, functions in (
-            ("filter", operations.FILTERS, self.filters), ("test", operations.TESTS, self.tests)
+            ("filter", template_filters.FILTERS, self.filters), ("test", template_filters.TESTS, self.tests)
         ):  # fmt: skip
             for name in set(functions) - set(known):
                 functions[name] = _refused(f"the {kind} {name!r}")
-        self.filters.update({name: _filter(operation) for name, operation in operations.FILTERS.items()})
+        self.filters.update({name: _filter(operation) for name, operation in template_filters.FILTERS.items()})
         self.filters.update(_INNER)
-        self.tests.update(operations.TESTS)
+        self.tests.update(template_filters.TESTS)
 
     def _compile(self, source: str, filename: str) -> Any:
         if len(source) > _PYTHON:
@@ -212,34 +213,43 @@ def _counting(node: nodes.Node) -> None:
 def _counted(node: Any) -> Any:
     if not isinstance(node, nodes.Node):
         return node
-    short = isinstance(node, nodes.Compare) and _is_short(node)
+    if isinstance(node, nodes.Compare):
+        return _compared(node)
     scalars = isinstance(node, nodes.Dict) and all(_is_scalar(pair.key) for pair in node.items)
-    if not short:
-        _counting(node)
-    else:
-        node.expr = _counted(node.expr)
-        if not isinstance(node.ops[0].expr, nodes.List | nodes.Tuple):
-            node.ops[0].expr = _counted(node.ops[0].expr)
+    _counting(node)
     if isinstance(node, nodes.For):
         node.iter = _inner("a loop", node.iter)
     elif isinstance(node, nodes.Concat):
         return _inner("a text", nodes.List(node.nodes))
-    elif isinstance(node, nodes.List) or (isinstance(node, nodes.Tuple) and node.ctx == "load") or scalars:
+    elif isinstance(node, nodes.List) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
         return _inner("a list", node)
     elif isinstance(node, nodes.Dict):
+        if scalars:
+            return _inner("a list", node)
         return _inner("a dict", nodes.List([nodes.Tuple([pair.key, pair.value], "load") for pair in node.items]))
     elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         part = node.arg
         return _inner("a slice", node.node, *(each or nodes.Const(None) for each in (part.start, part.stop, part.step)))
-    elif isinstance(node, nodes.Compare) and not short:
-        if len(node.ops) == 1:
-            return _inner(f"a {node.ops[0].op} b", node.expr, node.ops[0].expr)
-        operators = nodes.Const(tuple(operand.op for operand in node.ops))
-        return _inner("a comparison", operators, nodes.List([node.expr, *(operand.expr for operand in node.ops)]))
     return node
 
 
-def _inner(name: str, value: nodes.Expr, *arguments: nodes.Expr) -> nodes.Filter:
+def _compared(node: nodes.Compare) -> nodes.Expr:
+    first, operands = node.ops[0], node.ops
+    if len(operands) == 1 and first.op in ("in", "notin") and _is_list_of_scalars(first.expr):
+        node.expr = _counted(node.expr)
+        return node
+    # A comparison with a constant ends after as many characters as that has.
+    short = len(operands) == 1 and first.op not in ("in", "notin") and (_is_scalar(node.expr) or _is_scalar(first.expr))
+    _counting(node)
+    if short:
+        return node
+    if len(operands) == 1:
+        return _inner(f"a {first.op} b", node.expr, first.expr)
+    operators = nodes.Const(tuple(operand.op for operand in operands))
+    return _inner("a comparison", operators, nodes.List([node.expr, *(operand.expr for operand in operands)]))
+
+
+def _inner(name: str, value: nodes.Node, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(arguments), [], None, None, lineno=value.lineno)
 
 
@@ -247,14 +257,8 @@ def _is_scalar(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Const) and isinstance(node.value, _SCALARS)
 
 
-def _is_short(node: nodes.Compare) -> bool:
-    """True if one side of a comparison is a constant, so that it ends after as many characters as that has."""
-    if len(node.ops) > 1:
-        return False
-    (operand,) = node.ops
-    if operand.op in ("in", "notin"):
-        return isinstance(operand.expr, nodes.List | nodes.Tuple) and all(map(_is_scalar, operand.expr.items))
-    return _is_scalar(node.expr) or _is_scalar(operand.expr)
+def _is_list_of_scalars(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.List | nodes.Tuple) and all(map(_is_scalar, node.items))
 
 
 class _Generation(jinja2.ext.Extension):

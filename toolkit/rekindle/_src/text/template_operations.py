@@ -1,7 +1,8 @@
-"""The operations that a chat template may use, by name: methods, filters, tests, functions and operators.
+"""The operations that a chat template may use: methods and functions by their names, attributes and operators.
 
-They are those that templates in use need. Each takes time in proportion to its operands and counts it before it runs
-(`Meter.at_once`), and each counts what it makes. Anything else is refused by its name (`TemplateRefusal`).
+Methods and functions are those that templates in use need. Each operation takes time in proportion to its operands
+and counts it before it runs (`Meter.at_once`), and counts what it makes. Anything else is refused by its name
+(`TemplateRefusal`). Filters and tests are in `template_filters.py`.
 
 The values of a template are texts, numbers, None, lists, tuples and dicts, ranges, Jinja's `Undefined` and macros,
 its own `Function`s, and namespaces. The text of a namespace is a constant, and so no value leads to itself.
@@ -9,16 +10,13 @@ its own `Function`s, and namespaces. The text of a namespace is a constant, and 
 
 from __future__ import annotations
 
-import json
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
-import jinja2.tests
 import markupsafe
-from jinja2.runtime import LoopContext, Macro
+from jinja2.runtime import LoopContext
 
 from rekindle._src.text import format_strings
 from rekindle._src.text.template_limits import (
@@ -28,16 +26,13 @@ from rekindle._src.text.template_limits import (
     TemplateLimit,
     TemplateRefusal,
     current,
-    joined,
     text_of,
     too_many_bits,
 )
 
 _RANGE = 100_000  # rounds of a range, as in Jinja's sandbox
-_AFFIX = 64  # characters of a set of characters, a separator of JSON, an indentation
-_NUMERAL = 1000  # characters of a text that is read as a number
-_PLACES = 30  # that a number is rounded to
-_SCALARS = (str, int, float, bool, type(None))
+_AFFIX = 64  # characters of a set of characters
+SCALARS = (str, int, float, bool, type(None))
 Operation = Callable[..., Any]
 
 
@@ -80,7 +75,7 @@ class Namespace(jinja2.utils.Namespace):
 # Methods. The first arguments are the meter and the text, dict or list.
 
 
-def _text_argument(value: Any) -> str:
+def text_argument(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a text is expected, not {type(value).__name__}")
     return value
@@ -88,7 +83,7 @@ def _text_argument(value: Any) -> str:
 
 def _strip(method: Callable[..., str]) -> Operation:
     def strip(meter: Meter, text: str, chars: str | None = None) -> str:
-        if chars is not None and len(_text_argument(chars)) > _AFFIX:
+        if chars is not None and len(text_argument(chars)) > _AFFIX:
             raise TemplateLimit(f"it strips one of {len(chars):,} characters, where {_AFFIX} are allowed")
         meter.at_once(len(text) * (2 + (0 if chars is None else len(chars) // 2)))
         return meter.text(method(text, chars))
@@ -119,7 +114,7 @@ def _pieces(meter: Meter, text: str, separator: str | None, limit: int) -> int:
         meter.at_once(9 * len(text))
     else:
         meter.step(len(text))
-        meter.at_once(len(text) + 8 * min(limit, text.count(_text_argument(separator))))
+        meter.at_once(len(text) + 8 * min(limit, text.count(text_argument(separator))))
     return limit
 
 
@@ -143,10 +138,10 @@ def _rsplit(meter: Meter, text: str, sep: str | None = None, maxsplit: int = -1)
 
 def _from_the_end(meter: Meter, text: str, part: str) -> None:
     """Count a search from the end, for which Python compares the part at every place."""
-    meter.at_once(len(text) * max(1, len(_text_argument(part))))
+    meter.at_once(len(text) * max(1, len(text_argument(part))))
 
 
-def _splitlines(meter: Meter, text: str, keepends: bool = False) -> list[str]:
+def split_lines(meter: Meter, text: str, keepends: bool = False) -> list[str]:
     meter.at_once(9 * len(text))
     return _all_pieces(meter, text.splitlines(bool(keepends)))
 
@@ -154,7 +149,7 @@ def _splitlines(meter: Meter, text: str, keepends: bool = False) -> list[str]:
 def _partition(meter: Meter, text: str, sep: str) -> tuple[str, str, str]:
     meter.at_once(len(text))
     meter.text(text)  # the parts are as long
-    return text.partition(_text_argument(sep))
+    return text.partition(text_argument(sep))
 
 
 def _rpartition(meter: Meter, text: str, sep: str) -> tuple[str, str, str]:
@@ -166,7 +161,7 @@ def _rpartition(meter: Meter, text: str, sep: str) -> tuple[str, str, str]:
 def _affixed(method: Callable[..., bool]) -> Operation:
     def affixed(meter: Meter, text: str, affix: str | tuple[str, ...], *places: int) -> bool:
         affixes = affix if type(affix) is tuple else (affix,)
-        meter.at_once(sum(len(_text_argument(each)) + 1 for each in affixes))
+        meter.at_once(sum(len(text_argument(each)) + 1 for each in affixes))
         return method(text, affix, *places)
 
     return affixed
@@ -174,7 +169,7 @@ def _affixed(method: Callable[..., bool]) -> Operation:
 
 def _searched(method: Callable[..., int]) -> Operation:
     def searched(meter: Meter, text: str, part: str, *places: int) -> int:
-        meter.at_once(len(text) + len(_text_argument(part)))
+        meter.at_once(len(text) + len(text_argument(part)))
         return method(text, part, *places)
 
     return searched
@@ -185,28 +180,42 @@ def _rfind(meter: Meter, text: str, part: str, *places: int) -> int:
     return text.rfind(part, *places)
 
 
-def _replace(meter: Meter, text: str, old: str, new: str, count: int = -1) -> str:
+def replace(meter: Meter, text: str, old: str, new: str, count: int = -1) -> str:
     meter.step(len(text))
-    found = text.count(_text_argument(old))
+    found = text.count(text_argument(old))
     found = found if count is None or count < 0 else min(found, count)
-    meter.expect(len(text) + found * max(0, len(_text_argument(new)) - len(old)))
+    meter.expect(len(text) + found * max(0, len(text_argument(new)) - len(old)))
     meter.at_once(2 * len(text) + 4 * found)
     return meter.text(text.replace(old, new, found))
 
 
 def _without(method: Callable[[str, str], str]) -> Operation:
     def without(meter: Meter, text: str, affix: str) -> str:
-        return meter.text(method(text, _text_argument(affix)))
+        return meter.text(method(text, text_argument(affix)))
 
     return without
 
 
+def entries_of(meter: Meter, value: Any) -> Sequence[Any]:
+    """Return the entries of a value that is a collection."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        meter.step(len(value))
+        return value  # type: ignore[no-any-return]
+    if kind in (str, dict, range, markupsafe.Markup):
+        meter.entries(len(value), new=kind is not dict)
+        return list(value)
+    if isinstance(value, jinja2.Undefined):
+        return ()
+    raise TypeError(f"{kind.__name__!r} object is not iterable")
+
+
 def _join_texts(meter: Meter, text: str, items: Any) -> str:
-    texts = [_text_argument(item) for item in _entries(meter, items)]
-    return _put_together(meter, text, texts)
+    texts = [text_argument(item) for item in entries_of(meter, items)]
+    return put_together(meter, text, texts)
 
 
-def _put_together(meter: Meter, separator: str, texts: Sequence[str]) -> str:
+def put_together(meter: Meter, separator: str, texts: Sequence[str]) -> str:
     meter.at_once(4 * len(texts))
     meter.expect(sum(map(len, texts)) + len(separator) * max(0, len(texts) - 1))
     return meter.text(separator.join(texts))
@@ -217,17 +226,17 @@ def _format_text(meter: Meter, text: str, /, *args: Any, **named: Any) -> str:
 
 
 def _get(meter: Meter, values: dict[Any, Any], key: Any, default: Any = None) -> Any:
-    return default if isinstance(key, jinja2.Undefined) else values.get(_key(key), default)
+    return default if isinstance(key, jinja2.Undefined) else values.get(key_of(key), default)
 
 
-def _key(key: Any) -> Any:
+def key_of(key: Any) -> Any:
     """Return the key of a dict. Python computes the hash of a tuple in a tuple without a bound."""
-    if not isinstance(key, _SCALARS):
+    if not isinstance(key, SCALARS):
         raise TypeError(f"unhashable type: {type(key).__name__!r}")
     return key
 
 
-def _items(meter: Meter, values: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def items_of_dict(meter: Meter, values: dict[Any, Any]) -> list[tuple[Any, Any]]:
     meter.entries(len(values))
     return list(values.items())
 
@@ -253,12 +262,12 @@ def _count_in(meter: Meter, items: Sequence[Any], item: Any) -> int:
     return sum(equal(other, item) for other in items)
 
 
-_TEXT_METHODS: dict[str, Operation] = {
+TEXT_METHODS: dict[str, Operation] = {
     "strip": _strip(str.strip), "lstrip": _strip(str.lstrip), "rstrip": _strip(str.rstrip),
-    "split": _split, "rsplit": _rsplit, "splitlines": _splitlines, "partition": _partition, "rpartition": _rpartition,
+    "split": _split, "rsplit": _rsplit, "splitlines": split_lines, "partition": _partition, "rpartition": _rpartition,
     "startswith": _affixed(str.startswith), "endswith": _affixed(str.endswith),
     "find": _searched(str.find), "index": _searched(str.index), "count": _searched(str.count), "rfind": _rfind,
-    "replace": _replace, "removeprefix": _without(str.removeprefix), "removesuffix": _without(str.removesuffix),
+    "replace": replace, "removeprefix": _without(str.removeprefix), "removesuffix": _without(str.removesuffix),
     "upper": _changed(str.upper), "lower": _changed(str.lower), "title": _changed(str.title),
     "capitalize": _changed(str.capitalize), "join": _join_texts, "format": _format_text,
     "isalnum": _checked(str.isalnum), "isalpha": _checked(str.isalpha), "isdigit": _checked(str.isdigit),
@@ -266,8 +275,8 @@ _TEXT_METHODS: dict[str, Operation] = {
 }  # fmt: skip
 _LIST_METHODS: dict[str, Operation] = {"index": _index_in, "count": _count_in}
 METHODS: Final[Mapping[type, dict[str, Operation]]] = {
-    str: _TEXT_METHODS, markupsafe.Markup: _TEXT_METHODS, list: _LIST_METHODS, tuple: _LIST_METHODS,
-    dict: {"get": _get, "items": _items, "keys": _keys, "values": _values},
+    str: TEXT_METHODS, markupsafe.Markup: TEXT_METHODS, list: _LIST_METHODS, tuple: _LIST_METHODS,
+    dict: {"get": _get, "items": items_of_dict, "keys": _keys, "values": _values},
 }  # fmt: skip
 # Names that Python gives to values of these types: what is not a method above is refused, and nothing is looked up.
 NAMES: Final[Mapping[type, frozenset[str]]] = {
@@ -315,7 +324,7 @@ def item(environment: jinja2.Environment, value: Any, key: Any) -> Any:
     """Return `value[key]`."""
     kind = type(value)
     if kind is dict:
-        if isinstance(key, _SCALARS) and key in value:
+        if isinstance(key, SCALARS) and key in value:
             return value[key]
     elif kind in (str, list, tuple, range, markupsafe.Markup):
         if isinstance(key, int):
@@ -414,10 +423,10 @@ def contains(container: Any, value: Any) -> bool:
     meter, kind = current(), type(container)
     if isinstance(container, str):
         meter.at_once(len(container))
-        return _text_argument(value) in container
+        return text_argument(value) in container
     if kind is dict:
         meter.step()
-        return not isinstance(value, jinja2.Undefined) and _key(value) in container
+        return not isinstance(value, jinja2.Undefined) and key_of(value) in container
     if kind is list or kind is tuple:
         if type(value) in (list, tuple, dict):
             return any(equal(value, other) for other in container)
@@ -469,7 +478,7 @@ def counted(value: Any) -> Any:
 def mapping(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return a dict that a template wrote down with keys that it computes."""
     current().entries(len(pairs))
-    return {_key(key): value for key, value in pairs}
+    return {key_of(key): value for key, value in pairs}
 
 
 class Rounds:
@@ -507,7 +516,7 @@ def _range(meter: Meter, /, *limits: int) -> range:
 def _dict(meter: Meter, values: Any = (), /, **named: Any) -> dict[Any, Any]:
     meter.entries(len(values) + len(named))
     if type(values) is not dict:
-        values = [(_text_argument(key), value) for key, value in _entries(meter, values)]
+        values = [(text_argument(key), value) for key, value in entries_of(meter, values)]
     return dict(values, **named)
 
 
@@ -530,377 +539,4 @@ def _global(operation: Operation) -> Function:
 FUNCTIONS: Final[Mapping[str, Function]] = {
     "range": _global(_range), "dict": _global(_dict), "namespace": _global(_namespace),
     "raise_exception": _global(_raise_exception), "strftime_now": _global(_strftime_now),
-}  # fmt: skip
-
-
-# Filters. The first arguments are the environment, the meter and the value.
-
-
-def _entries(meter: Meter, value: Any) -> Sequence[Any]:
-    """Return the entries of a value that is a collection."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        meter.step(len(value))
-        return value  # type: ignore[no-any-return]
-    if kind in (str, dict, range, markupsafe.Markup):
-        meter.entries(len(value), new=kind is not dict)
-        return list(value)
-    if isinstance(value, jinja2.Undefined):
-        return ()
-    raise TypeError(f"{kind.__name__!r} object is not iterable")
-
-
-def _getter(environment: jinja2.Environment, path: Any, default: Any = None) -> Callable[[Any], Any]:
-    """Return a function that follows a path such as "function.name" or 0."""
-    if path is None:
-        return lambda value: value
-    if isinstance(path, str) and len(path) > _NUMERAL:
-        raise TemplateLimit(f"the name of an attribute has {len(path):,} characters")
-    parts = path.split(".") if isinstance(path, str) else [path]
-    keys = [int(part) if isinstance(part, str) and part.isascii() and part.isdigit() else part for part in parts]
-
-    def get(value: Any) -> Any:
-        for key in keys:
-            value = item(environment, value, key)
-            if default is not None and isinstance(value, jinja2.Undefined):
-                value = default
-        return value
-
-    return get
-
-
-def _map(environment: Any, meter: Meter, value: Any, /, *args: Any, **named: Any) -> list[Any]:
-    entries = _entries(meter, value or ())
-    meter.entries(len(entries))
-    if not args and "attribute" in named:
-        get = _getter(environment, named.pop("attribute"), named.pop("default", None))
-        if named:
-            raise TypeError(f"map has no argument {next(iter(named))!r}")
-    else:
-        function = _named("filter", FILTERS, args[0] if args else None)
-
-        def get(entry: Any) -> Any:
-            return function(environment, meter, entry, *args[1:], **named)
-
-    results = []
-    for entry in entries:
-        meter.step()
-        results.append(get(entry))
-    return results
-
-
-def _named(kind: str, table: Mapping[str, Operation], name: Any) -> Operation:
-    if not isinstance(name, str) or name not in table:
-        raise TemplateRefusal(f"the {kind} {name!r}"[:_NUMERAL])
-    return table[name]
-
-
-def _chosen(*, by_attribute: bool, kept: bool) -> Operation:
-    def chosen(environment: Any, meter: Meter, value: Any, *args: Any) -> list[Any]:
-        get = _getter(environment, None)
-        if by_attribute:
-            path, *args = args  # type: ignore[assignment]
-            get = _getter(environment, path)
-        check, rest = (_named("test", TESTS, args[0]), args[1:]) if args else (bool, ())
-        results = []
-        for entry in _entries(meter, value or ()):
-            meter.step()
-            if bool(check(get(entry), *rest)) is kept:
-                results.append(entry)
-        meter.entries(len(results), new=False)
-        return results
-
-    return chosen
-
-
-def _sorted(meter: Meter, entries: Iterable[Any], key: Callable[[Any], Any], reverse: bool, folded: bool) -> list[Any]:
-    """Return entries in the order of their keys, which are texts or numbers, or tuples of them."""
-    keyed = []
-    characters = 0
-    for entry in entries:
-        meter.step()
-        keys = key(entry)
-        keys = tuple(_lower(meter, each) if folded else each for each in (keys if type(keys) is tuple else (keys,)))
-        for each in keys:
-            if not isinstance(each, _SCALARS):
-                raise TypeError(f"{type(each).__name__!r} is not sorted")
-            characters += len(each) if isinstance(each, str) else 1
-        keyed.append((keys, entry))
-    # Each of n entries is compared log n times, in part by Python's functions.
-    meter.at_once((characters // 4 + 24 * len(keyed)) * max(1, len(keyed).bit_length()) // 2)
-    meter.entries(2 * len(keyed))
-    keyed.sort(key=operator.itemgetter(0), reverse=bool(reverse))
-    return [entry for _, entry in keyed]
-
-
-def _lower(meter: Meter, value: Any) -> Any:
-    return _TEXT_METHODS["lower"](meter, value) if isinstance(value, str) else value
-
-
-def _sort(
-    environment: Any, meter: Meter, value: Any, reverse: bool = False, case_sensitive: bool = False,
-    attribute: Any = None,
-) -> list[Any]:  # fmt: skip
-    paths = attribute.split(",") if isinstance(attribute, str) else [attribute]
-    getters = [_getter(environment, path) for path in paths]
-    return _sorted(
-        meter, _entries(meter, value), lambda entry: tuple(get(entry) for get in getters), reverse, not case_sensitive
-    )
-
-
-def _dictsort(
-    environment: Any, meter: Meter, value: Any, case_sensitive: bool = False, by: str = "key", reverse: bool = False
-) -> list[Any]:
-    if by not in ("key", "value"):
-        raise ValueError('a dict is sorted by "key" or by "value"')
-    if isinstance(value, jinja2.Undefined):
-        value._fail_with_undefined_error()
-    pairs = _items_of(environment, meter, value)
-    return _sorted(meter, pairs, operator.itemgetter(("key", "value").index(by)), reverse, not case_sensitive)
-
-
-def _items_of(environment: Any, meter: Meter, value: Any) -> list[Any]:
-    if isinstance(value, jinja2.Undefined):
-        return []
-    if type(value) is not dict:
-        raise TypeError("Can only get item pairs from a mapping.")
-    return _items(meter, value)
-
-
-def _unique(
-    environment: Any, meter: Meter, value: Any, case_sensitive: bool = False, attribute: Any = None
-) -> list[Any]:
-    get, results = _getter(environment, attribute), []
-    seen: dict[str, None] = {}
-    for entry in _entries(meter, value):
-        meter.step()
-        key = _key(get(entry))
-        kind = "" if isinstance(key, str) else "number "
-        key = kind + text_of(meter, key if case_sensitive else _lower(meter, key))
-        if key not in seen:
-            seen[key] = None
-            results.append(entry)
-    meter.entries(2 * len(results))
-    return results
-
-
-def _extreme(name: str, *, last: bool) -> Operation:
-    def extreme(environment: Any, meter: Meter, value: Any, case_sensitive: bool = False, attribute: Any = None) -> Any:
-        ordered = _sorted(meter, _entries(meter, value), _getter(environment, attribute), last, not case_sensitive)
-        return ordered[0] if ordered else environment.undefined(f"No {name}, the sequence was empty.")
-
-    return extreme
-
-
-def _sum(environment: Any, meter: Meter, value: Any, attribute: Any = None, start: Any = 0) -> Any:
-    get, total = _getter(environment, attribute), start
-    for entry in _entries(meter, value):
-        number = get(entry)
-        if not isinstance(number, int | float) or not isinstance(total, int | float):
-            raise TypeError(f"sum is for numbers, not for {type(number).__name__!r}")
-        total = binary("+", total, number)
-    return total
-
-
-def _join(environment: Any, meter: Meter, value: Any, d: Any = "", attribute: Any = None) -> str:
-    get, texts = _getter(environment, attribute), []
-    for entry in _entries(meter, value):
-        meter.step()
-        texts.append(text_of(meter, get(entry)))
-    return _put_together(meter, text_of(meter, d), texts)
-
-
-def _first(environment: Any, meter: Meter, value: Any) -> Any:
-    for entry in Rounds(value):
-        return entry
-    return environment.undefined("No first item, sequence was empty.")
-
-
-def _last(environment: Any, meter: Meter, value: Any) -> Any:
-    for entry in reversed(Rounds(value).items):
-        return entry
-    return environment.undefined("No last item, sequence was empty.")
-
-
-def _length(environment: Any, meter: Meter, value: Any) -> int:
-    if not isinstance(value, str | list | tuple | dict | range | jinja2.Undefined):
-        raise TypeError(f"object of type {type(value).__name__!r} has no len()")
-    return len(value)
-
-
-def _list(environment: Any, meter: Meter, value: Any) -> list[Any]:
-    entries = _entries(meter, value)
-    if entries is value or not entries:
-        meter.entries(len(entries), new=False)
-        return list(entries)
-    return entries  # type: ignore[return-value]
-
-
-def _reverse(environment: Any, meter: Meter, value: Any) -> Any:
-    if isinstance(value, str):
-        return cut(str.__str__(value), None, None, -1)
-    return cut(_entries(meter, value), None, None, -1)
-
-
-def _default(environment: Any, meter: Meter, value: Any, default_value: Any = "", boolean: bool = False) -> Any:
-    return default_value if isinstance(value, jinja2.Undefined) or (boolean and not value) else value
-
-
-def _of_text(method: Operation) -> Operation:
-    def of_text(environment: Any, meter: Meter, value: Any, /, *args: Any, **named: Any) -> Any:
-        return method(meter, text_of(meter, value), *args, **named)
-
-    return of_text
-
-
-def _trim(environment: Any, meter: Meter, value: Any, chars: str | None = None) -> str:
-    return _TEXT_METHODS["strip"](meter, text_of(meter, value), chars)  # type: ignore[no-any-return]
-
-
-def _replace_in(environment: Any, meter: Meter, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    return _replace(meter, text_of(meter, s), text_of(meter, old), text_of(meter, new), -1 if count is None else count)
-
-
-def _title(environment: Any, meter: Meter, value: Any) -> str:
-    """Return a text whose words, which spaces, hyphens and opening brackets begin, begin with a capital alone."""
-    text = text_of(meter, value)
-    meter.at_once(5 * len(text))
-    lower, letters, begins = text.lower(), [], True
-    if len(lower) != len(text):  # of a letter whose small form is two
-        return meter.text(text.title())
-    for character, small in zip(text, lower, strict=True):
-        meter.step()
-        letters.append(character.upper() if begins else small)
-        begins = character.isspace() or character in "-({[<"
-    return meter.text("".join(letters))
-
-
-def _indent(
-    environment: Any, meter: Meter, s: Any, width: int | str = 4, first: bool = False, blank: bool = False
-) -> str:
-    text = text_of(meter, s)
-    margin = width if isinstance(width, str) else " " * _bounded(width, _AFFIX, "an indentation")
-    _bounded(len(margin), _AFFIX, "an indentation")
-    lines = _splitlines(meter, text + "\n")
-    indented = [margin + line if index and (line or blank) else line for index, line in enumerate(lines)]
-    return _put_together(meter, "\n", [margin + indented[0], *indented[1:]] if first else indented)
-
-
-def _bounded(number: int, most: int, what: str) -> int:
-    if not isinstance(number, int) or number > most:
-        raise TemplateLimit(f"{what} is more than {most}: {number!r}"[:_NUMERAL])
-    return number
-
-
-def _to_int(environment: Any, meter: Meter, value: Any, default: Any = 0, base: int = 10) -> Any:
-    try:
-        if isinstance(value, str):
-            return meter.number(int(_numeral(value), base))
-        return meter.number(int(value))
-    except (TypeError, ValueError):
-        try:
-            return int(float(value))
-        except (TypeError, ValueError, OverflowError):
-            return default
-
-
-def _to_float(environment: Any, meter: Meter, value: Any, default: Any = 0.0) -> Any:
-    try:
-        return float(_numeral(value) if isinstance(value, str) else value)
-    except (TypeError, ValueError):
-        return default
-
-
-def _numeral(text: str) -> str:
-    if len(text) > _NUMERAL:
-        raise TemplateLimit(f"a text of {len(text):,} characters was read as a number")
-    return text
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float):
-        raise TypeError(f"a number is expected, not {type(value).__name__}")
-    return value
-
-
-def _round(environment: Any, meter: Meter, value: Any, precision: int = 0, method: str = "common") -> Any:
-    if not isinstance(precision, int) or abs(precision) > _PLACES:
-        raise TemplateLimit(f"round has at most {_PLACES} places")
-    if method == "common":
-        return round(_number(value), precision)
-    if method not in ("ceil", "floor"):
-        raise ValueError("method must be common, ceil or floor")
-    return getattr(math, method)(_number(value) * 10**precision) / 10**precision
-
-
-def _format(environment: Any, meter: Meter, value: Any, /, *args: Any, **named: Any) -> str:
-    if args and named:
-        raise TypeError("positional and keyword arguments can't be given at once")
-    return format_strings.percent(meter, text_of(meter, value), named or args)
-
-
-def _string(environment: Any, meter: Meter, value: Any) -> str:
-    return value if isinstance(value, str) else text_of(meter, value)
-
-
-def _tojson(
-    environment: Any, meter: Meter, value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-    separators: Any = None, sort_keys: bool = False,
-) -> str:  # fmt: skip
-    """Return JSON as transformers writes it: Jinja's own filter escapes HTML."""
-    for affix in (indent, *(separators or ())):
-        if isinstance(affix, int) or affix is None:
-            _bounded(affix or 0, 16, "the indentation of tojson")
-        elif len(_text_argument(affix)) > 16:
-            raise TemplateLimit("an indentation or separator of tojson has more than 16 characters")
-    characters, items = meter.measure(value)
-    meter.at_once(characters * (3 if ensure_ascii else 2) + 24 * items)
-    if sort_keys:
-        meter.at_once((characters // 4 + 24 * items) * max(1, items.bit_length()) // 2)
-    encoder = json.JSONEncoder(
-        ensure_ascii=bool(ensure_ascii), indent=indent, separators=separators, sort_keys=bool(sort_keys)
-    )
-    # Indentation multiplies with depth, and is encoded piece by piece.
-    return joined(encoder.iterencode(value)) if indent is not None else meter.text(encoder.encode(value))
-
-
-def _safe(environment: Any, meter: Meter, value: Any) -> markupsafe.Markup:
-    return markupsafe.Markup(text_of(meter, value))
-
-
-FILTERS: Final[dict[str, Operation]] = {
-    "default": _default, "d": _default, "string": _string, "safe": _safe, "tojson": _tojson,
-    "trim": _trim, "upper": _of_text(_TEXT_METHODS["upper"]), "lower": _of_text(_TEXT_METHODS["lower"]),
-    "capitalize": _of_text(_TEXT_METHODS["capitalize"]), "title": _title, "replace": _replace_in, "indent": _indent,
-    "format": _format, "int": _to_int, "float": _to_float, "round": _round,
-    "abs": lambda environment, meter, value: abs(_number(value)),
-    "length": _length, "count": _length, "list": _list, "items": _items_of, "dictsort": _dictsort,
-    "first": _first, "last": _last, "reverse": _reverse, "join": _join, "map": _map,
-    "select": _chosen(by_attribute=False, kept=True), "reject": _chosen(by_attribute=False, kept=False),
-    "selectattr": _chosen(by_attribute=True, kept=True), "rejectattr": _chosen(by_attribute=True, kept=False),
-    "sort": _sort, "unique": _unique, "sum": _sum,
-    "min": _extreme("min item", last=False), "max": _extreme("max item", last=True),
-}  # fmt: skip
-
-# Tests. Those of Jinja's that are taken as they are look at a value's type alone.
-TESTS: Final[dict[str, Operation]] = {
-    **{
-        name: jinja2.tests.TESTS[name]
-        for name in ("defined", "undefined", "none", "string", "mapping", "sequence", "boolean", "true", "false",
-                     "number", "integer", "float", "sameas")
-    },
-    "iterable": lambda value: isinstance(
-        value, str | list | tuple | dict | range | jinja2.Undefined | LoopContext
-    ),
-    "callable": lambda value: isinstance(value, Function | Macro | LoopContext),
-    "odd": lambda value: _number(value) % 2 == 1,
-    "even": lambda value: _number(value) % 2 == 0,
-    "divisibleby": lambda value, divisor: _number(value) % _number(divisor) == 0,
-    "in": COMPARISONS["in"],
-    **dict.fromkeys(("eq", "equalto", "=="), COMPARISONS["eq"]),
-    **dict.fromkeys(("ne", "!="), COMPARISONS["ne"]),
-    **dict.fromkeys(("lt", "lessthan", "<"), COMPARISONS["lt"]),
-    **dict.fromkeys(("gt", "greaterthan", ">"), COMPARISONS["gt"]),
-    **dict.fromkeys(("le", "<="), COMPARISONS["lteq"]),
-    **dict.fromkeys(("ge", ">="), COMPARISONS["gteq"]),
 }  # fmt: skip

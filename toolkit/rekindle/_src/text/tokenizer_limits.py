@@ -161,7 +161,7 @@ _KNOWN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_QUANTIFIED = "()[]{}|?*+^$.\\"  # characters that mean something else than themselves
+_SPECIAL = "()[]{}|?*+^$.\\"  # characters that mean something else than themselves
 
 Growth = Callable[[Mapping[str, Any]], float]
 
@@ -313,11 +313,11 @@ def is_one_class(regex: str) -> bool:
             return False
     elif first == "\\":
         at = 2
-        if second not in tuple("sSdDwW") and (not second or _is_word(second) or second in _QUANTIFIED):
+        if second not in tuple("sSdDwW") and (not second or _is_word(second) or second in _SPECIAL):
             return False
     else:
         at = 1
-        if not first or first in _QUANTIFIED:
+        if not first or first in _SPECIAL:
             return False
     count = regex[at:]
     if count in ("", "+", "*", "?"):

@@ -7,21 +7,18 @@ call, and the same again when a request is repeated with its seed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
 from rekindle._src.text.replies.call import SPACE, CallSyntax, known_tools
 from rekindle._src.text.replies.families import HARMONY, NAMESPACE, START, SYNTAXES, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
-
-if TYPE_CHECKING:
-    from rekindle._src.text.template_code import TemplateCode
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Texts in a template that describes or repeats calls, the most particular first.
@@ -46,8 +43,7 @@ class ReplyFormat:
     reasoning: Tags | None = None
 
     @classmethod
-    @functools.lru_cache(maxsize=64)
-    def of_template(cls, template: TemplateCode) -> ReplyFormat:
+    def of_template(cls, template: TemplateLike) -> ReplyFormat:
         """Return the format that a chat template implies; hermes for one that takes tools and shows no syntax."""
         name = next((name for name, signs in _SIGNS if any(map(template.writes, signs))), None)
         if name is None and template.takes_tools:
