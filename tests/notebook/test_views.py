@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,22 @@ def test_pictures_are_coalesced() -> None:
         view.join(10)
         assert len(view.handle.deltas) == 300
         assert view.pictures <= 4 + 10 * done.timings.total, "more than 10 a second"
+
+
+def test_drawing_takes_a_fifth_of_the_time_however_much_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(Live):
+        def draw(self) -> str:
+            time.sleep(0.03)
+            if self.pictures == 3:
+                self.stop()
+            return f"picture {self.pictures}"
+
+    view, pauses = Large(), list[float]()
+    monkeypatch.setattr(view, "interval", 0.0)
+    monkeypatch.setattr(view._stopped, "wait", pauses.append)
+    view.start()
+    view.join(10)
+    assert len(pauses) >= 2 and min(pauses) >= 4 * 0.03
 
 
 def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
@@ -405,6 +422,23 @@ class TestChat:
         assert "one\n  **two** &lt;b&gt;" in made, "what was typed stays as it was typed"
         assert "<b>three</b> &lt;img" in made
         assert "Be **kind**" in made
+
+    def test_a_message_is_rendered_once(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An answer that streams draws ten pictures a second, each with all that was said before."""
+        rendered: list[str] = []
+        message = bubbles.message
+
+        def counted(role: str, content: str, *rest: Any, **options: Any) -> Any:
+            rendered.append(content)
+            return message(role, content, *rest, **options)
+
+        monkeypatch.setattr(bubbles, "message", counted)
+        view.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "*two*"}]
+        assert view.draw() == view.draw() and rendered == ["one", "*two*"]
+        view.messages.append({"role": "user", "content": "three"})
+        assert "three" in view.draw() and rendered == ["one", "*two*", "three"]
+        del view.messages[1]
+        assert "two" not in view.draw() and rendered[3:] == ["three"], "the index of a message is in its picture"
 
     def test_an_answer_with_markdown_folds_its_tokens(self) -> None:
         pieces = [("**a", 1), ("** b", 2)]

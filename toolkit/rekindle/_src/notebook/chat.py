@@ -110,6 +110,7 @@ class ChatView(Live):
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
         self._kept_pieces: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
+        self._bubbles: list[tuple[object, str]] = []  # pictures of the messages, each with what it shows
         self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
         # Of the drawing thread only: the shown request, the number of its shown deltas, and True once its end is shown.
         self._watched: RequestLike | None = None
@@ -373,13 +374,19 @@ class ChatView(Live):
         super().stop()
         self._changed.set()
 
+    def _bubble(self, index: int, role: str, content: str) -> str:
+        """Return a complete message, which is drawn once."""
+        reply = self._replies.get(content)
+        shown = (role, content, reply)
+        if index < len(self._bubbles) and self._bubbles[index][0] == shown:
+            return self._bubbles[index][1]
+        del self._bubbles[index:]
+        self._bubbles.append((shown, bubbles.message(role, content, reply, key=f"reasoning {index}")))
+        return self._bubbles[index][1]
+
     def draw(self) -> str:
-        rows = [
-            bubbles.message(
-                message["role"], message["content"], self._replies.get(message["content"]), key=f"reasoning {index}"
-            )
-            for index, message in enumerate(self.messages)
-        ]
+        rows = [self._bubble(index, message["role"], message["content"]) for index, message in enumerate(self.messages)]
+        del self._bubbles[len(rows) :]
         if (handle := self._handle) is not None:
             pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
             key = f"reasoning {len(self.messages)}"

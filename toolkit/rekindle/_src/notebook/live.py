@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -147,6 +148,9 @@ Control = dict[str, Any]
 # Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
 # and in the notebook server, all on cores that the engine uses.
 INTERVAL = 0.1
+# A picture has all of a view, so the cost of one grows with what is shown. The pause after it grows likewise: drawing
+# takes a fifth of the time at most, however long a conversation is.
+PAUSE = 4.0
 # The static copy, which outlives the kernel, may lag behind the view by this much. Each update goes to the notebook.
 KEEP_SECONDS = 2.0
 # Names for subclasses, the page and tests, which completion by Tab leaves out.
@@ -324,8 +328,9 @@ class Live:
                 self.wait()
                 if self.ended:
                     break
+                began = time.perf_counter()
                 self.refresh()
-                self._stopped.wait(self.interval)
+                self._stopped.wait(max(self.interval, PAUSE * (time.perf_counter() - began)))
         with contextlib.suppress(Exception):
             self._leave()
 
