@@ -226,13 +226,6 @@ class LayeredForward(LayeredProgram):
         return new_kv, *closing(outer, opened.x, opened.inputs)
 
 
-# Options of XLA:CPU for step programs that compile beside steps: one thread does half of the work that two share by
-# default (jax 0.10, 135M: 0.33 s instead of 0.76 for one token, 0.55 instead of 1.16 for 32), and steps take as long.
-# The program that copies pages takes a hundred times longer with them.
-LEAN: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
-# Parts compile in parallel and are replaced soon. Level 0 would compile them in half of this time, but steps take 1.3
-# to 2.3 times as long. No option changes a result.
-QUICK: dict[str, str | bool] = {**LEAN, "xla_backend_optimization_level": "1"}
 # With 5 layers a first text waits 0.5 s for parts and 1.7 s for whole programs. A layer as a part takes about as long
 # to compile as 1.4 layers of a whole program.
 MANY_LAYERS, ALIKE = 5, 3
@@ -370,7 +363,7 @@ class Layered:
         def compile_it() -> None:
             try:
                 with watching_hits() as hits:
-                    compiled = compiled_with(lowered, QUICK)
+                    compiled = compiled_with(lowered, self._recipes.step_options)
                     cached = hits()
             except BaseException as error:
                 self._give_up(part.name, future, error)

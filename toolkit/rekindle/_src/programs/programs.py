@@ -53,7 +53,7 @@ from rekindle._src.programs.buckets import (
 )
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
-from rekindle._src.programs.layered import LEAN, Compiled, Layered, LayeredProgram, compiled_with
+from rekindle._src.programs.layered import Compiled, Layered, LayeredProgram, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.recipes import Recipes
@@ -259,7 +259,6 @@ class Programs:
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._beside_steps = False  # steps want the cores meanwhile
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
@@ -377,12 +376,8 @@ class Programs:
         parts a moment between tracing and compiling the program that decodes.
         """
         self.settle_for(Form.WHOLE)
-        self._beside_steps = True
-        try:
-            with handing_over():
-                self._replace_each(stopped)
-        finally:
-            self._beside_steps = False
+        with handing_over():
+            self._replace_each(stopped)
         self._store.flush()
 
     def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
@@ -437,10 +432,8 @@ class Programs:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
-            if self._beside_steps and isinstance(key, Bucket):
-                compiled = compiled_with(lowered, LEAN)
-            else:
-                compiled = lowered.compile(compiler_options=compiler_options())
+            options = self._recipes.step_options if isinstance(key, Bucket) else {}
+            compiled = compiled_with(lowered, options or compiler_options() or {})
         self._count_compiled()
         return compiled
 
