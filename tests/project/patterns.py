@@ -154,28 +154,13 @@ PATTERNS: dict[str, dict[str, Text]] = {
         "_RECIPIENT": STRANGER("a reply's header", "_LONGEST"),
         "_MISTRAL_NAME": STRANGER("a character of a reply", "1 character"),
     },
-    "toolkit/rekindle/_src/text/replies/format.py": {
-        "_SIGNS": STRANGER("a chat template", "MAX_TEMPLATE"),
-        "_CODE": STRANGER("a chat template", "MAX_TEMPLATE"),
-        "_STRING": STRANGER("a chat template", "MAX_TEMPLATE"),
-        "_TOOLS_OF_MESSAGE": STRANGER("a chat template", "MAX_TEMPLATE"),
-        r"f'(?<![\\w.]){re.escape(name)}\\b'": STRANGER(
-            "a chat template", "MAX_TEMPLATE", lambda: [r"(?<![\w.])tools\b"]
-        ),
-    },
     "toolkit/rekindle/_src/text/replies/scanner.py": {
         "'|'.join(sorted({re.escape(literal[0]) for literal in literals})) or '(?!)'": STRANGER(
             "a reply", "max_model_len", lambda: [r"<|\[|\{", "(?!)"]
         ),
     },
-    "toolkit/rekindle/_src/text/template_limits.py": {
-        "_PERCENT": STRANGER("a string of a template", "MAX_TEMPLATE"),
-        "_BRACES": STRANGER("a string of a template", "MAX_TEMPLATE"),
-        "_WIDTH": STRANGER("a string of a template", "MAX_TEMPLATE"),
-    },
     "toolkit/rekindle/_src/text/tokenizer_limits.py": {
         "_LETTER_ESCAPES": STRANGER("a tokenizer", "MAX_FILE"),
-        "_ONE_CLASS": STRANGER("a regex of a tokenizer", "LONGEST_TEXT"),
     },
     "toolkit/workshop/tiny/stories.py": {r"\w+": US("a story", "a story")},
     "toolkit/workshop/tiny/words.py": {"CHOICE": US("a story", "a story")},
@@ -184,11 +169,8 @@ PATTERNS: dict[str, dict[str, Text]] = {
 # Patterns that may take more than linear time until they are mended. This list may only shrink.
 LEFT = {
     "notebook/bubbles.py": "_FENCE _HEADING _ITEM _RULE _DASHES _CODE _BOLD",
-    "text/replies/format.py": "_CODE _STRING",
-    "text/template_limits.py": "_BRACES _WIDTH",
-    "text/tokenizer_limits.py": "_ONE_CLASS",
 }
-LEFT_READERS = ("Markdown", "chat template", "regex of a tokenizer")
+LEFT_READERS = ("Markdown",)
 
 
 def is_left(file: str, name: str) -> bool:

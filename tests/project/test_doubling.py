@@ -36,7 +36,7 @@ from rekindle._src.serve.errors import Refused
 from rekindle._src.session.rows import RowPrompts
 from rekindle._src.session.tool_functions import read_docstring, tools_of
 from rekindle._src.structured import compilers, endings, spec
-from rekindle._src.text import Detokenizer, tokenizer, tokenizer_limits
+from rekindle._src.text import Detokenizer, template_code, tokenizer, tokenizer_limits
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle._src.text.replies import ReplyFormat
@@ -113,7 +113,8 @@ def _(_: Path) -> Read:
 @reader("chat template", ("", ""), ("{{ ", " }}"), ("{% set a = '", ""), ("{# ", ""), ("{{ '", "' }}"))
 def _(_: Path) -> Read:
     def read(text: str) -> None:
-        ReplyFormat.of_template.__wrapped__(ReplyFormat, text)
+        template_code.parsed.cache_clear()
+        ReplyFormat.of_template(ChatTemplate(text).code())
         ChatTemplate(text).render([{"role": "user", "content": "a"}])
 
     return read
@@ -223,7 +224,7 @@ def _(folder: Path) -> Read:
 
 @reader("regex of a tokenizer", ("", ""), ("[", ""), ("[a", "]"), ("\\p{", ""))
 def _(_: Path) -> Read:
-    return lambda text: tokenizer_limits._ONE_CLASS.fullmatch(text)
+    return lambda text: tokenizer_limits.is_one_class(text)
 
 
 @reader("tokenizer_config.json", ("", ""), ('{"bos_token": "', '"}'), ('{"chat_template": "', '"}'))
