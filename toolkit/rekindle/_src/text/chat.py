@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,7 +232,7 @@ def _read_template(path: Path) -> str:
 
 def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]]:
     """Return plain copies of the messages, without fields that are None, and with reasoning under each name in use."""
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable) or not messages:
         raise InvalidRequest(
             "messages", messages, "is not a list of messages", "Pass a text, or [{'role': ..., 'content': ...}]"
         )
