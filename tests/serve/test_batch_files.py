@@ -144,13 +144,91 @@ async def test_errors_stand_on_their_lines(session: Session, tmp_path: Path) -> 
     assert statuses == {"line 0": 200, "line 7": 400, "line 8": 404, "last": 400}
     assert by_id["line 7"]["response"]["body"]["error"]["param"] == "temperature"
     said = [one["error"]["message"] for one in found if one["error"] is not None]
-    words = ("can't be read as JSON", "not a JSON object", "custom_id is missing", "is not POST", "is not known",
+    words = ("can't be read as JSON", "not a JSON object", "custom_id is missing", "Use one of POST", "Use one of /v1/",
              "stream is not possible", "names an earlier line")  # fmt: skip
     assert len(said) == len(words) and all(any(word in one for one in said) for word in words), said
     # They would fail again: nothing is done twice.
     again = BatchRun(session, tmp_path / "in", tmp_path / "out")
     await again.run()
     assert (again.answered, again.resumed) == (0, 11)
+
+
+DEEP, NESTED = "[" * 200_000, "[" * 900 + "]" * 900
+WRONG: dict[str, tuple[str | bytes, str | None]] = {  # a line, and the custom_id that its error has
+    "url of another kind": (json.dumps({**line(1), "url": ["/v1/completions"]}), "line 1"),
+    "url that can be hashed": (json.dumps({**line(1), "url": 1}), "line 1"),
+    "method of another kind": (json.dumps({**line(1), "method": {"POST": 1}}), "line 1"),
+    "custom_id of another kind": (json.dumps({**line(1), "custom_id": ["a"]}), None),
+    "empty custom_id": (json.dumps({**line(1), "custom_id": ""}), None),
+    "long custom_id": (json.dumps({**line(1), "custom_id": "x" * 2000}), None),
+    "no body": (json.dumps({**line(1), "body": None}), "line 1"),
+    "no JSON": ("no json", None),
+    "half of an object": ('{"custom_id": "line 1", "method":', None),
+    "no object": ("[[1], 2]", None),
+    "null": ("null", None),
+    "deep": (DEEP, None),
+    "deep within": ('{"custom_id": "line 1", "body": ' + DEEP, None),
+    "as deep as the parser goes": (json.dumps(line(1, temperature=None)).replace("null", NESTED), "line 1"),
+    "deep url": (json.dumps({**line(1), "url": None}).replace("null", NESTED), "line 1"),
+    "half a surrogate pair": (json.dumps(line(1)).replace("number 1", "\\ud800"), "line 1"),
+    "half a surrogate pair in the name": (json.dumps(line(1)).replace("line 1", "\\ud800"), None),
+    "no UTF-8": (b'{"custom_id": "\xff\xfe"}', None),
+    "NaN": (json.dumps(line(1, temperature=float("nan"))), None),
+    "infinity": (json.dumps(line(1)).replace('"temperature": 0', '"temperature": 1e999'), None),
+    "a number of 5,000 digits": (json.dumps(line(1)).replace('"temperature": 0', f'"temperature": {"1" * 5000}'), None),
+    "zeros": (b"\0" * 100, None),
+    "too long": (json.dumps(line(1, prompt="x" * 70_000)), None),
+    "too many values": (json.dumps(line(1, prompt=[1] * 10)).replace("[1,", "[" + "1," * 200_000), None),
+}  # fmt: skip
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+async def test_a_line_fails_alone_whatever_it_has(
+    session: Session, tmp_path: Path, wrong: tuple[str | bytes, str | None]
+) -> None:
+    """The lines around it are answered, the last one without a line break at its end."""
+    data, custom_id = wrong
+    data = data if isinstance(data, bytes) else data.encode()
+    first, last = (json.dumps(line(number)).encode() for number in (0, 2))
+    (tmp_path / "in").write_bytes(first + b"\n" + data + b"\r\n\n" + last)
+    batch = BatchRun(session, tmp_path / "in", tmp_path / "out")
+    batch._service.body_limit = 64 << 10 if b"x" * 70_000 in data else 1 << 20
+    await batch.run()
+    assert (batch.total, batch.answered, batch.failed) == (3, 3, 1)
+    found = [json.loads(one) for one in (tmp_path / "out").read_text().splitlines()]
+    (failed,) = [one for one in found if one["custom_id"] not in ("line 0", "line 2")]
+    right = [one["response"]["body"]["choices"][0]["text"] for one in found if one is not failed]
+    assert sorted(right) == sorted([text("number 0"), text("number 2")])
+    assert failed["custom_id"] == custom_id
+    error = failed["error"] or failed["response"]["body"]["error"]
+    assert len(error["message"]) < 400
+    again = BatchRun(session, tmp_path / "in", tmp_path / "out")
+    again._service.body_limit = batch._service.body_limit
+    await again.run()
+    assert (again.answered, again.resumed) == (0, 3)
+
+
+@pytest.mark.anyio
+async def test_a_defect_of_the_server_s_own_is_one_line_s_failure(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = BatchRun._call
+
+    async def failing(self: BatchRun, task: Any) -> Any:
+        if task.custom_id == "line 1":
+            raise KeyError("a defect")
+        return await call(self, task)
+
+    monkeypatch.setattr(BatchRun, "_call", failing)
+    batch = BatchRun(session, write(tmp_path / "in", [line(number) for number in range(3)]), tmp_path / "out")
+    await batch.run()
+    statuses = {name: one["response"]["status_code"] for name, one in read(tmp_path / "out").items()}
+    assert statuses == {"line 0": 200, "line 1": 500, "line 2": 200}
+    monkeypatch.undo()
+    again = BatchRun(session, tmp_path / "in", tmp_path / "out")
+    await again.run()
+    assert (again.answered, again.failed) == (1, 0), "the server's failures are tried again"
 
 
 @pytest.mark.anyio

@@ -82,15 +82,15 @@ def test_chats_whose_clients_left_are_not_rendered(
 
 
 def test_bodies_whose_clients_left_are_not_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, read, check = threading.Event(), list[int](), bodies.check_values
+    gate, read, check = threading.Event(), list[int](), bodies.check_size
 
-    def counted(data: bytearray, most: int, most_names: int) -> None:
+    def counted(data: bytearray, limit: int) -> None:
         if len(data) > bodies.IN_A_THREAD:
             read.append(len(data))
             assert gate.wait(30)
-        check(data, most, most_names)
+        check(data, limit)
 
-    monkeypatch.setattr(exchange, "check_values", counted)
+    monkeypatch.setattr(exchange, "check_size", counted)
     large = {"messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 2}
     clients = [sent(server, large) for _ in range(12)]
     eventually(lambda: len(read) == 2 and len(server._listener.server_state.tasks) == 12)

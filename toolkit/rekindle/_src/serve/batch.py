@@ -1,4 +1,7 @@
-"""Files of requests in OpenAI's batch format, answered without a server by the functions that answer HTTP requests."""
+"""Files of requests in OpenAI's batch format, answered without a server by the functions that answer HTTP requests.
+
+A line is read as a body is: within the same bounds, and by the same kinds of fields. Its failure is its own.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,44 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import anyio
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.json_lines import Entry, JsonLines
-from rekindle._src.core.own_failure import root_cause
+from rekindle._src.core.own_failure import own_failure, root_cause
 from rekindle._src.serve.app import POSTS
-from rekindle._src.serve.bodies import parse
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.bodies import check_size, check_text, load, too_large
+from rekindle._src.serve.errors import Refused, refusal
 from rekindle._src.serve.exchange import Exchange, Service, refusing
+from rekindle._src.serve.fields import Anything, Choice, Endpoint, Field, Text
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models, SessionLike
 from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
+LINE = Endpoint(
+    "a line of a batch",
+    "One request of a batch",
+    (
+        Field("custom_id", Text(maximum=1024, minimum=1), "The name of the line, which its answer has.", required=True),
+        Field("method", Choice(("POST",)), "The method of the request.", required=True),
+        Field("url", Choice(tuple(URLS)), "The path of the endpoint.", required=True),
+        Field("body", Anything(), "The body of the request.", required=True),
+    ),
+)
 _START = '{"id": "batch_req_'
 _FULL = (429, 503)  # the queue is full, or compilers are busy: the line is retried after another one ends
+
+
+class _Line(NamedTuple):
+    """A line of the input file."""
+
+    name: str  # id of its answer
+    data: bytes | None  # None if it is longer than a body may be
 
 
 class _Task(NamedTuple):
@@ -79,13 +100,13 @@ class BatchRun:
         config = self._session.config
         places = anyio.Semaphore(min(2 * config.max_requests, config.max_queue + config.max_requests))
         with file, self._lines, Activity(self.look, quiet=config.quiet):
-            self.total = sum(1 for line in file if line.strip())
+            self.total = sum(1 for _ in self._read(file))
             file.seek(0)
             self._began = time.monotonic()
             try:
                 async with anyio.create_task_group() as group:
-                    for number, line in enumerate(file, start=1):
-                        task = self._task_of(number, line) if line.strip() else None
+                    for line in self._read(file):
+                        task = self._task_of(line)
                         if task is not None:
                             await places.acquire()
                             group.start_soon(self._answer, task, places)
@@ -102,31 +123,51 @@ class BatchRun:
         line += f", {self.failed:,} with errors" if self.failed else ""
         return State(line, count / self.total if self.total else None)
 
-    def _task_of(self, number: int, line: bytes) -> _Task | None:
+    def _read(self, file: BinaryIO) -> Iterator[_Line]:
+        """Yield the lines that are not blank. No more of a line is in memory than a body may have."""
+        limit, number = self._service.body_limit, 0
+        while data := file.readline(limit + 1):
+            number += 1
+            size, rest = len(data), data
+            while not rest.endswith(b"\n") and (rest := file.readline(limit)):
+                size += len(rest)
+            data = data[:limit]
+            if not data.strip():
+                continue
+            mark: list[object] = [self._name, number] if size <= limit + 1 else [self._name, number, size]
+            text = json.dumps(mark).encode() + data.rstrip(b"\r\n")
+            name = f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
+            yield _Line(name, data if size <= limit else None)
+
+    def _task_of(self, line: _Line) -> _Task | None:
         """Return the request of a line. None: it has an answer, or is invalid and gets an error at once."""
-        text = json.dumps([self._name, number]).encode() + line.rstrip(b"\r\n")
-        name = f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
-        custom_id: Any = None
+        custom_id: str | None = None
         try:
-            fields = parse(line)
-            custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+            if line.data is None:
+                raise too_large(self._service.body_limit, "line")
+            check_size(line.data, self._service.body_limit)
+            fields = load(line.data)
+            custom_id = _readable(fields)
+            check_text(fields)
             url, body = self._checked_task(fields)
-        except Refused as refused:
-            if name not in self._known:
-                error = {"code": refused.code or "invalid_line", "message": refused.message}
-                self._add({"id": name, "custom_id": custom_id, "response": None, "error": error})
+        except BaseException as raised:
+            refused = raised if isinstance(raised, Refused) else refusal(own_failure(raised, "the line"), {})
+            if line.name not in self._known:
+                code = refused.code or ("invalid_url" if refused.param == "url" else "invalid_line")
+                error = {"code": code, "message": refused.message}
+                self._add({"id": line.name, "custom_id": custom_id, "response": None, "error": error})
             else:
                 self.resumed += 1
             return None
-        if name in self._known:
+        if line.name in self._known:
             self.resumed += 1
             return None
-        return _Task(name, custom_id, url, body, len(line))
+        return _Task(line.name, custom_id or "", url, body, len(line.data))
 
     async def _answer(self, task: _Task, places: anyio.Semaphore) -> None:
         try:
             while True:
-                status, request_id, body = await self._call(task)
+                status, request_id, body = await self._own_call(task)
                 if status not in _FULL or self._active == 0:
                     break
                 await anyio.sleep(0.1)
@@ -145,22 +186,23 @@ class BatchRun:
             self.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
         self._lines.add(entry)
 
-    def _checked_task(self, task: Any) -> tuple[str, Any]:
-        if not isinstance(task, dict):
-            raise Refused(400, "the line is not a JSON object with custom_id, method, url and body")
-        custom_id, url, body = task.get("custom_id"), task.get("url"), task.get("body")
-        if not isinstance(custom_id, str) or not custom_id:
-            raise Refused(400, "custom_id is missing or not a string. Name each line")
+    def _checked_task(self, fields: Any) -> tuple[str, Any]:
+        task = LINE.read(fields, strict=self._service.strict, unknown=self._service.unknown)
+        custom_id, body = task["custom_id"], task["body"]
         if custom_id in self._custom_ids:
             raise Refused(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
         self._custom_ids.add(custom_id)
-        if task.get("method") != "POST":
-            raise Refused(400, f"method={str(task.get('method'))[:80]!r} is not POST")
-        if url not in URLS:
-            raise Refused(400, f"url={str(url)[:80]!r} is not known. Use one of {', '.join(URLS)}", code="invalid_url")
         if isinstance(body, dict) and body.get("stream"):
             raise Refused(400, "stream is not possible in a batch. Remove it from the body")
-        return url, body
+        return task["url"], body
+
+    async def _own_call(self, task: _Task) -> tuple[int, str, Any]:
+        """Do as `_call` does; what it raises becomes the response of a server that failed."""
+        try:
+            return await self._call(task)
+        except BaseException as error:
+            refused = refusal(own_failure(error, "the line could not be answered"), {})
+            return refused.status, "", refused.body()
 
     async def _call(self, task: _Task) -> tuple[int, str, Any]:
         """Return status, request id and body of the response that a server would send."""
@@ -195,3 +237,14 @@ class BatchRun:
         else:
             self._known.discard(name)
         return True
+
+
+def _readable(fields: Any) -> str | None:
+    """Return the `custom_id` of a line that may be wrong in all else; None if it has none that can be written."""
+    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+    try:
+        LINE.by_name["custom_id"].kind.check(custom_id, "custom_id")
+        check_text(custom_id)
+    except Refused:
+        return None
+    return str(custom_id)

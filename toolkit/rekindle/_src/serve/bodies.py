@@ -51,7 +51,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: floa
         raise Refused(415, f"the content type is {kind[:80] or 'missing'!r}. Send Content-Type: application/json")
     announced = header(scope, b"content-length") or ""
     if announced.isdecimal() and int(announced[:20]) > limit:
-        raise _too_large(limit)
+        raise too_large(limit)
     data = bytearray()
     try:
         with anyio.fail_after(seconds):
@@ -61,15 +61,22 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: floa
                     raise Disconnected
                 data += message.get("body", b"")
                 if len(data) > limit:
-                    raise _too_large(limit)
+                    raise too_large(limit)
                 if not message.get("more_body", False):
                     return data
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {seconds:.0f} s. Send it again", code="timeout") from None
 
 
-def _too_large(limit: int) -> Refused:
-    return Refused(413, f"the body has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
+def too_large(limit: int, what: str = "body") -> Refused:
+    """Return the error for a body of more than `limit` bytes."""
+    return Refused(413, f"the {what} has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
+
+
+def check_size(data: bytes | bytearray, limit: int) -> None:
+    """Raise `Refused` (413) for JSON with more values or names than a body of at most `limit` bytes may have."""
+    most = max(IN_A_THREAD, limit // BYTES_PER_VALUE)
+    check_values(data, most, most // VALUES_PER_NAME)
 
 
 def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
@@ -107,18 +114,30 @@ def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
 
 def parse(data: bytes | bytearray) -> Any:
     """Return the JSON value. Raise `Refused` if the data is not JSON, or a string is not Unicode text."""
+    value = load(data)
+    if b"\\ud" in data or b"\\uD" in data:
+        check_text(value)
+    return value
+
+
+def load(data: bytes | bytearray) -> Any:
+    """Return the JSON value, whose strings may have halves of surrogate pairs. Raise `Refused` for what is no JSON."""
     try:
-        text = data.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_constant, parse_float=_finite)
-        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair has no UTF-8 form, and no tokenizer accepts it
-            json.dumps(value, ensure_ascii=False).encode()
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_constant, parse_float=_finite)
     except RecursionError:
         raise Refused(400, "the body is nested too deeply. Flatten it") from None
-    except UnicodeEncodeError:
-        raise Refused(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
     except ValueError as error:
         raise Refused(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
-    return value
+
+
+def check_text(value: Any) -> None:
+    """Raise `Refused` for half a surrogate pair: it has no UTF-8 form, and no tokenizer accepts it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Refused(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
+    except (RecursionError, ValueError):  # deeper than the parser's bound, from where this is called
+        raise Refused(400, "the body is nested too deeply. Flatten it") from None
 
 
 def _finite(text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rekindle._src.core.sampling import STRUCTURES
@@ -95,15 +95,42 @@ def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
     return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
 
 
+_SHOWN = 80  # characters of a value in an error message
+
+
 def abbreviated(value: object) -> str:
-    """Return at most 80 characters of a value, for an error message."""
-    if isinstance(value, tuple):  # was a JSON array
-        value = list(value)
+    """Return at most 80 characters of a value, for an error message; of a large one, no more is looked at."""
+    text = _beginning(value, _SHOWN)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _beginning(value: object, room: int) -> str:
+    """Return the repr of a JSON value, or more than `room` characters of its beginning."""
+    match value:
+        case str():
+            return repr(value[: max(0, room) + 1])
+        case list() | tuple():
+            return f"[{_joined(value, room, _beginning)}]"
+        case dict():
+            return "{" + _joined(value.items(), room, _pair) + "}"
     try:
-        text = repr(value)
-    except ValueError:  # an int of more than 4,300 digits
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 80 else text[:77] + "..."
+        return repr(value)
+    except (ValueError, RecursionError):  # an int of more than 4,300 digits
+        return f"<{type(value).__name__}>"
+
+
+def _pair(pair: tuple[object, object], room: int) -> str:
+    name = _beginning(pair[0], room)
+    return f"{name}: {_beginning(pair[1], room - len(name))}"
+
+
+def _joined(values: Iterable[Any], room: int, beginning: Callable[[Any, int], str]) -> str:
+    text = ""
+    for value in values:
+        if len(text) > room:
+            break
+        text += (", " if text else "") + (beginning(value, room - len(text) - 1) if room > len(text) else "…")
+    return text
 
 
 def for_clients(message: str) -> str:

@@ -20,13 +20,11 @@ import anyio.to_thread
 from rekindle._src.core.version import VERSION
 from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.bodies import (
-    BYTES_PER_VALUE,
     IN_A_THREAD,
-    VALUES_PER_NAME,
     Disconnected,
     Receive,
     Scope,
-    check_values,
+    check_size,
     header,
     paced,
     parse,
@@ -293,8 +291,7 @@ class JsonEndpoint:
             group.start_soon(_watch, receive, group.cancel_scope)
 
             def read() -> dict[str, Any]:
-                limit = max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE)
-                check_values(data, limit, limit // VALUES_PER_NAME)
+                check_size(data, service.body_limit)
                 return endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
 
             fields = await exchange.run(read)
