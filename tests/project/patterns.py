@@ -77,7 +77,6 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/models/loading/hub.py": {"_HUB_ID": USER("the name of a model", "an argument")},
     "toolkit/rekindle/_src/models/loading/named_tensors.py": {"_NAME": US("a parameter's path", "a path")},
-    "toolkit/rekindle/_src/models/loading/stored.py": {r"^model\.": STRANGER("a tensor's name", "MAX_NAME")},
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "_FILE_NAME": STRANGER("a file's name in an index", "_MAX_HEADER"),
     },
@@ -86,19 +85,8 @@ PATTERNS: dict[str, dict[str, Text]] = {
         r"(int|fp|iq)([468])(?:-(\d+))?(-min)?(-f32|-k)?": US("the name of a packing", "a name"),
     },
     "toolkit/rekindle/_src/models/registry.py": {"[^a-z0-9]": STRANGER("a config's model_type", "MAX_CONFIG")},
-    "toolkit/rekindle/_src/notebook/bubbles.py": {
-        "_FENCE": STRANGER("an answer", "a line"),
-        "_HEADING": STRANGER("an answer", "a line"),
-        "_ITEM": STRANGER("an answer", "a line"),
-        "_RULE": STRANGER("an answer", "a line"),
-        "_QUOTE": STRANGER("an answer", "a line"),
-        "_DASHES": STRANGER("an answer", "a line"),
-        "_CODE": STRANGER("an answer", "max_model_len"),
-        "_LINK": STRANGER("an answer", "max_model_len"),
-        "_BOLD": STRANGER("an answer", "max_model_len"),
-        "_ITALIC": STRANGER("an answer", "max_model_len"),
-    },
     "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},
+    "toolkit/rekindle/_src/notebook/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
     "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
     "toolkit/rekindle/_src/programs/collectives.py": {"_SIZES": US("a key of kept measurements", "a key")},
     "toolkit/rekindle/_src/serve/errors.py": {
@@ -167,23 +155,16 @@ PATTERNS: dict[str, dict[str, Text]] = {
 }
 
 # Patterns that may take more than linear time until they are mended. This list may only shrink.
-LEFT = {
-    "notebook/bubbles.py": "_FENCE _HEADING _ITEM _RULE _DASHES _CODE _BOLD",
-}
-LEFT_READERS = ("Markdown",)
-
-
-def is_left(file: str, name: str) -> bool:
-    return name in LEFT.get(file.removeprefix("toolkit/rekindle/_src/"), "").split()
-
-
 CALLS: dict[str, dict[str, Text]] = {
     "kernels/rekindle_kernels/native/build_library.py": {"json.loads": US("what a process of ours prints", "a line")},
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
-    "toolkit/rekindle/_src/cli/cache.py": {"json.loads": US("descriptions in the cache folder", "a file")},
+    "toolkit/rekindle/_src/cli/cache.py": {
+        "json.loads": US("descriptions in the cache folder", "a file"),
+        "difflib.get_close_matches": USER("a model's name that is typed", "a name"),
+    },
     "toolkit/rekindle/_src/cli/chat.py": {
         "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
@@ -248,6 +229,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "inspect.getdoc": USER("a function's docstring", "a docstring"),
         "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
     },
+    "toolkit/rekindle/_src/session/session.py": {
+        "difflib.get_close_matches": USER("an attribute that is typed", "a name; those compared with it are ours"),
+    },
     "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/compilers.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/endings.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
@@ -255,6 +239,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("a text that follows a schema", "max_model_len"),
         "decimal.Decimal": STRANGER("a number that JSON has read", "4,300 digits"),
     },
+    "toolkit/rekindle/_src/text/backends.py": {"json.loads": STRANGER("a tokenizer, or a part of one", "MAX_FILE")},
     "toolkit/rekindle/_src/text/chat.py": {
         "difflib.get_close_matches": STRANGER("a role", "names of ours; difflib passes over those of another length"),
         "json.loads": STRANGER("a call in a message", "check_values"),
@@ -264,5 +249,4 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "check_values")},
     "toolkit/rekindle/_src/text/tokenizer.py": {"json.loads": STRANGER("a tokenizer, or its config", "MAX_FILE")},
-    "toolkit/rekindle/_src/text/tokenizer_limits.py": {"json.loads": STRANGER("a part of a tokenizer", "MAX_FILE")},
 }

@@ -24,7 +24,7 @@ from helpers.doubling import FEW, LONG, MOST, PARTS, SHORT, Hostile, attacks, gr
 from helpers.families import FAMILY_CASES
 from helpers.replies import EXAMPLES, THINK, TOOLS
 from helpers.thorough import by_default
-from project.patterns import LEFT_READERS, PATTERNS, is_left
+from project.patterns import PATTERNS
 from project.test_patterns import Pattern, patterns
 from rekindle._src.cli.chat import COMMAND
 from rekindle._src.core.json_lines import JsonLines
@@ -407,7 +407,7 @@ def _(_: Path) -> Read:
     return read
 
 
-@pytest.fixture(params=[name for name in READERS if name not in LEFT_READERS])
+@pytest.fixture(params=list(READERS))
 def one(request: pytest.FixtureRequest, tmp_path: Path) -> Reader:
     made = READERS[request.param](tmp_path)
 
@@ -444,7 +444,7 @@ def test_nothing_that_stops_in_the_middle_takes_longer(one: Reader) -> None:
     assert not slow, "\n".join(slow)
 
 
-@pytest.mark.parametrize("pattern", [one for one in patterns() if not is_left(one.file, one.name)], ids=str)
+@pytest.mark.parametrize("pattern", patterns(), ids=str)
 def test_patterns_take_twice_the_time(pattern: Pattern) -> None:
     """As the lint of `test_patterns.py` says, but measured."""
     row = PATTERNS.get(pattern.file, {}).get(pattern.name)

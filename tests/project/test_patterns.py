@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from helpers.backtracking import ambiguity
-from project.patterns import CALLS, LEFT, PATTERNS, is_left
+from project.patterns import CALLS, PATTERNS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
@@ -166,18 +166,14 @@ def test_bounds_are_constants_of_the_code() -> None:
 
 def test_no_pattern_takes_more_than_linear_time() -> None:
     """Whoever writes its text: a pattern that is linear needs no argument about its bound."""
-    wrong, left = [], set()
+    wrong: list[str] = []
     for pattern in patterns():
         row = PATTERNS.get(pattern.file, {}).get(pattern.name)
         examples = row.examples() if row is not None and row.examples is not None else ()
         assert pattern.texts or examples, f"{pattern} is put together: its row needs examples"
         for text in (*pattern.texts, *examples):
             reasons = {str(reason) for use in pattern.uses if (reason := ambiguity(text, pattern.flags, how=use))}
-            if reasons and is_left(pattern.file, pattern.name):
-                left.add((pattern.file.removeprefix("toolkit/rekindle/_src/"), pattern.name))
-            else:
-                wrong += [f"{pattern} {text!r}: {reason}" for reason in reasons]
-    assert left == {(file, name) for file, names in LEFT.items() for name in names.split()}, "remove them from LEFT"
+            wrong += [f"{pattern} {text!r}: {reason}" for reason in reasons]
     assert not wrong, "\n".join(
         [*wrong, "Use possessive repeats (*+), classes that exclude what follows, or a scanner"]
     )

@@ -90,10 +90,10 @@ def _number(form: str, at: int) -> int:
     return end
 
 
-def braces(meter: Meter, form: str, given: Sequence[Any], named: Mapping[str, Any]) -> str:
-    """Return `form.format(*given, **named)`."""
+def braces(meter: Meter, form: str, values: Sequence[Any], named: Mapping[str, Any]) -> str:
+    """Return `form.format(*values, **named)`."""
     parts: list[str] = []
-    at = next_given = size = 0
+    at = next_place = size = 0
     opening, closing = form.find("{"), form.find("}")
     while opening >= 0 or closing >= 0:
         meter.step()
@@ -111,8 +111,8 @@ def braces(meter: Meter, form: str, given: Sequence[Any], named: Mapping[str, An
         else:
             name, spec = _field(form[opening + 1 : closing])
             if not name:
-                name, next_given = str(next_given), next_given + 1
-            value = given[int(name)] if name.isascii() and name.isdigit() else named[name]
+                name, next_place = str(next_place), next_place + 1
+            value = values[int(name)] if name.isascii() and name.isdigit() else named[name]
             parts.append(_formatted(meter, value, spec))
             size += len(parts[-1])
             meter.expect(size)
