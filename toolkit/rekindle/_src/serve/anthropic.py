@@ -128,7 +128,8 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
         stream = _Stream(exchange, served.name, parallel=parallel)
 
         async def write(_: int, delta: TextDelta) -> None:
-            stream.begin(len(handle.prompt_token_ids))
+            if not stream.begun:
+                stream.begin(len(handle.prompt_token_ids))
             stream.take(delta)
             await stream.flush()
 
@@ -312,14 +313,12 @@ class _Stream:
     def __init__(self, exchange: Exchange, model: str, *, parallel: bool) -> None:
         self._exchange, self._model, self._parallel = exchange, model, parallel
         self._out: list[str] = []
-        self._begun = False
+        self.begun = False
         self._index = -1
         self._open = ""  # the kind of the open block
 
     def begin(self, prompt_tokens: int) -> None:
-        if self._begun:
-            return
-        self._begun = True
+        self.begun = True
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
         fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **fields}}))

@@ -17,7 +17,7 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
-from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.errors import abbreviated, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.metrics import finish_of
@@ -129,14 +129,16 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
         raise wrong(f"{path}.tools", allowed, "is not a list of tools", "Name one at least")
     by_name = {tool["function"]["name"]: tool for tool in plain.get("tools", ())}
-    selection = []
+    selection: dict[str, Any] = {}  # each once, however often it is named
     for index, tool in enumerate(allowed):
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or name not in by_name:
-            raise wrong(f"{path}.tools[{index}]", name, "names none of the tools", f"Use one of {', '.join(by_name)}")
-        selection.append(by_name[name])
-    return {"tools": selection, "tool_choice": mode}
+            raise wrong(
+                f"{path}.tools[{index}]", name, "names none of the tools", f"Use one of {abbreviated([*by_name])}"
+            )
+        selection[name] = by_name[name]
+    return {"tools": [*selection.values()], "tool_choice": mode}
 
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
@@ -212,12 +214,13 @@ class _Writer(generation.Writer):
         chunks = generation.Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
         calls: set[tuple[int, int]] = set()  # pairs of choice and call
-        generated = 0
+        prompt = generated = 0  # tokens
 
         async def write(number: int, delta: TextDelta) -> None:
-            nonlocal generated
+            nonlocal prompt, generated
             generated += len(delta.token_ids)
-            prompt = len(self._handle.prompt_token_ids)
+            if chunks.continuous and not begun:
+                prompt = len(self._handle.prompt_token_ids)
             usage_so_far = generation.usage_object(prompt, generated) if chunks.continuous else None
             parts: list[str] = []
             if delta.index not in begun:

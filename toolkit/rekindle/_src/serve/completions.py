@@ -97,6 +97,7 @@ class _Writer(generation.Writer):
         handles: Sequence[HandleLike],
     ) -> None:  # fmt: skip
         super().__init__(exchange, fields, model, session, "cmpl", "text_completion")
+        self._texts: dict[int, str] = {}  # of prompts that are token ids
         self._handles, self._n, self._echo = handles, fields.get("n", 1), bool(fields.get("echo"))
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
@@ -122,11 +123,13 @@ class _Writer(generation.Writer):
         return await self._answer(completions, Entries(choices, choice_of))
 
     def _prompt(self, number: int) -> str:
-        """Return the text of a prompt; token ids are decoded."""
-        prompt = self._fields["prompt"][number]
+        """Return the text of a prompt; token ids are decoded, once for all choices."""
+        prompt, tokenizer = self._fields["prompt"][number], self._session.tokenizer
         if isinstance(prompt, str):
             return prompt
-        return str(self._session.tokenizer.decode(prompt)) if self._session.tokenizer.has_text else ""
+        if number not in self._texts:
+            self._texts[number] = str(tokenizer.decode(prompt)) if tokenizer.has_text else ""
+        return self._texts[number]
 
     def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
         if "logprobs" not in self._fields:
@@ -142,9 +145,11 @@ class _Writer(generation.Writer):
         logprobs, ids = "logprobs" in self._fields, self._ids
         scores = "prompt_logprobs" in self._fields
         offsets: dict[int, Offset] = {}  # by index, of choices that have begun
-        generated = [0] * len(self._handles)
+        begun: set[int] = set()  # prompts
+        prompted = generated = 0  # tokens, of prompts that have begun and of all choices
 
         async def write(number: int, delta: TextDelta) -> None:
+            nonlocal prompted, generated
             index = number * n + delta.index
             text, fresh = delta.text, index not in offsets
             if fresh:
@@ -168,11 +173,13 @@ class _Writer(generation.Writer):
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
                 choice += f'{generation.token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
-            generated[number] += len(delta.token_ids)
+            generated += len(delta.token_ids)
             usage_so_far = None
             if chunks.continuous:
-                prompts = sum(len(handle.prompt_token_ids) for handle in self._handles)
-                usage_so_far = generation.usage_object(prompts, sum(generated))
+                if number not in begun:
+                    begun.add(number)
+                    prompted += len(self._handles[number].prompt_token_ids)
+                usage_so_far = generation.usage_object(prompted, generated)
             await exchange.emit(chunks.chunk(choice + "}", usage_so_far).encode())
 
         await self._end(chunks, await generation.follow(exchange, active, self._handles, write))

@@ -93,7 +93,7 @@ class KeptItems:
         for item in items:
             content = [{"type": part["type"], "text": part["text"]} for part in item.get("content", ())]
             entry = {**item, "content": content} if "content" in item else dict(item)
-            size = sum(len(part["text"]) for part in content) + len(item.get("arguments", "")) + len(item["id"])
+            size = characters_of(entry)
             self._items[key, item["id"]] = entry, size
             self._characters += size
         while self._items and (len(self._items) > self._most_items or self._characters > self._most_characters):
@@ -112,6 +112,12 @@ class KeptItems:
                 code="item_not_found",
             )
         return entry[0]
+
+
+def characters_of(item: Mapping[str, Any]) -> int:
+    """Return the number of characters that a kept item stands for."""
+    texts = sum(len(part["text"]) for part in item.get("content", ()))
+    return texts + len(item.get("arguments", "")) + len(item["id"])
 
 
 log = logging.getLogger("rekindle.server")

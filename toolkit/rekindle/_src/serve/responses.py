@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
@@ -13,7 +13,7 @@ from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
-from rekindle._src.serve.exchange import Exchange, OpenAI, dumps
+from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
     Anything,
     Choice,
@@ -104,14 +104,11 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
-
-    def find(name: str, path: str) -> Mapping[str, Any]:
-        return item_store.get(exchange.key, name, path)
-
     shapes = Shapes(exchange.service.token_names(served.name, session))
+    items, exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields, find), options))
+        handle = await exchange.run(lambda: call_chat(session.chat, messages_of({**fields, "input": items}), options))
         generation.submit(exchange, active, [handle])
         answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
         if not fields.get("stream"):
@@ -148,10 +145,34 @@ def _chat_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ROLES = ("user", "assistant", "system", "developer")
-Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id; the path is of the field with the id
 
 
-def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
+def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> tuple[Any, int]:
+    """Return the input with kept items in the place of references, and the characters that the request stands for.
+
+    A reference of 70 bytes may stand for a long answer: the bound is that of a body which has the items themselves.
+    """
+    size, limit = exchange.size, exchange.service.body_limit
+    if isinstance(items, str):
+        return items, size
+    whole_items = []
+    for index, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            path = f"input[{index}]"
+            item = exchange.service.item_store.get(exchange.key, _text(item, "id", path), f"{path}.id")
+            size += characters_of(item)
+            if size > limit:
+                raise Refused(
+                    413,
+                    f"{path}: with the items that it names, the request has more than {limit:,} characters. Name fewer",
+                    param="input",
+                    code="body_too_large",
+                )
+        whole_items.append(item)
+    return whole_items, size
+
+
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
     if fields.get("instructions"):
@@ -161,8 +182,6 @@ def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dic
         return [*messages, {"role": "user", "content": items}]
     for index, item in enumerate(items):
         path = f"input[{index}]"
-        if item.get("type") == "item_reference" and find is not None:
-            item = find(_text(item, "id", path), f"{path}.id")
         match item.get("type", "message"):
             case "message":
                 _message(messages, item, path)
@@ -179,6 +198,9 @@ def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dic
                 messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
             case kind:
                 raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
+    for message in messages:
+        if isinstance(message["content"], list):  # joined once: there may be thousands
+            message["content"] = "\n".join(message["content"])
     return messages
 
 
@@ -193,14 +215,15 @@ def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str)
     if role != "assistant":
         messages.append({"role": role, "content": content})
         return
-    message = _assistant(messages)
-    message["content"] = f"{message['content']}\n{content}" if message["content"] else content
+    texts = _assistant(messages)["content"]
+    if content or texts:  # empty ones at the beginning have no line
+        texts.append(content)
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message at the end, to which items are added. Append one if there is none."""
+    """Return the assistant's message at the end, to whose texts items are added. Append one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
 
 
@@ -263,6 +286,7 @@ class _Answer:
         self._parallel = fields.get("parallel_tool_calls", True)
         self._items: list[dict[str, Any]] = []
         self._open = ""  # the kind of the last item, if more may be added to it
+        self._texts: list[str] = []  # of that item, until it is closed
         self._logprobs: list[TokenLogprobs] = []  # of tokens since the last text
         self._scores: dict[str, list[TokenLogprobs]] = {}  # log-probabilities of each item's text
         self._out: list[tuple[str, dict[str, Any]]] = []  # events not sent yet
@@ -364,20 +388,20 @@ class _Answer:
                 case ContentDelta(text) | ToolCallDropped(_, text):
                     self._item("message", broken=isinstance(event, ToolCallDropped))
                     item, scores = self._items[-1], self._logprobs
-                    item["content"][0]["text"] += text
+                    self._texts.append(text)
                     if self._shapes is not None:
                         self._scores.setdefault(item["id"], []).extend(scores)
                     self._part("response.output_text.delta", delta=text, logprobs=self._entries(scores))
                     self._logprobs = []
                 case ReasoningDelta(text):
                     self._item("reasoning")
-                    self._items[-1]["content"][0]["text"] += text
+                    self._texts.append(text)
                     self._part("response.reasoning_text.delta", delta=text)
                 case ToolCallStarted(_, call_id, name):
                     self._close(None)
                     self._item("function_call", call_id=call_id, name=name, arguments="")
                 case ToolCallArguments(_, text):
-                    self._items[-1]["arguments"] += text
+                    self._texts.append(text)
                     self._tell("response.function_call_arguments.delta", delta=text, **self._place)
 
     @property
@@ -410,6 +434,11 @@ class _Answer:
         item = self._items[-1]
         cut = broken or (completion is not None and completion.finish_reason.cut)
         item["status"] = "incomplete" if cut else "completed"
+        text, self._texts = "".join(self._texts), []
+        if kind == "function_call":
+            item["arguments"] = text
+        else:
+            item["content"][0]["text"] = text
         if kind == "function_call":
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],
                        **self._place)  # fmt: skip
