@@ -98,7 +98,7 @@ async def door(k: int) -> None:
     assert_type(await session.chat("x"), Completion)
     assert_type((await session.chat("x", n=k))[0].repetition, Repetition | None)
     assert_type(session.explain("r0").timeline[0].kind, PhaseKind)
-    print(session.view.cache)  # pyright: ignore[reportAttributeAccessIssue]
+    print(session.view.cache)  # pyright: ignore
     session.embed("x", poling="mean")  # pyright: ignore
     session.score("x", ["y"], prioriti=1)  # pyright: ignore
     assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])

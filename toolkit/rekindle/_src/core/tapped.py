@@ -84,11 +84,12 @@ BACKLOG = 256 << 20  # bytes of one request's captures that may wait for its dis
 class Backlog:
     """The bytes of one request's captures that wait to be written. While it is full, no step computes more of them."""
 
-    __slots__ = ("_lock", "most", "waiting")
+    __slots__: tuple[str, ...] = ("_lock", "most", "waiting")
 
     def __init__(self, most: int = BACKLOG) -> None:
-        self.most, self.waiting = most, 0
-        self._lock = threading.Lock()
+        self.most: int = most
+        self.waiting: int = 0
+        self._lock: threading.Lock = threading.Lock()
 
     @property
     def full(self) -> bool:

@@ -81,11 +81,11 @@ class WholeTokenizer:
     def __init__(self, definition: bytes) -> None:
         """Make a tokenizer from the text of a tokenizer.json. The library raises `Exception`, or panics."""
         self.library: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(definition)
-        self._definition = definition
-        self._changed = self.library.padding is not None or self.library.truncation is not None
+        self._definition: bytes = definition
+        self._changed: bool = self.library.padding is not None or self.library.truncation is not None
         self.library.no_padding()
         self.library.no_truncation()
-        self.parts = Parts.of(self.library)
+        self.parts: Parts = Parts.of(self.library)
 
     def add(self, tokens: Sequence[tokenizers.AddedToken]) -> None:
         """Add tokens that text may spell out: at once, for each call the library builds its search for all anew."""
