@@ -184,8 +184,6 @@ class Driver:
     def commit(self, result: StepResult, lives: Sequence[Live]) -> None:
         by_id = {live.request.id: live for live in lives}
         for row in result.rows:
-            if row.error is not None:
-                raise row.error
             live = by_id[row.request_id]
             live.prompt_logprobs.extend(row.prompt_logprobs)
             if row.token_id is not None:

@@ -80,21 +80,21 @@ class WholeTokenizer:
 
     def __init__(self, definition: bytes) -> None:
         """Make a tokenizer from the text of a tokenizer.json. The library raises `Exception`, or panics."""
-        self.library: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(definition)
+        self.native: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(definition)
         self._definition: bytes = definition
-        self._changed: bool = self.library.padding is not None or self.library.truncation is not None
-        self.library.no_padding()
-        self.library.no_truncation()
-        self.parts: Parts = Parts.of(self.library)
+        self._changed: bool = self.native.padding is not None or self.native.truncation is not None
+        self.native.no_padding()
+        self.native.no_truncation()
+        self.parts: Parts = Parts.of(self.native)
 
     def add(self, tokens: Sequence[tokenizers.AddedToken]) -> None:
         """Add tokens that text may spell out: at once, for each call the library builds its search for all anew."""
-        self.library.add_tokens([*tokens])
+        self.native.add_tokens([*tokens])
         self._changed = self._changed or bool(tokens)
 
     def mark_special(self, tokens: Sequence[str]) -> None:
         """Say that these tokens are special."""
-        self.library.add_special_tokens([*tokens])
+        self.native.add_special_tokens([*tokens])
         self._changed = self._changed or bool(tokens)
 
     def definition(self) -> bytes:
@@ -108,27 +108,27 @@ class WholeTokenizer:
         return self._definition
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
-        return encode(self.library, text, add_special_tokens, long=long)
+        return encode(self.native, text, add_special_tokens, long=long)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(self.library.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self.native.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        return self.library.id_to_token(token_id)
+        return self.native.id_to_token(token_id)
 
     def id_of(self, token: str) -> int | None:
-        return self.library.token_to_id(token)
+        return self.native.token_to_id(token)
 
     @property
     def size(self) -> int:
-        return int(self.library.get_vocab_size(with_added_tokens=True))
+        return int(self.native.get_vocab_size(with_added_tokens=True))
 
     @property
     def longest(self) -> int:
-        return max(map(len, self.library.get_vocab(with_added_tokens=True)), default=1)
+        return max(map(len, self.native.get_vocab(with_added_tokens=True)), default=1)
 
     def added(self) -> dict[int, tokenizers.AddedToken]:
-        return dict(self.library.get_added_tokens_decoder())
+        return dict(self.native.get_added_tokens_decoder())
 
     def whole(self) -> WholeTokenizer:
         return self

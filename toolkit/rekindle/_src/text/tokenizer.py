@@ -126,7 +126,7 @@ class Tokenizer:
 
         For a large GGUF vocabulary it is built on first use, in seconds: nothing else here needs it.
         """
-        return self._text.whole().library
+        return self._text.whole().native
 
     def definition(self) -> bytes:
         """Return the text of a tokenizer.json for this tokenizer. Raises and takes as long as `backend`."""

@@ -326,14 +326,14 @@ class PartialTokenizer:
         words = {text} if not self._by_word or _SPACE in text else set(_WORD.findall(text))
         with self._lock:
             if self._whole is not None:
-                return self._whole.library
+                return self._whole.native
             new = words - self._part_words
             if not new:
                 return self._part.backend
             ids = self._inside(new)
             if ids is not None:
                 return self._part_with(ids, words, new).backend
-        return self.whole().library
+        return self.whole().native
 
     def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> Part:
         """Return a part with `ids`, the tokens in new words of a text, and the tokens of its other words.
