@@ -26,7 +26,8 @@ from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import rms_norm
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.resolve import LAYER_NORMS, reason_against
+from rekindle._src.programs.logprobs import logprobs_of, model_logprobs
+from rekindle._src.session.resolve import LAYER_NORMS, reason_against, reason_against_norms
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
@@ -141,6 +142,35 @@ def test_norms_of_heads_are_native() -> None:
     np.testing.assert_allclose(fixed(x), plain(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("vocab", [160, 2048])
+def test_log_probabilities_do_not_depend_on_the_number_of_rows(vocab: int) -> None:
+    """XLA's sums gave up to 5 of 37 rows other last bits, and a soft cap that joined the subtraction one of 72."""
+    config = replace(tiny_model().config, vocab_size=vocab, hidden_size=64, final_soft_cap=30.0)
+    graph, shapes = abstract_model(config)
+    draw = np.random.default_rng(vocab)
+    leaves = [jnp.asarray(draw.standard_normal(leaf.shape), leaf.dtype) for leaf in shapes]
+    graph = replace(graph, precision=replace(graph.precision, deterministic=True))
+    hidden = draw.standard_normal((37, 64)).astype(np.float32)
+    tokens = np.arange(37, dtype=np.int32)
+
+    @jax.jit
+    def together(hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+        logits = merge(graph, leaves).logits(hidden)
+        return logprobs_of(logits, tokens, deterministic=True)[:, 0]
+
+    @jax.jit
+    def apart(hidden: jax.Array) -> jax.Array:
+        return merge(graph, leaves).logits(hidden)
+
+    whole = np.asarray(together(hidden, tokens))
+    for rows in (1, 2, 6):
+        found = [np.asarray(together(hidden[at : at + rows], tokens[at : at + rows])) for at in range(0, 36, rows)]
+        np.testing.assert_array_equal(np.concatenate(found), whole[:36], err_msg=f"{rows} rows")
+    scores = jax.jit(functools.partial(model_logprobs, deterministic=True))(apart(hidden))
+    chosen = np.take_along_axis(np.asarray(scores), tokens[:, None], axis=1)[:, 0]
+    np.testing.assert_array_equal(chosen.view(np.int32), whole, err_msg="logits of another program")
+
+
 MODEL = replace(tiny_model().config, head_dim=16, hidden_size=64)
 
 
@@ -159,6 +189,7 @@ def test_families_whose_layer_norms_are_xlas_are_named() -> None:
         (replace(MODEL, head_dim=24), {}, "head size 24 is not a multiple of 16"),
         *((replace(MODEL, model_type=name), {}, "layer norms") for name in LAYER_NORMS),
         (replace(MODEL, hidden_size=40), {}, "hidden size 40 is not a multiple of 32"),
+        (replace(MODEL, layer_embedding=16), {}, "size 16 of the layers' embeddings is not a multiple of 32"),
         (
             replace(
                 MODEL,
@@ -172,6 +203,14 @@ def test_families_whose_layer_norms_are_xlas_are_named() -> None:
 def test_why_not(model: ModelConfig, options: dict[str, Any], words: str) -> None:
     assert reason_against(MODEL, EngineConfig()) is None
     assert words in (reason_against(model, EngineConfig(**options)) or "")
+
+
+def test_norms_of_heads_that_are_xlas_are_refused() -> None:
+    case = checkpoints.CASES["qwen3"] | {"hidden_size": 64}
+    for head_dim in (16, 32):
+        graph, _ = abstract_model(config_from_hf(case | {"head_dim": head_dim}))
+        wanted = None if head_dim == 32 else "norms of heads of 16, not a multiple of 32, are XLA's"
+        assert reason_against_norms(graph) == wanted
 
 
 @pytest.mark.anyio

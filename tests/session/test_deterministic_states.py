@@ -31,8 +31,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "falcon-h1-norm-before-gate": {"head_dim": 32, "mamba_d_ssm": 192, "mamba_d_head": 32, "mamba_d_state": 16},
     "granite4": {**TWO_HEADS, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_heads": 4},
     "nemotron-h": {"head_dim": 32, "mamba_head_dim": 32, "ssm_state_size": 16},
+    # Windows of 8, whose pages are given back, beside whole ones; and layers with embeddings, and with others' pages.
+    "gemma4-values-of-keys": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4-shared-pages-and-embeddings-of-layers": {
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 32,
+    },
 }
-QUICK = ("qwen3.5", "falcon-h1")
+QUICK = ("qwen3.5", "falcon-h1", "gemma4-values-of-keys")
 NAMES = [*by_default(QUICK), *(pytest.param(name, marks=pytest.mark.slow) for name in SIZES if name not in QUICK)]
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 256, "page_size": 16,

@@ -56,6 +56,32 @@ def test_a_deterministic_session_has_the_trainers_bits(session: Session, model: 
     assert (np.asarray(logprobs(changed, batch.tokens))[inside] != batch.logprobs[inside]).mean() > 0.9
 
 
+EXACT: dict[str, dict[str, Any]] = {
+    "gemma4-values-of-keys": {"head_dim": 32, "global_head_dim": 64},
+    "gemma4-shared-pages-and-embeddings-of-layers": {
+        "head_dim": 32, "global_head_dim": 64, "hidden_size_per_layer_input": 32,
+    },
+    "qwen3": {"head_dim": 32},
+    "qwen3.5": {"head_dim": 64, "num_hidden_layers": 2, "full_attention_interval": 2},
+}  # fmt: skip
+
+
+@native
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EXACT)
+def test_so_has_one_with_a_small_vocabulary_soft_caps_and_states(name: str) -> None:
+    """XLA adds the exponentials of few tokens in orders that depend on how many places there are."""
+    raw = checkpoints.CASES[name] | {"hidden_size": 64} | EXACT[name]
+    model = checkpoints.model(raw, checkpoints.tensors(raw))
+    with rekindle.open_sync(model, **OPTIONS | {"precompile": "lazy", "deterministic": True}) as session:
+        prompts = [[token % model.config.vocab_size for token in prompt(seed, 9)] for seed in range(3)]
+        batch = session.rollout_sync(prompts, n=2, max_tokens=12, pad_to=24, seed=1)
+        params = nnx.state(rekindle.models.merge(model.graph, model.leaves), nnx.Param)
+        own = np.asarray(jax.jit(rekindle.models.logprobs_like(session))(params, batch.tokens))
+    inside = batch.completion_mask
+    assert inside.sum() == 72 and own[inside].tolist() == batch.logprobs[inside].tolist()
+
+
 @native
 @pytest.mark.slow
 def test_its_ratio_is_one_and_its_gradient_the_plain_forms(session: Session, model: LoadedModel) -> None:

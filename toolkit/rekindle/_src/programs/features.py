@@ -224,11 +224,14 @@ class Features:
         return None if output is None else feature.on_host(output, plan)
 
 
-def features_of(processors: Sequence[LogitsProcessor] = (), vocab_size: int = 0, *more: Feature) -> Features:
+def features_of(
+    processors: Sequence[LogitsProcessor] = (), vocab_size: int = 0, *more: Feature, deterministic: bool = False
+) -> Features:
     """Return the features of a session with these logits processors, and `more` that depend on its model."""
     own = (Processors(processors),) if processors else ()
-    usual = LogitShaping(), Logprobs(), PromptLogprobs(), Pooling(), Distribution(vocab_size)
-    return Features((*own, *usual, *more), Guides())
+    scores = Logprobs(deterministic=deterministic), PromptLogprobs(deterministic=deterministic)
+    whole = Distribution(vocab_size, deterministic=deterministic)
+    return Features((*own, LogitShaping(), *scores, Pooling(), whole, *more), Guides())
 
 
 PLAIN = features_of()

@@ -238,7 +238,9 @@ class Programs:
         tables = (TailTables.of(model, config),) if self.tails else ()
         states = (StateSlots(),) if model.is_recurrent else ()
         more = (*adapters, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *states, *tables)
-        self.features = features or features_of(self.processors, model.vocab_size, *more)
+        self.features = features or features_of(
+            self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
+        )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state

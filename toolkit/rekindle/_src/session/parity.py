@@ -245,6 +245,6 @@ def _paged_logprobs(graph: Graph, config: EngineConfig, leaves: Any, tokens: jax
     attend = paged.PagedAttention(graph.config, pages, paging, 0, config.kernels, deterministic=True)
     every = jnp.asarray(np.tile(places, rows))
     hidden = model(tokens.reshape(-1), every, attend, jnp.full(rows * length, length, jnp.int32))
-    scores = model_logprobs(model.logits(hidden)).reshape(rows, length, -1)
+    scores = model_logprobs(model.logits(hidden), deterministic=True).reshape(rows, length, -1)
     of_tokens = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(of_tokens, ((0, 0), (1, 0)))

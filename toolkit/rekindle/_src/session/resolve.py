@@ -210,7 +210,7 @@ LAYER_NORMS = ("cohere", "cohere2", "gpt2", "starcoder2")  # XLA's have other bi
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
     """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
-    reason = reason_against(graph.config, config)
+    reason = reason_against(graph.config, config) or reason_against_norms(graph)
     if reason is not None:
         raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
     return dataclasses.replace(graph, precision=dataclasses.replace(graph.precision, deterministic=True))
@@ -244,4 +244,15 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"
     if model.hidden_size % WIDTH:
         return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
+    if model.layer_embedding % WIDTH:
+        return f"the size {model.layer_embedding} of the layers' embeddings is not a multiple of {WIDTH}"
+    return None
+
+
+def reason_against_norms(graph: Graph) -> str | None:
+    """Return why norms of heads are not native, which `ModelConfig` does not say; None if they are, or if there are
+    none."""
+    uneven = [pages.key_size for pages in graph.config.kinds_of_pages if pages.key_size % WIDTH]
+    if uneven and any(".qk_norm." in path for path in graph.paths):
+        return f"norms of heads of {uneven[0]}, not a multiple of {WIDTH}, are XLA's"
     return None

@@ -404,7 +404,10 @@ class Decoder(nnx.Module):
             head = self.embed if self.head is None else self.head
             logits = head_logits(hidden, head, self.precision, count=count)
             logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
-            return soft_cap(logits, self.config.final_soft_cap)
+            logits = soft_cap(logits, self.config.final_soft_cap)
+            if self.precision.deterministic and (self.config.logit_scale, self.config.final_soft_cap) != (1.0, None):
+                return jax.lax.reduce_precision(logits, 8, 22)  # as in `begin`: log-probabilities subtract from them
+            return logits
 
 
 class EncoderBlock(nnx.Module):
