@@ -97,7 +97,7 @@ def test_an_answer_by_the_models_own_template(opened: Opened) -> None:
     if "Instruct" not in opened.path.name:
         pytest.skip("a base model, whose file has no chat template")
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    done = opened.session.chat(question, max_tokens=16).result_sync()
+    done = opened.session.chat(question, temperature=0, max_tokens=16).result_sync()
     assert done.prompt is not None
     assert done.prompt.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     assert done.text.startswith("L'Étoile, la Cité, la"), "that is what llama.cpp answers with this file"

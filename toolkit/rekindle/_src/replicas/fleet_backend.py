@@ -223,6 +223,7 @@ class RollingSwap:
 
 Start = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
 LINGER = 1.0  # seconds for which replicas keep what no name means: a request may be on its way
+_SHOWN = 64  # characters of a user's name in the replicas' own, which has to be a name, too
 
 
 class RemoteAdapter(NamedTuple):
@@ -269,7 +270,7 @@ class FleetAdapters:
         """Load an adapter in all replicas, and give it its name then."""
         async with self._turn:
             self._number += 1
-            remote = f"{name} #{self._sender}.{self._number}"
+            remote = f"{name[:_SHOWN]}#{self._sender}.{self._number}"
             entry = AdapterSource(remote, source, alpha)
 
             async def give(link: Link) -> None:
