@@ -6,10 +6,14 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+
+# Notebooks are checked with jsonschema, which would take three seconds to build a grammar of addresses: it does without.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 import hypothesis  # noqa: F401  it asks the garbage collector about objects that are frozen later, see below
 import pytest
@@ -41,13 +45,23 @@ def take_over(source: Path, target: Path) -> None:
             part.replace(target / file.name)
 
 
+def take_programs(source: Path, target: Path) -> None:
+    """Link the compiled programs that `target` lacks: an entry is complete or absent, and its name says its causes."""
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for entry in source.iterdir() if source.is_dir() else ():
+        if entry.is_dir() and not entry.name.startswith(".") and not (target / entry.name).exists():
+            with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=target, prefix=".copy-") as scratch:
+                shutil.copytree(entry, Path(scratch) / "copy", copy_function=os.link)
+                (Path(scratch) / "copy").rename(target / entry.name)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder of a run: tests neither read nor fill the user's, and what they share is compiled once, also
     where several processes run them.
 
-    Runs that follow each other share the native kernels in the folder which REKINDLE_TEST_KERNELS names: each takes two
-    to four seconds to compile."""
+    Runs that follow each other share native kernels, each of which takes two to four seconds to compile, and programs,
+    in the folder which REKINDLE_TEST_KERNELS names."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     before = os.environ.get("REKINDLE_CACHE")
@@ -56,9 +70,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     kept = os.environ.get("REKINDLE_TEST_KERNELS")
     if kept:
         take_over(Path(kept), folder / "native")
+        take_programs(Path(kept) / "programs", folder / "programs")
     yield folder
     if kept:
         take_over(folder / "native", Path(kept))
+        take_programs(folder / "programs", Path(kept) / "programs")
     if before is None:
         del os.environ["REKINDLE_CACHE"]
     else:

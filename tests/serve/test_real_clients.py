@@ -9,7 +9,6 @@ import pytest
 
 import rekindle
 
-openai = pytest.importorskip("openai", reason="needs OpenAI's client")
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
 MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
@@ -22,8 +21,13 @@ def served() -> Iterator[tuple[rekindle.Session, rekindle.Server]]:
         server.close()
 
 
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    return pytest.importorskip("openai", reason="needs OpenAI's client")
+
+
 @pytest.fixture
-def client(served: Any) -> Iterator[Any]:
+def client(served: Any, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=served[1].url + "/v1", api_key="none", max_retries=0) as made:
         yield made
 
@@ -66,7 +70,7 @@ def test_cells_and_clients_share_the_prefix_cache(served: Any, client: Any) -> N
     assert done.usage.prompt_tokens_details.cached_tokens >= 64
 
 
-def test_structured_answers(client: Any) -> None:
+def test_structured_answers(client: Any, openai: Any) -> None:
     pytest.importorskip("llguidance", reason="structured output is the extra `structured`")
     pydantic = pytest.importorskip("pydantic", reason="OpenAI's client brings it")
     fields: Any = {"likes_balls": (bool, ...), "colour": (Literal["red", "blue"], ...)}

@@ -24,7 +24,11 @@ from workshop import reference
 
 anyio_test = pytest.mark.anyio
 QUESTION = prompt(1, 20)  # two pages and a half
-CHOICES = [prompt(2, 1), prompt(3, 3), prompt(4, 9), list(plain(QUESTION, 3))]
+
+
+def choices() -> list[list[int]]:
+    """Three of other lengths, and the one that the model would write."""
+    return [prompt(2, 1), prompt(3, 3), prompt(4, 9), list(plain(QUESTION, 3))]
 
 
 @pytest.fixture
@@ -59,9 +63,9 @@ def check(score: Score, before: list[int], choice: list[int]) -> None:
 
 @anyio_test
 async def test_scores_are_those_of_the_plain_loop_and_the_prompt_is_computed_once(session: Session) -> None:
-    call = session.score(QUESTION, CHOICES)
+    call = session.score(QUESTION, choices())
     scores = await call
-    for score, choice in zip(scores, CHOICES, strict=True):
+    for score, choice in zip(scores, choices(), strict=True):
         check(score, QUESTION, choice)
     assert scores[-1].greedy and not scores[2].greedy
     assert scores.choose() == max(scores, key=lambda one: one.logprob)
@@ -71,10 +75,10 @@ async def test_scores_are_those_of_the_plain_loop_and_the_prompt_is_computed_onc
     assert [session.explain(score.id).cached_tokens for score in scores] == [0, shared, shared, shared]
     computed = session.stats().scheduler.prefill_tokens
     rest = len(QUESTION) - shared
-    assert computed == len(QUESTION) + 3 * rest + sum(map(len, CHOICES))
+    assert computed == len(QUESTION) + 3 * rest + sum(map(len, choices()))
     assert call.usage.cached_tokens == 3 * shared and call.done
     # Warm, each choice begins with the page that holds the prompt's last token.
-    again = await session.score(QUESTION, CHOICES)
+    again = await session.score(QUESTION, choices())
     assert [score.cached_tokens for score in again] == [shared] * 4
     for first, second in zip(scores, again, strict=True):
         assert second.logprobs == pytest.approx(first.logprobs, abs=1e-5)
@@ -95,7 +99,7 @@ async def test_lists_of_prompts_beside_generation(session: Session) -> None:
     for question, result in zip(questions, await session.score(questions, own[0]), strict=True):
         check(result[0], question, own[0][0])
         check(result[1], question, own[0][1])
-    assert await session.score([], CHOICES) == []
+    assert await session.score([], own[0]) == []
 
 
 @anyio_test
