@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-# Notebooks are checked with jsonschema, which would take three seconds to build a grammar of addresses: it does without.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-
 import hypothesis  # noqa: F401  it asks the garbage collector about objects that are frozen later, see below
 import pytest
 
+# Notebooks are checked with jsonschema, which takes three seconds to build a grammar of addresses: it does without.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests count what is compiled when; those of the background build turn it on.
