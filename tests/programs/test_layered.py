@@ -94,6 +94,11 @@ def written(model: LoadedModel, programs: Programs, **options: Any) -> tuple[lis
     return [token for live in lives for token in live.outputs], probabilities
 
 
+def marks_of(name: str) -> Any:
+    """Some run by default, two that have differed once in CI, and the others weekly."""
+    return () if name in FEW else pytest.mark.thorough if name in ("qwen3.5", "deepseek-v2") else pytest.mark.slow
+
+
 def optimised(name: str) -> Any:
     """The case compiled as in a session of a user: the suite's level neither joins nor reorders anything."""
     mark = pytest.mark.thorough if name in ("qwen3.5", "lfm2") else pytest.mark.slow
@@ -103,7 +108,7 @@ def optimised(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        *(pytest.param(name, None, id=name, marks=() if name in FEW else pytest.mark.slow) for name in CASES),
+        *(pytest.param(name, None, id=name, marks=marks_of(name)) for name in CASES),
         *map(optimised, ONE_EACH.values()),
     ],
 )
