@@ -57,10 +57,11 @@ def commit_of(root: Path) -> str:
     if not (root / ".git").exists():
         return ""
     git = ["git", "-c", "core.fsmonitor=false", "-C", str(root)]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     words = []
     for arguments in (("rev-parse", "--short=8", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
         try:
-            done = subprocess.run([*git, *arguments], capture_output=True, text=True, timeout=5, check=True)
+            done = subprocess.run([*git, *arguments], env=plain, capture_output=True, text=True, timeout=5, check=True)
         except (OSError, subprocess.SubprocessError):
             return ""
         words.append(done.stdout.strip())

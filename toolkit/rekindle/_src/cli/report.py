@@ -1,4 +1,4 @@
-"""What `rekindle doctor` says of an installation as text that may be shown to others: version, commit, machine."""
+"""Text on an installation that may be shown to others: version, commit and machine, without home and secrets."""
 
 from __future__ import annotations
 
