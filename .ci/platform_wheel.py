@@ -32,6 +32,10 @@ class PlatformWheel(BuildHookInterface):
     """Makes the library, adds it and its manifest to the wheel, and the platform to the wheel's name."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "editable" and (commit := commit_of(Path(self.root))):
+            file = Path(tempfile.mkdtemp(prefix="rekindle-commit-")) / "commit.txt"  # until the wheel is written
+            file.write_text(f"{commit}\n")
+            build_data["force_include"][str(file)] = "rekindle/commit.txt"  # for `rekindle doctor`
         folder = Path(self.root) / PREBUILT
         if os.environ.get("REKINDLE_BUILD_KERNELS", "1") == "0":
             return
@@ -46,6 +50,22 @@ class PlatformWheel(BuildHookInterface):
         system = LINUX if sys.platform == "linux" else MACOS
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{system}_{platform.machine()}"
+
+
+def commit_of(root: Path) -> str:
+    """Return the clone's commit in short, with a word about changes; empty for a folder that is no clone."""
+    if not (root / ".git").exists():
+        return ""
+    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root)]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    words = []
+    for arguments in (("rev-parse", "--short=8", "HEAD"), ("status", "--porcelain", "--untracked-files=no")):
+        try:
+            done = subprocess.run([*git, *arguments], env=plain, capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        words.append(done.stdout.strip())
+    return f"{words[0]} with changes" if words[1] else words[0]
 
 
 def compiled(root: Path, folder: Path) -> bool:

@@ -28,8 +28,9 @@ plt.rcParams.update(
 OPTIONS = {"max_requests": 32, "max_model_len": 128, "precompile": "lazy", "quiet": True}
 rng = np.random.default_rng(0)
 table = pd.DataFrame(rng.integers(1, 80, (1000, 2)), columns=["left", "right"])
-table["question"] = "What is " + table["left"].astype(str) + " + " + table["right"].astype(str) + "?"
-table["answer"] = table["left"] + table["right"]
+table["sum"] = table["left"].astype(str) + " + " + table["right"].astype(str)
+table["question"] = "What is " + table["sum"] + "?"
+table["answer"] = table["sum"] + " = " + (table["left"] + table["right"]).astype(str)
 table.head()
 
 # %% [markdown]
@@ -52,24 +53,24 @@ table.head()
 
 
 # %%
-async def label(session, rows: pd.DataFrame) -> pd.DataFrame:
+async def label(session, rows: pd.DataFrame) -> rekindle.ScoreTable:
     """Log-probabilities of the right answer, of one more, one less and ten more, for each row."""
     prompts = [session.render([{"role": "user", "content": question}]) for question in rows["question"]]
-    sums = zip(rows["left"], rows["right"], rows["answer"], strict=True)
-    choices = [[f"{a} + {b} = {c + off}" for off in (0, 1, -1, 10)] for a, b, c in sums]
-    scores = await session.score(prompts, choices)
-    return pd.DataFrame([[one.logprob for one in row] for row in scores], columns=["right", "+1", "-1", "+10"])
+    sums = zip(rows["left"], rows["right"], strict=True)
+    choices = [[f"{a} + {b} = {a + b + off}" for off in (0, 1, -1, 10)] for a, b in sums]
+    return await session.score(prompts, choices)
 
 
 async with rekindle.open("tiny", dtype="float32", **OPTIONS) as session:
     await session.score("What is", [" 1", " 2"])  # compiles
     began = time.perf_counter()
-    exact = await label(session, table)
+    scores = await label(session, table)
     seconds = time.perf_counter() - began
-right = exact.to_numpy().argmax(axis=1) == 0
-print(f"1,000 rows, 4,000 choices in {seconds:.1f} s; {right.mean():.1%} right")
-assert 1 / len(exact.columns) == 0.25, "four choices"
-assert right.mean() > 0.5, "the model is better than chance"
+print(f"1,000 rows, 4,000 choices in {seconds:.1f} s; {scores.accuracy(table['answer']):.1%} right")
+assert 1 / len(scores[0]) == 0.25, "four choices"
+assert scores.accuracy(table["answer"]) > 0.5, "the model is better than chance"
+exact = scores.to_pandas()
+exact[["choice", "score", "margin"]].head()
 
 # %% [markdown]
 # ## How sure is it?
@@ -85,9 +86,8 @@ assert right.mean() > 0.5, "the model is better than chance"
 # </details>
 
 # %%
-ordered = np.sort(exact.to_numpy(), axis=1)
-table["margin"] = ordered[:, -1] - ordered[:, -2]
-table["correct"] = right
+table["margin"] = exact["margin"]
+table["correct"] = exact["choice"] == table["answer"]
 by_margin = table.sort_values("margin", ascending=False)["correct"].to_numpy()
 plt.plot(np.arange(1, 1001), np.cumsum(by_margin) / np.arange(1, 1001))
 plt.xlabel("rows kept, the surest first")
@@ -120,14 +120,14 @@ assert by_margin[:50].mean() < by_margin[50:500].mean(), (
 
 # %%
 held_out = table.tail(500)
-before = exact.tail(500).to_numpy().argmax(axis=1)
-print(f"{'float32':12} {np.mean(before == 0):.1%} right")
+before = exact["choice"].tail(500).to_numpy()
+print(f"{'float32':12} {held_out['correct'].mean():.1%} right")
 flipped = {}
 for name in ("int8-weight", "int4"):
     async with rekindle.open("tiny", quantize=name, **OPTIONS) as session:
-        now = (await label(session, held_out)).to_numpy().argmax(axis=1)
-    flipped[name] = now != before
-    print(f"{name:12} {np.mean(now == 0):.1%} right, {flipped[name].mean():.1%} of the labels changed")
+        now = await label(session, held_out)
+    flipped[name] = now.to_pandas()["choice"].to_numpy() != before
+    print(f"{name:12} {now.accuracy(held_out['answer']):.1%} right, {flipped[name].mean():.1%} of the labels changed")
 lost, kept = (held_out["margin"][rows].mean() for rows in (flipped["int4"], ~flipped["int4"]))
 print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {kept:.2f}")
 assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rekindle._src.cli import doctor
+import rekindle
+from rekindle._src.cli import doctor, report
+from rekindle._src.cli.doctor import Check
 from rekindle._src.cli.main import main
 from rekindle_kernels import unavailable_reason
 from rekindle_kernels.native import library
@@ -70,3 +75,74 @@ def test_the_whole_report_with_a_broken_cache_directory(
     (tmp_path / "file").write_text("in the way")
     assert main(["doctor", "--cache-dir", str(tmp_path / "file")]) == 1
     assert "fix: " in capsys.readouterr().out
+
+
+def test_the_report_tells_strangers_nothing_of_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Home directory, user name, logins, tokens and secrets of variables are left out; paths stay readable."""
+    home, token = tmp_path / "home" / "mallory", "hf_" + "a1B2" * 8
+    (home / "cache").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USER", "mallory")
+    monkeypatch.setenv("LOGNAME", "mallory")
+    monkeypatch.setenv("REKINDLE_API_KEY", "a secret of mine")
+    monkeypatch.setenv("REKINDLE_CACHE", str(home / "cache"))
+    for function in (report._homes, report._user):
+        function.cache_clear()
+
+    def checks(folder: Path) -> Iterator[Check]:
+        yield Check("pass", "jax", "1.0")
+        yield Check("fail", "folder", f"{folder} and {home}s are no files", f"rm {home}/x, or look in {home}.")
+        yield Check("warn", "hub", f"a secret of mine {token} s3://me:pass@bucket/x /scratch/mallory/y mallory's")
+
+    monkeypatch.setattr(doctor, "examine", checks)
+    try:
+        assert main(["doctor", "--report"]) == 1
+        text = capsys.readouterr().out
+        assert main(["doctor"]) == 1
+        plain = capsys.readouterr().out
+    finally:
+        for function in (report._homes, report._user):
+            function.cache_clear()
+    lines = text.splitlines()
+    assert lines[0].startswith(f"rekindle {rekindle.__version__}")
+    assert "REKINDLE_API_KEY is set, " in lines[4] and "REKINDLE_CACHE=~/cache" in lines[4]
+    assert f"fail  folder: ~/cache and {home}s are no files" in plain
+    assert "fix: rm ~/x, or look in ~.\n" in text and "\npass  jax" not in text and "jax " in text
+    assert "<REKINDLE_API_KEY> <token> s3://<login>@bucket/x /scratch/<user>/y" in text
+    assert token not in text and "a secret" not in text and "/scratch/mallory" not in text
+    assert "~/x" in plain and f"{home}/" not in plain
+
+
+def test_a_report_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--report", "--json"])
+    assert "--report" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_a_clone_of_rekindle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as within a hook of git's
+    assert report.commit_of(tmp_path) is None
+    monkeypatch.delenv("GIT_DIR")
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    assert report.commit_of(tmp_path) is None, "another repository, with an environment inside"
+    (tmp_path / "toolkit" / "rekindle").mkdir(parents=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    short = report.commit_of(tmp_path)
+    monkeypatch.delenv("GIT_DIR")
+    assert short is not None and git("rev-parse", "HEAD").startswith(short)
+    (tmp_path / "file").write_text("two")
+    assert report.commit_of(tmp_path) == f"{short} with changes"

@@ -8,13 +8,14 @@ import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rekindle._src.core import activity
-from rekindle._src.core.activity import Activity, ProgramWait, State
+from rekindle._src.core.activity import Activity, ProgramWait, State, in_notebook
+from rekindle.errors import UnsupportedModel
 
 
 class Clock:
@@ -194,3 +195,9 @@ def test_marimo_shows_it_in_the_cell_of_the_thread_that_waits(clock: Clock, monk
     assert outputs[1:] == [""]
     monkeypatch.delitem(sys.modules, "marimo")
     assert wait.shown_by_caller().__enter__() is None, "elsewhere the thread that compiles shows it"
+
+
+def test_a_module_that_another_thread_is_importing_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # it has no names yet
+    assert not in_notebook()
+    assert "no model" in "".join(UnsupportedModel("no model")._render_traceback_())

@@ -261,3 +261,15 @@ def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:
     blob[20 << 20] ^= 1
     with pytest.raises(StoreError, match="mark"):
         unpack(io.BytesIO(blob), "weights/abc", KEY, tmp_path / "again", 1 << 30)
+
+
+def test_the_mark_of_an_upload_goes_on_while_the_process_ends() -> None:
+    """Python ends all pools before `atexit` waits for uploads."""
+    pieces = [bytes([number]) * shared_cache._PIECE for number in range(4)]
+    expected, ending = shared_cache._Mark(b"key"), shared_cache._Mark(b"key")
+    for number, piece in enumerate(pieces):
+        expected.added(piece)
+        ending.added(piece)
+        if number == 1 and ending._pool is not None:
+            ending._pool.shutdown(wait=False)
+    assert ending.digest() == expected.digest()

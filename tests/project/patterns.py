@@ -63,6 +63,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/bench/limits.py": {r"layers\.(\d+)\.": US("a parameter's path", "a path")},
     "toolkit/rekindle/_src/cli/chat.py": {"COMMAND": USER("what is typed", "a message")},
+    "toolkit/rekindle/_src/cli/report.py": {
+        "_TOKEN": STRANGER("a check's text, with an error of a library's", "512 characters from where it begins"),
+        "_LOGIN": STRANGER("a check's text, with an error of a library's", "256 characters from where it begins"),
+    },
     "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
     "toolkit/rekindle/_src/kvcache/persist/snapshot.py": {"_NAME": USER("a snapshot's name", "100 characters")},
     "toolkit/rekindle/_src/models/loading/checkpoint.py": {

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def source_tree(folder: Path) -> Path:
 def test_without_kernels_it_is_pure_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_BUILD_KERNELS", "0")
     assert initialised(tmp_path) == {"force_include": {}}
+
+
+def test_a_wheel_says_which_commit_it_was_built_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    monkeypatch.setenv("REKINDLE_BUILD_KERNELS", "0")
+    for arguments in (["init", "-q"], ["commit", "-qm", "one", "--allow-empty"]):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
+    head = (tmp_path / ".git" / "HEAD").read_text().removeprefix("ref: ").strip()
+    ((file, name),) = initialised(tmp_path)["force_include"].items()
+    assert name == "rekindle/commit.txt"
+    assert (tmp_path / ".git" / head).read_text().startswith(Path(file).read_text().strip())
+    assert initialised(tmp_path, "editable") == {"force_include": {}}, "a clone says it itself"
 
 
 def test_where_they_cannot_be_compiled_one_line_says_why(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from helpers import checkpoints
 from helpers.python import run_python
-from helpers.sessions import eventually, fake_front, threads
+from helpers.sessions import CONFIG, eventually, fake_front, threads
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.session import opening as opening_module
 from rekindle._src.session.opening import Opening
 from rekindle.errors import OutOfMemory
 
@@ -147,3 +149,33 @@ def test_jax_is_not_imported_before_a_model_is_opened() -> None:
     """It takes a second, which would pass in the caller's thread, where it can't be shown."""
     program = "import sys, rekindle; rekindle.open('tiny'); print('jax' in sys.modules)"
     assert run_python("-W", "ignore", "-c", program) == "False\n"
+
+
+@pytest.mark.anyio
+async def test_a_notebook_says_once_that_its_cache_has_grown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond `disk_memory` and the room for everything else; only files of rekindle's own count."""
+    monkeypatch.setattr(opening_module, "LOOK_AFTER", 0.0)
+    monkeypatch.setattr(opening_module, "in_notebook", lambda: True)
+    config = dataclasses.replace(CONFIG, cache_dir=str(tmp_path), disk_memory=1 << 30)
+
+    async def opened() -> list[str]:
+        session = await Opening(lambda: fake_front(config))
+        await session.aclose()
+        eventually(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+        return [record.message for record in caplog.records if record.name == "rekindle.cache"]
+
+    def large(path: Path, size: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(size)  # takes no room on the disk
+
+    large(tmp_path / "mine" / "film", 9 << 30)
+    large(tmp_path / "weights" / "one", 4 << 30)
+    assert await opened() == []
+    large(tmp_path / "pages" / "two", 3 << 29)
+    (said,) = await opened()
+    assert f"the cache {tmp_path} has grown to 5.5 GiB, beyond its bound of 5.0 GiB" in said
+    assert "rekindle cache prune --to 5GiB" in said
+    assert await opened() == [said], "once in a process"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import pickle
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from helpers.driving import plain_logits
 from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, PAGE, opening, plain, prompt
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
-from rekindle import Score, Scores, Session
-from rekindle.errors import InvalidRequest, PromptTooLong
+from rekindle import Score, Scores, ScoreTable, Session
+from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong
 from workshop import reference
 
 anyio_test = pytest.mark.anyio
@@ -99,7 +102,7 @@ async def test_lists_of_prompts_beside_generation(session: Session) -> None:
     for question, result in zip(questions, await session.score(questions, own[0]), strict=True):
         check(result[0], question, own[0][0])
         check(result[1], question, own[0][1])
-    assert await session.score([], own[0]) == []
+    assert isinstance(scores, ScoreTable) and await session.score([], own[0]) == []
 
 
 @anyio_test
@@ -188,16 +191,104 @@ def test_what_is_no_question_is_refused(texts: Session, prompt_: Any, choices: A
 def test_columns_of_a_table_are_lists(texts: Session) -> None:
     pandas = pytest.importorskip("pandas")
     prompts, choices = ["Once upon", "There was"], [" a time", " a cat"]
-    table = pandas.DataFrame({"prompt": prompts, "choice": choices})
+    table = pandas.DataFrame({"prompt": prompts, "choice": choices}, index=["x", "y"])
     scores = texts.score_sync(table["prompt"], table["choice"])
-    assert [[one.logprob for one in row] for row in scores] == [
-        [one.logprob for one in row] for row in texts.score_sync(prompts, choices)
+    frame = table.join(scores.to_pandas().add_suffix("_scored"))
+    assert list(frame["prompt_scored"]) == prompts and list(frame["score_scored"]) == [
+        row.choose().logprob for row in scores
     ]
+    assert scores.accuracy(frame["choice_scored"]) == 1.0 == scores.accuracy(frame["place_scored"])
+    listed = texts.score_sync(prompts, choices)
+    assert list(listed.to_pandas().index) == [0, 1]
+    assert [[one.logprob for one in row] for row in scores] == [[one.logprob for one in row] for row in listed]
     assert [done.text for done in texts.generate_sync(table["prompt"], max_tokens=2)] == [
         done.text for done in texts.generate_sync(prompts, max_tokens=2)
     ]
     with pytest.raises(InvalidRequest, match="is neither text nor token ids"):
         texts.score_sync(pandas.Series(["Once upon", None]), choices)
+
+
+def scored(*logprobs: float, texts: list[str] | None = None) -> Scores:
+    """The scores of one prompt's choices, of a token each, whose texts are " a", " bb", " ccc" unless given."""
+    names = [" a", " bb", " ccc"][: len(logprobs)] if texts is None else texts
+    return Scores(
+        Score(f"r{place}", text, (place,), (logprob,), greedy=False, prompt_tokens=4, cached_tokens=0)
+        for place, (text, logprob) in enumerate(zip(names, logprobs, strict=True))
+    )
+
+
+TABLE = ScoreTable([scored(-2.0, -1.0, -3.0), scored(-1.5)], prompts=["One", "<b>Two</b>"], index=["x", "y"])
+
+
+def test_scores_of_several_prompts_are_a_table() -> None:
+    """A row for each prompt, by any measure; pickled, copied and shown with its prompts and its index."""
+    pandas = pytest.importorskip("pandas")
+    for table in (TABLE, pickle.loads(pickle.dumps(TABLE)), copy.copy(TABLE), copy.deepcopy(TABLE)):
+        assert isinstance(table, ScoreTable) and table == list(TABLE)
+        frame = table.to_pandas()
+        assert list(frame.columns) == ["prompt", "choice", "place", "score", "margin", "scores"]
+        assert list(frame.index) == ["x", "y"] and list(frame["prompt"]) == ["One", "<b>Two</b>"]
+        assert list(frame["choice"]) == [" bb", " a"] and list(frame["place"]) == [1, 0]
+        assert list(frame["score"]) == [-1.0, -1.5] and list(frame["scores"]) == [(-2.0, -1.0, -3.0), (-1.5,)]
+        assert frame["margin"][0:1].tolist() == [1.0] and math.isnan(frame["margin"]["y"])
+    by_bytes = TABLE.to_pandas(by="per_byte").loc["x"]
+    assert by_bytes["scores"] == pytest.approx((-1.0, -1 / 3, -0.75)) and by_bytes["margin"] == pytest.approx(
+        0.75 - 1 / 3
+    )
+    shown = TABLE._repr_html_()
+    assert "&lt;b&gt;Two" in shown and "<b>Two" not in shown and "2 prompts" in shown
+    assert repr(TABLE) == "<ScoreTable of 2 prompts>"
+    long = ScoreTable([scored(-1.0)] * 50)
+    assert long._repr_html_().count("-1.000") == 20 and "the first 20 are shown" in long._repr_html_()
+    assert ScoreTable([scored(-1.0, texts=[""])]).to_pandas()[["prompt", "choice"]].isna().all(axis=None), "token ids"
+    none = ScoreTable().to_pandas()
+    assert isinstance(none, pandas.DataFrame) and len(none) == 0 and "choice" in none.columns
+    with pytest.raises(InvalidRequest, match="'length'"):
+        TABLE.to_pandas(by="length")  # type: ignore[arg-type]
+
+
+def test_accuracy_counts_the_expected_choices() -> None:
+    """Against texts or places, of lists, arrays and columns; equal texts are one choice."""
+    pandas = pytest.importorskip("pandas")
+    table = ScoreTable([scored(-2.0, -1.0, -3.0), scored(-1.0, -1.5), scored(-1.0, -0.5, texts=[" a", " a"])])
+    texts, places = [" bb", " bb", " a"], [1, 1, 0]
+    assert table.accuracy(texts) == 2 / 3, "the first of two equal texts is meant, and the second one is the best"
+    assert table.accuracy(places) == 1 / 3
+    assert table.accuracy([" bb", 0, np.int64(1)]) == 1.0
+    for make in (tuple, np.asarray, pandas.Series, lambda values: pandas.Series(values, index=[7, 7, 0])):
+        assert table.accuracy(make(texts)) == 2 / 3 and table.accuracy(make(places)) == 1 / 3
+    assert table.accuracy(pandas.Series(texts, dtype="category")) == 2 / 3
+    assert table.accuracy([0, 0, 0]) == table.accuracy([0, 0, 0], by="per_token") == 1 / 3
+    assert ScoreTable([scored(-1.0, -1.4)]).accuracy([" bb"], by="per_byte") == 1.0, "of 2 and 3 bytes"
+
+
+@pytest.mark.parametrize(
+    ("expected", "field", "words"),
+    [
+        ([" a"], "expected", "has 1 entries for 2 prompts"),
+        (" a", "expected", "is not a column"),
+        (None, "expected", "is not a column"),
+        (["bb", " a"], "expected[0]", "Did you mean ' bb'?"),
+        ([" bb", " dd"], "expected[1]", "It has ' a'"),
+        ([1, 1], "expected[1]", "is no place among 1 choices"),
+        ([-1, 0], "expected[0]", "is no place among 3 choices"),
+        ([True, 0], "expected[0]", "is neither text nor a place"),
+        ([1.0, math.nan], "expected[0]", "is neither text nor a place"),
+    ],
+)
+def test_an_expectation_that_is_none_is_refused(expected: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        TABLE.accuracy(expected)
+    assert caught.value.field == field and words in str(caught.value)
+    with pytest.raises(InvalidRequest, match="at least one"):
+        ScoreTable().accuracy([])
+
+
+def test_without_pandas_a_table_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match=r"rekindle\[notebook\]"):
+        TABLE.to_pandas()
+    assert TABLE.accuracy([1, 0]) == 1.0
 
 
 def test_a_choice_beyond_the_context_fails_with_its_reason(texts: Session) -> None:

@@ -22,6 +22,8 @@ from rekindle import (
     Repetition,
     RowAnswer,
     RowAnswers,
+    Scores,
+    ScoreTable,
     Server,
     Session,
     SessionStats,
@@ -101,6 +103,13 @@ async def door(k: int) -> None:
     print(session.view.cache)  # pyright: ignore
     session.embed("x", poling="mean")  # pyright: ignore
     session.score("x", ["y"], prioriti=1)  # pyright: ignore
+    assert_type(await session.score("x", ["y"]), Scores)
+    assert_type(session.score_sync(["x", "z"], ["y"]), ScoreTable)
+    assert_type((await session.score(["x"], [["y"]])).accuracy([0]), float)
+    session.view.distribution([0.5, 1.5])  # a list, too
+    function, params = session.trainable()
+    assert_type(function(params, np.zeros((1, 2), np.int32)), jax.Array)
+    assert_type(params, dict[str, jax.Array])
     assert_type(await session.chat([{"role": "user", "content": "x"}], n=k, tools=[add]), list[Completion])
     reply = await session.chat([{"role": "user", "content": "x"}], tools=[add, {"name": "x"}], tool_choice="none")
     assert_type(reply.tool_calls, tuple[ToolCall, ...])

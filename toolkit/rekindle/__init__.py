@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.prompts import PromptLike
     from rekindle._src.session.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.session.rows import RowAnswer, RowAnswers, RowMap
-    from rekindle._src.session.scoring import Score, Scores, Scoring
+    from rekindle._src.session.scoring import Score, Scores, ScoreTable, Scoring
     from rekindle._src.session.session import Session, SleepReport
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
     from rekindle._src.session.tool_functions import ToolLike
@@ -120,7 +120,7 @@ _LAZY = {
         "session.prompts": ("PromptLike",),
         "session.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "session.rows": ("RowAnswer", "RowAnswers", "RowMap"),
-        "session.scoring": ("Score", "Scores", "Scoring"),
+        "session.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "session.session": ("Session", "SleepReport"),
         "session.page_sharing": ("SharedPages",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
@@ -142,9 +142,9 @@ __all__ = [
     "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport",
     "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score",
-    "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages",
-    "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport", "StoreError",
-    "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall",
+    "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats",
+    "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport",
+    "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall",
     "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun",
     "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "models", "open", "open_sync", "ray",
     "serve", "tiny",

@@ -49,8 +49,8 @@ class RekindleError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows in place of a traceback."""
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython is not None else None
+        get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # another thread may be importing it
+        shell = None if get_ipython is None else get_ipython()
         formatter = getattr(shell, "InteractiveTB", None)
         if shell is None or getattr(formatter, "mode", "") in ("Verbose", "Docs"):
             exception = traceback.TracebackException.from_exception(self)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups
+from rekindle._src.cli import report
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
@@ -42,12 +43,16 @@ class Check(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every check as it ends. Return the exit status: 1 if any failed."""
-    failed = False
-    checks = []
-    for check in _selected_checks(arguments):
+    failed, checks = False, []
+    shown = report.for_others if arguments.report else report.with_tilde
+    if arguments.report:
+        print(shown("\n".join(report.header())))
+    for found in _selected_checks(arguments):
+        check = found._replace(title=shown(found.title), detail=shown(found.detail), fix=shown(found.fix))
         failed |= check.status == "fail"
         checks.append(check)
-        if not arguments.json:
+        in_header = arguments.report and check.status == "pass" and check.title in report.IN_HEADER
+        if not (arguments.json or in_header):
             fix = f"\n      fix: {check.fix}" if check.fix else ""
             print(f"{check.status:4}  {check.title}: {check.detail}{fix}")
     if arguments.json:
@@ -107,6 +112,7 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
+    yield Check("pass", "rekindle", report.version())
     yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in REQUIRED:
         yield _installed(package, "fail", "pip install rekindle")
@@ -114,10 +120,8 @@ def _packages() -> Iterator[Check]:
 
 
 def _installed(package: str, otherwise: Literal["warn", "fail"], fix: str) -> Check:
-    try:
-        return Check("pass", package, importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return Check(otherwise, package, "is not installed", fix)
+    version = report.installed(package)
+    return Check(otherwise, package, "is not installed", fix) if version is None else Check("pass", package, version)
 
 
 def _shadowing() -> Iterator[Check]:
@@ -151,10 +155,11 @@ def _native() -> Iterator[Check]:
     """Check for the native kernels, which replace slow operations of XLA:CPU. CPU only."""
     import jax
 
-    from rekindle_kernels import kernels_origin, unavailable_reason
+    from rekindle_kernels import configure, kernels_origin, unavailable_reason
 
     if jax.default_backend() != "cpu":
         return
+    configure(cache_folder=cache_folder())  # as a session does
     reason = unavailable_reason()
     if reason is None:
         yield Check("pass", "native kernels", kernels_origin())

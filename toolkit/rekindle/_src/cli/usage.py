@@ -187,6 +187,11 @@ def check_names(arguments: argparse.Namespace) -> None:
         raise ConfigError("NAME", arguments.names[0], "is for rm", f"Write rekindle cache rm {arguments.names[0]}")
 
 
+def check_report(arguments: argparse.Namespace) -> None:
+    if arguments.report and arguments.json:
+        raise ConfigError("--report", True, "is text, and --json is none", "Pass one of them")
+
+
 def check_out(arguments: argparse.Namespace) -> None:
     if arguments.out.exists():
         raise ConfigError("out", str(arguments.out), "exists already", "Remove it, or pass another name")

@@ -436,6 +436,5 @@ def in_marimo() -> bool:
 
 def in_notebook() -> bool:
     """True if this process is a Jupyter kernel. IPython is not imported: a kernel has it already."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)  # another thread may be importing it
+    return get_ipython is not None and hasattr(get_ipython(), "kernel")

@@ -359,6 +359,7 @@ class _Mark:
         self._state = hmac.new(key or b"", b"rekindle blob", "sha256")
         self._pool: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
+        self._last: Future[None] | None = None
 
     def added(self, data: bytes) -> bytes:
         if self._pool is None and len(data) < _PIECE:
@@ -372,7 +373,15 @@ class _Mark:
     def later(self, data: bytes | memoryview) -> Future[None]:
         """Add data by the thread. The data may change once the future is done."""
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache")
-        return self._pool.submit(self._state.update, data)
+        try:
+            self._last = self._pool.submit(self._state.update, data)
+        except RuntimeError:  # the process ends: pools take no more work, while its uploads still have some seconds
+            if self._last is not None:
+                self._last.result()
+            self._state.update(data)
+            self._last = Future()
+            self._last.set_result(None)
+        return self._last
 
     def digest(self) -> bytes:
         if self._pool is not None:

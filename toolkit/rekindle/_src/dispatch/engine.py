@@ -55,6 +55,7 @@ class Resources(NamedTuple):
     swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     set_aside: Callable[[Sequence[PageMove]], None] | None = None  # on the device thread: reads pages out
     model: Callable[[], Any] | None = None  # the loaded model that is in use
+    merged: bool = False  # an adapter was added to its weights, and is added to those of each swap, too
     # On the device thread: reads pages out and gives device memory back; the flag drops the weights, to be read again.
     # Returns the bytes of weights and of pages. `wake` takes None, or other weights, whose root key it returns.
     sleep: Callable[[Sequence[PageMove], bool], Any] | None = None

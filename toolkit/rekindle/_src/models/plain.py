@@ -5,21 +5,22 @@ Axes: B sequences, T tokens of each, H query heads, K KV heads, D head size, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rekindle._src.models.base import LoadedModel, Model, merge
+from rekindle._src.models.base import LoadedModel, Model, graph_of, merge
 from rekindle._src.models.config import AttentionSpec, ModelConfig, SharedWith
 from rekindle.errors import InvalidRequest
 from rekindle_kernels import RaggedBatch
 
 if TYPE_CHECKING:
     from flax import nnx
-    from jax.typing import ArrayLike
+    from jax.typing import ArrayLike, DTypeLike
 
 
 def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
@@ -50,6 +51,39 @@ def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temper
     every = jax.nn.log_softmax(logits(model, ids)[:, :-1] / temperature, axis=-1)
     of_tokens = jnp.take_along_axis(every, ids[:, 1:, None], axis=-1)[..., 0]
     return jnp.pad(of_tokens, ((0, 0), (1, 0)))
+
+
+def trainable(model: LoadedModel) -> tuple[Callable[[Mapping[str, Array], ArrayLike], Array], dict[str, Array]]:
+    """Return the `logits` of a model as a function of parameters by path and of tokens, and a copy of its parameters.
+
+    Raise ValueError for integer weights: they have no derivatives.
+    """
+    precision = dataclasses.replace(model.graph.precision, loop_experts=False)  # whose stacks would be integers
+    graph, shapes = graph_of(model.graph.config, precision)
+    integers = [
+        path for path, leaf in zip(graph.paths, shapes, strict=True) if not jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    if integers:
+        raise ValueError(f"{len(integers)} of {len(shapes)} arrays are integers, such as {integers[0]}")
+    known, stored = frozenset(graph.paths), dict(zip(model.graph.paths, model.leaves, strict=True))
+    parameters = {
+        path: jnp.array(_as_floats(stored[path], leaf.dtype), copy=True)
+        for path, leaf in zip(graph.paths, shapes, strict=True)
+    }
+
+    def compute(parameters: Mapping[str, Array], tokens: ArrayLike) -> Array:
+        if parameters.keys() != known:
+            other = min(parameters.keys() ^ known)
+            problem = f"is {'missing' if other in known else 'no parameter of this model'}"
+            raise InvalidRequest("params", other, problem, "Pass what session.trainable() returned, with its paths")
+        return logits(cast("nnx.Module", merge(graph, [parameters[path] for path in graph.paths])), tokens)
+
+    return compute, parameters
+
+
+def _as_floats(stored: Array, dtype: DTypeLike) -> Array:
+    """Return an array of floats whose bits may be stored as integers."""
+    return stored if stored.dtype == dtype else jax.lax.bitcast_convert_type(stored, dtype)
 
 
 class AttendOwn:

@@ -209,6 +209,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         weights=_weights_held(loaded, config),
         mesh=_mesh(loaded, config),
         model=lambda: weights.model,
+        merged=merge is not None,
         swap=weights.swap,
         set_aside=runner.set_aside if others.agreement is None else None,
         sleep=weights.sleep if others.agreement is None else None,

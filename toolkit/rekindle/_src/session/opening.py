@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import threading
@@ -12,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
-from rekindle._src.core.activity import Activity
-from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.activity import Activity, in_notebook
+from rekindle._src.core.config import EngineConfig, OpenOptions, cache_folder
 from rekindle._src.core.memory import check_address_space, gc_paused
 from rekindle._src.core.names import checked_name
 from rekindle._src.core.options import takes_options
@@ -25,6 +26,7 @@ from rekindle._src.dispatch.threads import capture_contexts
 from rekindle._src.session.call import Call
 from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle.errors import ConfigError
+from rekindle_kernels.private_files import KINDS
 
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.session.head_start import HeadStart
     from rekindle._src.session.session import Session
+
+log = logging.getLogger("rekindle.cache")
+OTHER_MEMORY = 4 << 30  # bytes that a cache folder is meant to hold in addition to pages and snapshots
+LOOK_AFTER = 2.0  # seconds after a session has opened: its first text comes before a look at the size of the cache
 
 
 class Opening(Call["Session"]):
@@ -53,6 +59,10 @@ class Opening(Call["Session"]):
                 with self._progress or contextlib.nullcontext():
                     front = await host.opened.get()
                     self._session = _session().attached(host, front)
+                if in_notebook():
+                    look = threading.Timer(LOOK_AFTER, say_if_large, [front.config])
+                    look.daemon = True
+                    look.start()
             except BaseException as error:
                 self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
@@ -198,6 +208,39 @@ def _session() -> type[Session]:
     from rekindle._src.session.session import Session
 
     return Session
+
+
+_said: set[Path] = set()  # cache folders that this process has said to be large
+
+
+def say_if_large(config: EngineConfig) -> None:
+    """Log that the cache folder has grown beyond its bound, once in a process, with the commands that show and trim it.
+
+    Each kind of entry has a bound of its own. That of weights is a number of models, whose sizes differ, so that the
+    folder as a whole is looked at: `disk_memory` for pages and snapshots, and `OTHER_MEMORY` for everything else.
+    """
+    folder = cache_folder(config.cache_dir)
+    if folder in _said:
+        return
+    size, bound = size_of_cache(folder), config.disk_memory + OTHER_MEMORY
+    if size > bound:
+        _said.add(folder)
+        log.warning(
+            "the cache %s has grown to %.1f GiB, beyond its bound of %.1f GiB: `rekindle cache ls` shows it by model, "
+            "`rekindle cache rm NAME` removes a model's, `rekindle cache prune --to %.0fGiB` what was used longest ago",
+            folder, size / 2**30, bound / 2**30, max(1, bound >> 30),
+        )  # fmt: skip
+
+
+def size_of_cache(folder: Path) -> int:
+    """Return the bytes of the files that rekindle keeps in a cache folder. Links are not followed."""
+    size = 0
+    for kind in KINDS:
+        for parent, _, names in os.walk(folder / kind):
+            for name in names:
+                with contextlib.suppress(OSError):  # another process removed it meanwhile
+                    size += os.lstat(os.path.join(parent, name)).st_size
+    return size
 
 
 _opened: list[bool] = []  # not empty once this process has opened a session: then JAX has its threads

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -26,16 +27,17 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.embedding import texts_shown, usage_so_far
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, MissingExtra
 
 T = TypeVar("T")
 Measure = Literal["logprob", "per_token", "per_byte"]
 MEASURES = ("logprob", "per_token", "per_byte")
+ROWS_SHOWN = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Score(html.Record):
-    """The log-probability of one choice behind its prompt."""
+    """The log-probability of one choice after its prompt."""
 
     id: str  # of its request, for `session.explain`
     text: str  # of the choice; empty where it was passed as token ids
@@ -100,6 +102,96 @@ class Scores(list[Score]):
         return str(html.block(html.line(html.count(len(self), "choice"), prompt), html.table(heads, rows)))
 
 
+class ScoreTable(list[Scores]):
+    """The scores of several prompts, in their order: a list of `Scores`, and a table with a row for each prompt."""
+
+    def __init__(self, scores: Any = (), *, prompts: Any = (), index: Any = None) -> None:
+        super().__init__(scores)
+        self._prompts: list[str | None] = [*prompts] or [None] * len(self)  # None for one of token ids
+        self._index = index  # of the column that the prompts were
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(ScoreTable, prompts=self._prompts, index=self._index), (list(self),)
+
+    def to_pandas(self, by: Measure = "logprob") -> Any:
+        """Return a DataFrame with a row for each prompt; the index is that of the prompts' own column.
+
+        Its columns are prompt, choice and place (the best choice's text, and its place from 0), its score by the
+        measure, the margin to the second best (NaN where there is one choice), and scores, a tuple of all choices'.
+        Texts are None where token ids were passed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtra("pandas", "notebook") from None
+        places = [scores.rank(by) for scores in self]
+        values = [tuple(float(getattr(score, by)) for score in scores) for scores in self]
+        columns: dict[str, Any] = {
+            "prompt": self._prompts,
+            "choice": [scores[order[0]].text or None for scores, order in zip(self, places, strict=True)],
+            "place": [order[0] for order in places],
+            "score": [one[order[0]] for one, order in zip(values, places, strict=True)],
+            "margin": [
+                one[order[0]] - one[order[1]] if len(order) > 1 else math.nan
+                for one, order in zip(values, places, strict=True)
+            ],
+            "scores": values,
+        }
+        return pandas.DataFrame(columns, index=self._index)
+
+    def accuracy(self, expected: Any, by: Measure = "logprob") -> float:
+        """Return the share of the prompts whose best choice is the expected one.
+
+        `expected` is a column or list with an entry for each prompt, in their order: the choice's text as it was
+        passed, or its place, from 0.
+        """
+        if isinstance(column := from_column(expected), np.ndarray):
+            expected = column.tolist()
+        if isinstance(expected, str | bytes) or not isinstance(expected, Sequence):
+            raise InvalidRequest("expected", expected, "is not a column", "Pass a text or a place for each prompt")
+        if len(expected) != len(self) or not self:
+            problem = f"has {len(expected):,} entries for {html.count(len(self), 'prompt')}"
+            raise InvalidRequest("expected", expected, problem, "Pass one for each prompt, and at least one")
+        wanted = [_expected(entry, row, scores) for row, (entry, scores) in enumerate(zip(expected, self, strict=True))]
+        return sum(scores.rank(by)[0] in places for scores, places in zip(self, wanted, strict=True)) / len(self)
+
+    def __repr__(self) -> str:
+        return f"<ScoreTable of {html.count(len(self), 'prompt')}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (html.shorten(prompt or "", 100), html.shorten(best.text, 60), f"{best.logprob:.3f}", len(scores))
+            for prompt, scores in zip(self._prompts[:ROWS_SHOWN], self[:ROWS_SHOWN], strict=True)
+            if (best := scores.choose())
+        ]
+        more = f"the first {ROWS_SHOWN} are shown" if len(self) > ROWS_SHOWN else ""
+        heads = ("prompt", "best choice", "log-probability", "choices")
+        return str(html.block(html.line(html.count(len(self), "prompt"), more), html.table(heads, rows)))
+
+
+def _expected(entry: object, row: int, scores: Scores) -> frozenset[int]:
+    """Return the places of the expected choice: those of its text, which may stand twice, or the one that is named."""
+    field = f"expected[{row}]"
+    if isinstance(entry, str):
+        places = frozenset(place for place, score in enumerate(scores) if score.text == entry)
+        if not places:
+            texts = [score.text for score in scores if score.text]
+            near = next((text for text in texts if text.strip() == entry.strip()), None)
+            known = (
+                f"It has {', '.join(repr(html.shorten(text, 40)) for text in texts[:4])}" if texts else "Pass places"
+            )
+            fix = known if near is None else f"Did you mean {near!r}?"
+            raise InvalidRequest(field, entry, "is no choice of this prompt", fix)
+        return places
+    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
+        fix = "Pass the choice's text, or its place as an int"
+        raise InvalidRequest(field, entry, "is neither text nor a place", fix)
+    place = entry.__index__()
+    if not 0 <= place < len(scores):
+        raise InvalidRequest(field, place, f"is no place among {len(scores)} choices", "Count from 0")
+    return frozenset({place})
+
+
 class Scoring(Call[T]):
     """The call that `session.score` returns: await it for the scores. After that, `usage` counts its tokens."""
 
@@ -160,7 +252,7 @@ class ScoreRequests:
         *,
         salt: str | None = None,
         priority: int = 0,
-    ) -> Scoring[list[Scores]]: ...
+    ) -> Scoring[ScoreTable]: ...
     def score(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0, **unknown: Any) -> Any:
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
@@ -169,7 +261,8 @@ class ScoreRequests:
 
         The prompt is computed once: its choices share its pages and run together, as do prompts with a common
         beginning. For a list of prompts, `choices` are those of all of them, or a list for each, and the result is a
-        list of `Scores`. Prompts and choices are text or token ids.
+        `ScoreTable`: a list of `Scores` with `to_pandas()` and `accuracy(expected)`. Prompts and choices are text or
+        token ids.
 
         Texts are encoded together, as the model would meet them. Where a choice changes the last tokens of its prompt
         (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
@@ -204,7 +297,10 @@ class ScoreRequests:
                 )
                 for question, encoding in zip(questions, encoded, strict=True)
             ]
-            return scores if many else scores[0]
+            if not many:
+                return scores[0]
+            index = prompt.index if hasattr(prompt, "iloc") else None  # a column of pandas
+            return ScoreTable(scores, prompts=[one.text for one in prompts], index=index)
 
         return Scoring(prepare, finish, long=sum(question.characters for question in questions) >= LONG_TEXT)
 
@@ -220,7 +316,7 @@ class ScoreRequests:
         *,
         salt: str | None = None,
         priority: int = 0,
-    ) -> list[Scores]: ...
+    ) -> ScoreTable: ...
     def score_sync(self, prompt: Any, choices: Any, **options: Any) -> Any:
         """Run `score` from code without an event loop: blocks this thread until the scores are there."""
         call: Scoring[Any] = self.score(prompt, choices, **options)

@@ -45,6 +45,7 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
+    import jax.typing
     from numpy.typing import ArrayLike
 
     from rekindle._src.notebook.chat import ChatView
@@ -568,6 +569,48 @@ class Session(
             if pinned:
                 raise InvalidRequest("cache", "keep", f"can't move {pinned} pinned pages", "Unpin them first")
         return await client.swap_weights(partial(resources.swap, weights), resources.set_aside if keep else None)
+
+    def trainable(
+        self,
+    ) -> tuple[Callable[[Mapping[str, jax.Array], jax.typing.ArrayLike], jax.Array], dict[str, jax.Array]]:
+        """Return a function for a trainer, and the parameters that it takes: a copy of the session's weights by path.
+
+            logits, params = session.trainable()
+
+            @jax.jit
+            def step(params, tokens):
+                loss = lambda params: cross_entropy(logits(params, tokens[:, :-1]), tokens[:, 1:])
+                return jax.tree.map(lambda old, change: old - 1e-3 * change, params, jax.grad(loss)(params))
+
+            await session.swap_weights(step(params, tokens))
+
+        The function computes the logits [B, T, V] of tokens [B, T], in float32, and is pure: call it inside `jax.jit`.
+        It keeps nothing of the session, which may go on, sleep or close meanwhile. Padding at the end of a line
+        changes nothing before it. Parameters are arrays of the session's `dtype` with the paths that `swap_weights`
+        takes. You may donate them to your own programs until you pass them to `swap_weights`: from then on they are
+        the session's, and another call of `trainable` returns a new copy.
+
+        Integer weights, several devices, and an adapter that the session was opened to `merge` are refused.
+        """
+        resources, client = self._engine.resources, self._client
+        client.host.check()
+        in_use = resources.model
+        for refused, problem, fix in (
+            (in_use is None, "has no weights of its own", "Open another session with rekindle.open"),
+            (self._asleep, "sleeps", "Await session.wake() first"),
+            (resources.mesh is not None, "has its weights on several devices", "Open one without a mesh"),
+            (resources.merged, "adds an adapter to all weights that it gets", "Open one without merge"),
+        ):
+            if refused:
+                raise InvalidRequest("session", repr(self), problem, fix)
+        assert in_use is not None, "a session without weights was refused"
+        from rekindle._src.models.plain import trainable
+
+        try:
+            return run_sync(client.exclusive(lambda: trainable(in_use()), lambda _: None))
+        except ValueError as error:
+            fix = "Open it without quantize, or a file of integers as floats: rekindle export FILE FOLDER --type f32"
+            raise InvalidRequest("session", repr(self), f"can't be trained: {error}", fix) from None
 
     # One step at a time.
 

@@ -1,0 +1,108 @@
+"""`session.trainable`: a trainer's function and parameters, whose result the session serves as the plain loop would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import adapters, checkpoints
+from helpers.plain_loop import plain_loop
+from helpers.small import CONTEXT, MODEL, opening, plain, prompt
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.placement import random_model
+from rekindle._src.models.plain import trainable
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.session.weights import replace_weights
+from rekindle.errors import InvalidRequest
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+TEXT = np.asarray([prompt(1, 16), prompt(2, 16)], np.int32)
+
+
+def losses(compute: Any, params: Mapping[str, jax.Array], rate: float) -> tuple[list[float], Any]:
+    """The loss of each of four plain steps of gradient descent, and the parameters after them."""
+    text = jnp.asarray(TEXT % len(params["embed.weight"]))
+
+    def loss(params: Any) -> jax.Array:
+        every = jax.nn.log_softmax(compute(params, text[:, :-1]), axis=-1)
+        return -jnp.take_along_axis(every, text[:, 1:, None], axis=-1).mean()
+
+    @jax.jit(donate_argnums=0)
+    def step(params: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda old, change: old - jnp.asarray(rate, old.dtype) * change, params, gradient)
+
+    values = []
+    for _ in range(4):
+        value, params = step(params)
+        values.append(float(value))
+    return values, params
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_steps_lower_the_loss_and_the_session_serves_the_result() -> None:
+    """With the tokens of the plain loop over the new weights; the session's own are not those that are donated."""
+    ids = prompt(7, 12)
+    async with opening(precompile="lazy") as session:
+        compute, params = session.trainable()
+        run = jax.jit(compute)
+        logits = np.asarray(run(params, jnp.asarray([ids])))
+        assert logits.dtype == np.float32 and int(logits[0, -1].argmax()) == plain(ids, 1)[0]
+        values, params = losses(compute, params, 0.3)
+        assert values == sorted(values, reverse=True) and values[-1] < 0.8 * values[0], values
+        assert (await session.generate(ids, max_tokens=8)).token_ids == plain(ids, 8), "it has its own weights still"
+        assert await session.swap_weights(params) == 1
+        trained = replace_weights(MODEL, params)
+        expected = plain_loop(trained, ids, 8, context=CONTEXT)
+        assert (await session.generate(ids, max_tokens=8)).token_ids == tuple(expected) != plain(ids, 8)
+        again, params = session.trainable()
+        for path, leaf in zip(trained.graph.paths, trained.leaves, strict=True):
+            np.testing.assert_array_equal(params[path], leaf)
+        short = {path: array for path, array in params.items() if path != "norm.weight"}
+        for wrong, words in ((short, "norm.weight.*is missing"), ({**params, "a": TEXT}, "'?a'?: is no parameter")):
+            with pytest.raises(InvalidRequest, match=words):
+                again(wrong, TEXT)
+        await session.sleep()
+        with pytest.raises(InvalidRequest, match="sleeps"):
+            session.trainable()
+        assert not np.array_equal(run(params, jnp.asarray([ids])), logits), "it needs no session"
+        await session.wake()
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("mixtral", "bfloat16"),  # a session holds its experts as integers
+        pytest.param("qwen3.5", "float32", marks=pytest.mark.thorough),
+        pytest.param("gpt-oss", "bfloat16", marks=pytest.mark.thorough),
+        pytest.param("deepseek-v2", "float32", marks=pytest.mark.thorough),
+        pytest.param("gemma4-moe", "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
+def test_other_families_learn_too(case: str, dtype: Any) -> None:
+    model: LoadedModel = random_model(config_from_hf(checkpoints.CASES[case]), dtype=dtype)
+    compute, params = trainable(model)
+    assert {jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in params.values()} == {True}
+    values, params = losses(compute, params, 0.1)
+    assert values[-1] < values[0], values
+    trained = replace_weights(model, params)
+    assert [leaf.dtype for leaf in trained.leaves] == [leaf.dtype for leaf in model.leaves]
+
+
+def test_weights_that_have_no_derivatives_are_refused(tmp_path: Path) -> None:
+    """Integers, and an adapter that would be added a second time."""
+    options: dict[str, Any] = {"disk_memory": 0, "precompile": "lazy", "quiet": True, "max_model_len": 64}
+    model = random_model(MODEL.config, dtype="float32", quantize="int8")
+    with rekindle.open_sync(model, **options) as session, pytest.raises(InvalidRequest, match="arrays are integers"):
+        session.trainable()
+    folder = adapters.write(tmp_path / "adapter", MODEL.config)
+    with opening(merge=folder, **options).result_sync() as session, pytest.raises(InvalidRequest, match="merge"):
+        session.trainable()
