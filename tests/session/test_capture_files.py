@@ -254,7 +254,7 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
     errors = await refusals(session, tmp_path, 4 * MOST_UNATTENDED)
     assert errors.count(InvalidRequest) == MOST_UNATTENDED and Busy in errors
     assert writers() == MOST_UNATTENDED
-    with pytest.raises(Busy, match="8 folders of other requests' captures, such as .*, do not answer") as busy:
+    with pytest.raises(Busy, match=r"8 folders of other requests' captures, such as .*, do not answer") as busy:
         await session.generate(PROMPTS[0], capture=Capture({"norm": True}, into=tmp_path / "elsewhere"))
     assert busy.value.retry_after > 0 and writers() == MOST_UNATTENDED
     assert len((await session.generate(PROMPTS[0], **GREEDY)).token_ids) == 12

@@ -72,6 +72,10 @@ class SchedulerLike(Protocol):
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a running request from outside, because the detokenizer met a stop string."""
 
+    def failures(self) -> tuple[TokenEvent, ...]:
+        """Take out the events of requests that ended because another one's pages are out of use."""
+        ...
+
     def plan(self) -> StepPlan | None:
         """Return the next step, assuming that every step planned before succeeds."""
 

@@ -34,9 +34,7 @@ class Doors:
 
     def __init__(self, most: int = MOST_UNATTENDED) -> None:
         self._most = most
-        self._since: dict[
-            CaptureWriter, float
-        ] = {}  # those threads, and when each began to work for no running request
+        self._since: dict[CaptureWriter, float] = {}  # when each of these threads began to work for no running request
         self._wakeups: list[Wakeup] = []
 
     def __len__(self) -> int:
