@@ -52,7 +52,8 @@ class SchedulerLike(Protocol):
 
     @property
     def held(self) -> bool:
-        """True if a running request is in no step for now because what it captures waits for its disk."""
+        """True if a request is in no step for now because it waits for a disk: to read its pages, or to take what it
+        captures."""
 
     @property
     def cache(self) -> object | None:

@@ -63,6 +63,11 @@ class Admission:
         return self._claims.parked
 
     @property
+    def loading(self) -> int:
+        """Sequences that wait for a disk, which has not hung for long."""
+        return len(self._loading)
+
+    @property
     def possible(self) -> bool:
         if self._loading:
             self._wake(self._loading.ready())
@@ -386,8 +391,8 @@ class DiskReads:
         return bool(fetches)
 
     def ready(self) -> list[Sequence]:
-        """Take out the sequences whose pages have been read."""
-        loaded = [sequence for sequence in self._waiting if all(fetch.finished for fetch in self._fetches[sequence])]
+        """Take out the sequences whose pages have been read, or whose disk hangs: these compute what is not there."""
+        loaded = [sequence for sequence in self._waiting if all(fetch.over for fetch in self._fetches[sequence])]
         for sequence in loaded:
             sequence.status = self._waiting.pop(sequence)
         return loaded

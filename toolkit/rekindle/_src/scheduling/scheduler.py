@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def held(self) -> bool:
-        return any(sequence.held for sequence in self._running_set.running)
+        return self._admission.loading > 0 or any(sequence.held for sequence in self._running_set.running)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""

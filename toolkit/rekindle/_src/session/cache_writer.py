@@ -53,7 +53,9 @@ SAVES = 3  # the most attempts to save what another process removes
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
-CLOSE_SECONDS = 1.5  # the most that saving may delay the end of a session that was opened with restore
+CLOSE_SECONDS = (
+    1.5  # the most that saving delays the end of a session that was opened with restore; twice, if a disk hangs
+)
 EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all sessions are saving
 
 
@@ -181,10 +183,19 @@ class CacheWriter:
         if self._disk is None or self._distrusted:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
+        reply: OneShot[None] = OneShot()
+        self._start()
+        self._jobs.put((lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline), reply))
+        hung = StoreError("the disk did not answer")
+        timer = threading.Timer(2 * CLOSE_SECONDS, reply.fail, [hung])  # a job that waits for a disk can't be stopped
+        timer.daemon = True
+        timer.start()
         try:
-            await self.run(lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline))
+            await reply.get()
         except RekindleError as error:
             log.debug("not everything was saved at the end of a session: %s", error)
+        finally:
+            timer.cancel()
 
     def stop(self) -> None:
         """Ask the thread to end after its current job. Returns at once."""
