@@ -269,6 +269,9 @@ class TestSchedule:
 
             def submit(self, request: Request) -> None: ...
 
+            def failures(self) -> tuple[()]:
+                return ()
+
         scheduler: Any = Waiting()
         send, receive = anyio.create_memory_object_stream[Any](10)
         turns, _turns = anyio.create_memory_object_stream[Turn](1)

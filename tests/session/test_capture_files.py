@@ -18,9 +18,11 @@ import rekindle
 from helpers import checkpoints
 from helpers.sessions import eventually
 from rekindle import Capture, Captured, Session
-from rekindle._src.core.capture_files import _Growing
+from rekindle._src.core.capture_files import CaptureFiles, _Growing
 from rekindle._src.core.tapped import Backlog
-from rekindle.errors import InvalidRequest, RequestFailed
+from rekindle._src.dispatch import intake
+from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
+from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
 anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
@@ -213,6 +215,80 @@ async def test_a_disk_that_hangs_delays_its_own_request_alone(
     assert len(done.captured["norm"]) == len(done.captured.positions) == len(PROMPTS[1]) + 11
     assert Captured.load(done.captured.folder)["norm"].shape == done.captured["norm"].shape
     eventually(lambda: not partial(tmp_path))
+
+
+def writers() -> int:
+    """Return how many threads write captures now."""
+    return sum(thread.name == "rekindle captures" for thread in threading.enumerate())
+
+
+async def refusals(session: Session, folder: Path, count: int) -> list[type[RekindleError]]:
+    """Return how `count` requests at once that capture into a folder are refused."""
+    errors: list[type[RekindleError]] = []
+
+    async def refused() -> None:
+        with pytest.raises((Busy, InvalidRequest)) as caught:
+            await session.generate(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=folder))
+        errors.append(type(caught.value))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            for _ in range(count):
+                group.start_soon(refused)
+    return errors
+
+
+@anyio_test
+async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, begin = threading.Event(), CaptureFiles.begin
+
+    def hanging(self: CaptureFiles) -> None:
+        assert works.wait(60), "the disk was never mended"
+        begin(self)
+
+    monkeypatch.setattr(CaptureFiles, "begin", hanging)
+    monkeypatch.setattr(intake, "PATIENCE", 0.3)
+    assert not writers()
+    errors = await refusals(session, tmp_path, 4 * MOST_UNATTENDED)
+    assert errors.count(InvalidRequest) == MOST_UNATTENDED and Busy in errors
+    assert writers() == MOST_UNATTENDED
+    with pytest.raises(Busy, match=r"8 folders of other requests' captures, such as .*, do not answer") as busy:
+        await session.generate(PROMPTS[0], capture=Capture({"norm": True}, into=tmp_path / "elsewhere"))
+    assert busy.value.retry_after > 0 and writers() == MOST_UNATTENDED
+    assert len((await session.generate(PROMPTS[0], **GREEDY)).token_ids) == 12
+    works.set()
+    eventually(lambda: not writers())
+    monkeypatch.setattr(intake, "PATIENCE", 10.0)
+    done = await session.generate(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path / "after"))
+    assert done.captured is not None and len(done.captured.positions) == len(PROMPTS[0]) + 11
+
+
+@anyio_test
+async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_are_counted(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, append = threading.Event(), _Growing.append
+
+    def hanging(self: _Growing, *arguments: Any) -> None:
+        assert works.wait(60), "the disk was never mended"
+        append(self, *arguments)
+
+    monkeypatch.setattr(_Growing, "append", hanging)
+    monkeypatch.setattr(intake, "PATIENCE", 0.3)
+    with anyio.fail_after(60):
+        for _ in range(MOST_UNATTENDED):
+            handle = session.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
+            async for _ in handle:
+                break
+            handle.cancel()
+            with pytest.raises(rekindle.RequestAborted):
+                await handle
+        assert await refusals(session, tmp_path, 2) == [Busy, Busy]
+    assert writers() == MOST_UNATTENDED
+    works.set()
+    eventually(lambda: not writers())
 
 
 @anyio_test

@@ -7,10 +7,10 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import CONFIG, eventually, fake_front, fake_session, opened, parts, threads
+from helpers.sessions import CONFIG, eventually, expected, fake_front, fake_session, opened, parts, threads
 from rekindle._src.dispatch.engine import Engine, Resources
 from rekindle._src.session.opening import Opening
-from rekindle.errors import RequestFailed, SessionClosed, StepFailed
+from rekindle.errors import RequestAborted, RequestFailed, SessionClosed, StepFailed
 
 
 @pytest.mark.anyio
@@ -63,6 +63,32 @@ async def test_a_failing_step_fails_its_requests_and_nothing_else(where: str) ->
         assert isinstance(caught.value.__cause__, ValueError)
         assert isinstance(caught.value, RequestFailed)
         assert len((await session.generate("x", max_tokens=50)).token_ids) == 50
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("end", ["cancelled", "finished"])
+async def test_a_request_whose_pages_are_miscounted_ends_alone(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, runner = parts(step_seconds=0.002)
+    made = fake_front()._replace(backend=Engine(scheduler, runner, CONFIG))
+    session = await Opening(lambda: made)
+    broken = session.submit("a prompt that has several pages", max_tokens=40)
+    neighbour = session.submit("a neighbour", max_tokens=60)
+    async for _ in broken:
+        break
+
+    def miscount() -> None:
+        (sequence,) = (one for one in scheduler._running_set.running if one.id == broken.request_ids[0])
+        scheduler.pool._refs[sequence.pages[0]] -= 1
+
+    session._host.ask(miscount)
+    if end == "cancelled":
+        broken.cancel()
+    with pytest.raises(RequestAborted if end == "cancelled" else RequestFailed):
+        await broken
+    assert (await neighbour).token_ids == tuple(expected("a neighbour", max_tokens=60))
+    assert (await session.generate("x", max_tokens=5)).token_ids == tuple(expected("x", max_tokens=5))
+    assert "bookkeeping" in caplog.text or "not used again" in caplog.text
+    await session.aclose()
 
 
 @pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -239,6 +240,23 @@ def test_equal_requests_share_a_grammar_and_the_oldest_ones_go(monkeypatch: pyte
     for text in "bcda":
         guide(made, regex=text)
     assert made.compiled == 5, "a was compiled again"
+
+
+def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "KEPT_BYTES", 8 << 20)
+    made, draw = Grammars(TOKENIZER, VOCAB), random.Random(0)
+    for index in range(40):  # each about 0.4 MB
+        guide(made, choice=[f"{index} {draw.random()}" for _ in range(90)])
+        assert made.kept_bytes == sum(grammar.nbytes for grammar in made._grammars.values()) <= 8 << 20
+    assert 10 < len(made._grammars) < 30
+    guide(made, regex="a|b")
+    assert made.kept_bytes > 1 << 20, "what a short expression takes is not said by its length"
+    large = [f"{index} {draw.random()}" for index in range(3_000)]
+    guide(made, choice=large)
+    assert len(made._grammars) == 1 and made.kept_bytes > 8 << 20, "one is kept, however large it is"
+    compiled = made.compiled
+    guide(made, choice=large)
+    assert made.compiled == compiled
 
 
 def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,32 @@ def test_a_slow_disk_lets_nobody_wait_for_the_others(tiers: Tiers, monkeypatch: 
     until(lambda: second.finished)
 
 
+def test_a_disk_that_hangs_is_waited_for_no_longer_until_it_answers(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tiers.disk is not None
+    load_run, answers = tiers.disk.load_run, threading.Event()
+
+    def hanging(run: Run, memory: Callable[..., object]) -> object:
+        assert answers.wait(60)
+        return load_run(run, memory)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiers.disk, "load_run", hanging)
+    monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.HANG_SECONDS", 0.1)
+    first = tiers.fetch([page.digest for page, _ in chain(0, 6)], 0)
+    assert first is not None and not first.over
+    until(lambda: first.over)
+    assert not first.finished
+    assert all(tiers.fetch([page.digest for page, _ in branch()], 0) is None for _ in range(3))
+    assert len(caplog.records) == 1 and "has not answered" in caplog.text
+    answers.set()
+    until(lambda: first.finished and not tiers.hangs())
+    again = tiers.fetch([page.digest for page, _ in branch()], 0)
+    assert again is not None
+    until(lambda: again.finished)
+    assert all(same(tiers.get(page.digest), payload) for page, payload in [*chain(0, 6), *branch()])
+
+
 def test_closing_ends_the_threads_whatever_waits(tiers: Tiers) -> None:
     before = set(threading.enumerate())
     for start in range(3):

@@ -52,7 +52,8 @@ class SchedulerLike(Protocol):
 
     @property
     def held(self) -> bool:
-        """True if a running request is in no step for now because what it captures waits for its disk."""
+        """True if a request is in no step for now because it waits for a disk: to read its pages, or to take what it
+        captures."""
 
     @property
     def cache(self) -> object | None:
@@ -71,6 +72,10 @@ class SchedulerLike(Protocol):
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a running request from outside, because the detokenizer met a stop string."""
+
+    def failures(self) -> tuple[TokenEvent, ...]:
+        """Take out the events of requests that ended because another one's pages are out of use."""
+        ...
 
     def plan(self) -> StepPlan | None:
         """Return the next step, assuming that every step planned before succeeds."""

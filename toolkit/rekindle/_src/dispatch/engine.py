@@ -214,6 +214,7 @@ class Engine:
 
     def events(self) -> Events | None:
         """Return the events since the last call; None if there are none."""
+        self._events += self.scheduler.failures()
         if not (self._events or self._started or self._then):
             return None
         started = dict.fromkeys(self._started, time.perf_counter()) if self._started else {}

@@ -33,7 +33,7 @@ from rekindle._src.dispatch.backend import (
     Submission,
     next_waiting,
 )
-from rekindle._src.dispatch.capture_writer import CaptureWriter
+from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors
 from rekindle._src.dispatch.detokenize import Output, OutputState, Structured
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle._src.scheduling.sequence import how_to_fit
@@ -100,7 +100,7 @@ class _Intake:
         self, outbox: MemoryObjectSendStream[ScheduleMessage], front: Front, outputs: dict[str, Output]
     ) -> None:
         self._outbox, self._front, self._outputs = outbox, front, outputs
-        self._seeds, self._turns = random.Random(front.config.seed), Turns(AT_ONCE)
+        self._seeds, self._turns, self._doors = random.Random(front.config.seed), Turns(AT_ONCE), Doors()
         self.apart = 0  # submissions that are taken in beside others, because of their grammars or long prompts
         self._none_apart = anyio.Event()
 
@@ -129,10 +129,10 @@ class _Intake:
             grammar = await grammar_of(submission, front)
             requests = prepare(submission, token_ids, front, self._seeds, grammar)
             decode = text_of_tokens(front.tokenizer)
-            states += [_output(request, submission, token_ids, front, decode) for request in requests]
+            states += [_output(request, submission, token_ids, front, decode, self._doors) for request in requests]
             for output in states:
                 if output.writer is not None:
-                    await _begin_captures(output.writer, mailbox)
+                    await _begin_captures(output.writer, mailbox, self._doors)
             _check_waited_for(submission)
         except BaseException as error:
             for output in states:
@@ -171,6 +171,7 @@ def _output(
     token_ids: IntArray,
     front: Front,
     decode: Callable[[Sequence[int]], str] | None,
+    doors: Doors,
 ) -> OutputState:
     reply, sampling = submission.reply, request.sampling
     scanner = None
@@ -185,22 +186,30 @@ def _output(
         front.program_wait,
         scanner=scanner,
         structured=covered_by(submission, token_ids, front),
-        writer=_writer_of(request, front),
+        writer=_writer_of(request, front, doors),
     )
 
 
-def _writer_of(request: Request, front: Front) -> CaptureWriter | None:
+def _writer_of(request: Request, front: Front, doors: Doors) -> CaptureWriter | None:
     """Return the writer of a request that captures into a folder."""
     tapped = request.tapped
     if tapped is None or tapped.backlog is None:
         return None
     length = request.prompt_length + max(0, request.sampling.max_tokens - 1)
-    return CaptureWriter(CaptureFiles(tapped, length, quiet=front.config.quiet), tapped.backlog)
+    return CaptureWriter(CaptureFiles(tapped, length, quiet=front.config.quiet), tapped.backlog, doors)
 
 
-async def _begin_captures(writer: CaptureWriter, mailbox: Mailbox) -> None:
-    """Make the folder for a sequence's captures. Raises `InvalidRequest` if it can't be made within `PATIENCE`."""
-    reply, patience = writer.begin(), anyio.current_time() + PATIENCE
+async def _begin_captures(writer: CaptureWriter, mailbox: Mailbox, doors: Doors) -> None:
+    """Make the folder for a sequence's captures. Raises `InvalidRequest` if it can't be made within `PATIENCE`, and
+    `Busy` if the folders of other requests do not answer for as long."""
+    patience = anyio.current_time() + PATIENCE
+    while not doors.try_enter(writer):
+        if doors.stuck(PATIENCE) or anyio.current_time() > patience:
+            raise doors.refusal(PATIENCE)
+        with anyio.move_on_after(_LOOK_SECONDS):
+            await doors.place()
+        _check_abandoned(mailbox)
+    reply = writer.begin()
     while not reply.filled:
         with anyio.move_on_after(_LOOK_SECONDS):
             await reply.get()
@@ -209,6 +218,7 @@ async def _begin_captures(writer: CaptureWriter, mailbox: Mailbox) -> None:
             problem = f"has not answered for {PATIENCE:.0f} s"
             raise InvalidRequest("capture", writer.folder, problem, NAME_A_FOLDER)
     await reply.get()
+    doors.leave(writer)
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:

@@ -2,6 +2,8 @@
 
 Every page is in exactly one of three states, so `free + held + cached == total` at all times. A page carries one
 reference per sequence that reads it, and one more while the prefix cache keeps it.
+
+A page whose references were miscounted is put in quarantine: it counts as held, and is never handed out again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.records import IntArray
 
 Pages = Sequence[int] | IntArray
+QUARANTINE = 1 << 24  # references of a page in quarantine: more than it can lose
 
 
 def pages_for(length: int, page_size: int) -> int:
@@ -36,6 +39,7 @@ class PagePool:
         self._free = list(range(self.num_pages - 1, first, -1))  # a stack, lowest page on top
         self._cached = 0
         self.cache_refs = 0  # pages that the prefix cache references, held or not
+        self.quarantined = 0  # pages that are never handed out again
 
     @property
     def total(self) -> int:
@@ -108,12 +112,18 @@ class PagePool:
         """Add the prefix cache's reference to pages that sequences hold."""
         if not len(pages):
             return
+        self.check_held(pages)
         index = np.asarray(pages, np.int32)
-        assert not self._kept[index].any(), "a page is kept twice"
-        assert self._refs[index].min() > 0, "a free page is kept"
         self._kept[index] = True
         self._refs[index] += 1
         self.cache_refs += len(index)
+
+    def check_held(self, pages: Pages) -> None:
+        """Raise AssertionError unless sequences hold all of `pages`, and the prefix cache none."""
+        if len(pages):
+            index = np.asarray(pages, np.int32)
+            assert not self._kept[index].any(), "a page is kept twice"
+            assert self._refs[index].min() > 0, "a free page is kept"
 
     def drop(self, page: int) -> None:
         """Remove the prefix cache's reference to `page`."""
@@ -124,6 +134,23 @@ class PagePool:
         if self._refs[page] == 0:
             self._cached -= 1
             self._free.append(page)
+
+    def miscounted(self, pages: Pages) -> list[int]:
+        """Return which of `pages`, each of which a sequence holds, have fewer references than that."""
+        index = np.unique(np.asarray(pages, np.int32))
+        return [int(page) for page in index[self._refs[index] - 1 < self._kept[index]]]
+
+    def quarantine(self, pages: Pages) -> None:
+        """Never hand out, share or evict these pages again, whatever their references are."""
+        for page in np.unique(np.asarray(pages, np.int32)).tolist():
+            if self._refs[page] >= QUARANTINE // 2:
+                continue
+            if page in self._free:
+                self._free.remove(page)
+            elif self._kept[page] and self._refs[page] == 1:
+                self._cached -= 1
+            self._refs[page] += QUARANTINE
+            self.quarantined += 1
 
     def check_integrity(self, expected: NDArray[np.int32] | None = None) -> None:
         """Raise AssertionError unless each page is free, held or cached, and referenced as `expected`."""
@@ -139,7 +166,7 @@ class PagePool:
         assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
         assert self.cache_refs == int(np.count_nonzero(self._kept)), "the kept count drifted"
         if expected is not None:
-            wrong = np.flatnonzero(self._refs != expected)
+            wrong = np.flatnonzero((self._refs != expected) & (self._refs < QUARANTINE // 2))
             assert not len(wrong), (
                 f"pages {wrong[:8].tolist()} have {self._refs[wrong[:8]].tolist()} references, "
                 f"expected {expected[wrong[:8]].tolist()}"

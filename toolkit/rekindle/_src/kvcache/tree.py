@@ -291,6 +291,7 @@ class PrefixCache:
         The caller holds the parent's page. Where a page was computed twice, the one that came first is shared with the
         caller, who releases its own later. None if a key is taken by another prefix.
         """
+        self.pool.check_held(pages)  # before anything is changed
         known = self._table.find(parent, keys, tokens)
         now = self.clock()
         start = len(known) * self.page_size
@@ -386,7 +387,7 @@ class PrefixCache:
                 self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
-        """Take pages whose restore failed, and all pages below them, off the device."""
+        """Take pages whose restore failed, or which are in quarantine, and all below them off the device."""
         broken = {move.page for move in moves}
         detached = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
         for node in reversed(detached):

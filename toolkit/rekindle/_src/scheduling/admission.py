@@ -63,6 +63,11 @@ class Admission:
         return self._claims.parked
 
     @property
+    def loading(self) -> int:
+        """Sequences that wait for a disk, which has not hung for long."""
+        return len(self._loading)
+
+    @property
     def possible(self) -> bool:
         if self._loading:
             self._wake(self._loading.ready())
@@ -210,6 +215,14 @@ class Admission:
             self.abandon(sequence)
             self.reserve.finished(sequence)
             self._running_set.leave(sequence)
+
+    def expel(self, sequence: Sequence) -> None:
+        """Take out a sequence of which not all is where it should be: from wherever it is, relying on nothing."""
+        self._loading.discard(sequence)
+        self._queue.discard(sequence)
+        self._unplaced.pop(sequence, None)
+        self._wake(self._claims.expel(sequence))
+        self._running_set.expel(sequence)
 
     @property
     def foremost(self) -> Sequence | None:
@@ -378,8 +391,8 @@ class DiskReads:
         return bool(fetches)
 
     def ready(self) -> list[Sequence]:
-        """Take out the sequences whose pages have been read."""
-        loaded = [sequence for sequence in self._waiting if all(fetch.finished for fetch in self._fetches[sequence])]
+        """Take out the sequences whose pages have been read, or whose disk hangs: these compute what is not there."""
+        loaded = [sequence for sequence in self._waiting if all(fetch.over for fetch in self._fetches[sequence])]
         for sequence in loaded:
             sequence.status = self._waiting.pop(sequence)
         return loaded
@@ -505,6 +518,26 @@ class PrefixClaims:
         sequence.waits_for = None
         self.parked -= 1
 
+    def expel(self, sequence: Sequence) -> list[Sequence]:
+        """End what a sequence claims and waits for, whatever its counts are. Return those that waited for it."""
+        if sequence.waits_for is not None:
+            self.unpark(sequence)
+        sequence.claimed = 0
+        self._owners = {key: owner for key, owner in self._owners.items() if owner is not sequence}
+        for place, owners in tuple(self._beginnings.items()):
+            self._beginnings[place] = [owner for owner in owners if owner is not sequence]
+            if not self._beginnings[place]:
+                del self._beginnings[place]
+        woken: list[Sequence] = []
+        for page, group in tuple(self._parked.items()):
+            if any(waiter.waits_for is sequence for waiter, _ in group):
+                del self._parked[page]
+                woken += [waiter for waiter, _ in group if waiter.waits_for is not None]
+        for waiter in woken:
+            waiter.waits_for = None
+        self.parked -= len(woken)
+        return woken
+
     def check_integrity(self, running: list[Sequence]) -> None:
         beginning = [owner for owners in self._beginnings.values() for owner in owners]
         assert all(owner in running for owner in (*self._owners.values(), *beginning)), "a claim outlived its owner"
@@ -598,6 +631,25 @@ class RunningSet:
             if sequence.request.adapter is not None:
                 self.adapters.leave(sequence.request.adapter)
             self._ledger.release(sequence)
+
+    def expel(self, sequence: Sequence) -> None:
+        """Take out a sequence of which not all is where it should be; its pages are in quarantine.
+
+        Its slot is free again, like others, once no step in flight contains it.
+        """
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self.leaving.discard(sequence)
+        if sequence.slot < 0:
+            return
+        if sequence.in_flight:
+            self.leaving.add(sequence)
+            return
+        if sequence.slot not in self._free and all(other.slot != sequence.slot for other in self.holders):
+            self._free.append(sequence.slot)
+            if sequence.request.adapter is not None:
+                self.adapters.leave(sequence.request.adapter)
+        sequence.leave()
 
     def check_integrity(self) -> None:
         slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])

@@ -149,6 +149,9 @@ class DataScheduler:
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         return self._first(lambda shard: shard.finish(request_id, reason))
 
+    def failures(self) -> tuple[TokenEvent, ...]:
+        return tuple(event for shard in self.shards for event in shard.failures())
+
     # -- one step
 
     def plan(self) -> StepPlan | None:

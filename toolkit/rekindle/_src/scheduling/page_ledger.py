@@ -78,12 +78,13 @@ class PageLedger:
     def usable(self, request: Request) -> int:
         """Return how many pages `request` could have if it were alone: all except those pinned for other prefixes."""
         cache = self.cache
+        total = self.pool.total - self.pool.quarantined
         if cache is None or not cache.pinned_pages:
-            return self.pool.total
+            return total
         # A state behind a prompt's last token is of no use, see `keys`.
         reusable = request.reusable if self.states.inside else min(request.reusable, request.prompt_length - 1)
         pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
-        return self.pool.total - cache.pinned_pages + pinned
+        return total - cache.pinned_pages + pinned
 
     def keys(self, sequence: Sequence) -> list[int]:
         """Return the keys of the pages that may come from the cache."""
@@ -235,9 +236,10 @@ class PageLedger:
 
     def give_back(self, sequence: Sequence) -> None:
         """End the loan of a sequence, if it has one; it computes those tokens."""
-        loan = self._lent.pop(sequence, None)
+        loan = self._lent.get(sequence)
         if loan is not None:
             self._repay(loan)
+            del self._lent[sequence]
 
     def reclaim(self) -> None:
         """End all loans, because pages are short or their content is of no use."""
@@ -292,13 +294,38 @@ class PageLedger:
             self.cache.unreference(node)
         sequence.leave()
 
-    def collect(self, oldest_step: int | None) -> None:
-        """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight."""
+    def quarantine(self, sequence: Sequence) -> list[int]:
+        """Never use the pages of a sequence again, nor those that are lent to it. Return the miscounted ones."""
+        loan = self._lent.pop(sequence, None)
+        return self._quarantine(sequence.pages if loan is None else np.concatenate([sequence.pages, loan.pages]))
+
+    def collect(self, oldest_step: int | None) -> list[int]:
+        """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight.
+
+        Return the miscounted pages among them.
+        """
         self.states.collect(oldest_step)
+        miscounted: list[int] = []
         while self._retired and _is_over(self._retired[0][0], oldest_step):
-            self.pool.release(self._retired.popleft()[1])
+            pages = self._retired.popleft()[1]
+            try:
+                self.pool.release(pages)
+            except AssertionError:
+                miscounted += self._quarantine(pages)
         while self._copying and _is_over(self._copying[0][0], oldest_step):
-            self._repay(self._copying.popleft()[1])
+            loan = self._copying.popleft()[1]
+            try:
+                self._repay(loan)
+            except AssertionError:
+                miscounted += self._quarantine(loan.pages)
+        return miscounted
+
+    def _quarantine(self, pages: IntArray | list[int]) -> list[int]:
+        miscounted = self.pool.miscounted(pages)
+        self.pool.quarantine(pages)
+        if self.cache is not None:
+            self.cache.detach([PageMove(int(page), b"") for page in pages])
+        return miscounted
 
     def moves(self) -> StepMoves:
         """Take out the moves of the step being planned: offload and restore, of pages and then of states."""

@@ -8,12 +8,18 @@ its requests got is known from its result alone, so no step is planned before th
 
 A step that raised fails every request in it. A row that could not be prepared fails its own request, and a page that
 could not be restored fails the requests that hold it; the step runs without them.
+
+The end of a request can't fail. If its pages, slot or claims are not what they should be, it fails, is taken out of
+wherever it is, and its pages are in quarantine; requests that hold a page with too few references fail as well, since
+it may have been given to another one. Everything else is an invariant of the whole engine, and ends the session: the
+order of steps, what a plan is made of, the lists of the pool, and the tree, whose pages are everybody's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -21,7 +27,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
@@ -56,6 +62,7 @@ from rekindle.errors import (
     StepFailed,
 )
 
+log = logging.getLogger("rekindle.session")
 _REMEMBERED = 1024  # ended requests that can still be explained
 
 
@@ -109,6 +116,7 @@ class Scheduler:
         self.weights_version = 0  # how often weights were swapped
         self._leaving: tuple[PageMove, ...] = ()  # read out because the session goes to sleep
         self._counts = dict.fromkeys(_COUNTS, 0)
+        self._failures: list[TokenEvent] = []  # of requests that ended because of others
 
     @property
     def has_work(self) -> bool:
@@ -116,7 +124,7 @@ class Scheduler:
 
     @property
     def held(self) -> bool:
-        return any(sequence.held for sequence in self._running_set.running)
+        return self._admission.loading > 0 or any(sequence.held for sequence in self._running_set.running)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
@@ -141,8 +149,15 @@ class Scheduler:
         sequence = self._alive.get(request_id)
         if sequence is None:
             return None
-        self._end(sequence, reason)
+        error = self._end(sequence, reason)
+        if error is not None:
+            return self._failed(sequence, error)
         return TokenEvent(request_id, cached_tokens=sequence.cached_tokens, finish_reason=reason)
+
+    def failures(self) -> tuple[TokenEvent, ...]:
+        """Take out the events of requests that failed because pages which they hold, or need, are in quarantine."""
+        failures, self._failures = tuple(self._failures), []
+        return failures
 
     # -- one step
 
@@ -247,7 +262,7 @@ class Scheduler:
                     events[-1] = events[-1].merged_with(event)  # the row before is the same request's, and sampled
                 elif event is not None:
                     events.append(event)
-            self._running_set.drain(sequence)
+            self._drain(sequence)
         self._slow_rows.learn(flight.plan, result)
         if flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, taken)
@@ -278,7 +293,7 @@ class Scheduler:
         for sequence in affected:
             if not sequence.ended:
                 events.append(self._fail(sequence, step_error(plan, cause)))
-            self._running_set.drain(sequence)
+            self._drain(sequence)
         self._collect_released()
         return tuple(events)
 
@@ -293,8 +308,7 @@ class Scheduler:
             return 0
         covered = self.cache.pin(tokens, salt)
         for sequence in self._alive.values():
-            length = sequence.request.prompt_length + max(1, sequence.limit) - 1
-            needed = pages_for(length, self.limits.page_size)
+            needed = self._needed(sequence)
             if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
                 usable = self._ledger.usable(sequence.request)
                 self.cache.unpin(tokens, salt)
@@ -403,7 +417,8 @@ class Scheduler:
             if sequence.computed < request.prompt_length:
                 self._states.recede(sequence)
                 return None
-            self._end(sequence, FinishReason.LENGTH)
+            if (broken := self._end(sequence, FinishReason.LENGTH)) is not None:
+                return self._failed(sequence, broken)
             return output.event(sequence.cached_tokens, FinishReason.LENGTH)
         if row.samples:
             assert output.token_id is not None, f"{request.id} sampled no token"
@@ -419,8 +434,8 @@ class Scheduler:
         end = end_with(sequence, output)
         if isinstance(end, RekindleError):
             return self._fail(sequence, end)
-        if end is not None:
-            self._end(sequence, end)
+        if end is not None and (broken := self._end(sequence, end)) is not None:
+            return self._failed(sequence, broken)
         return output.event(sequence.cached_tokens, end, self.weights_version)
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
@@ -477,17 +492,85 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
         if not sequence.ended:
             self._end(sequence, FinishReason.FAILED, str(error))
+        return self._failed(sequence, error)
+
+    def _failed(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
         failed = FinishReason.FAILED
         return TokenEvent(sequence.id, cached_tokens=sequence.cached_tokens, finish_reason=failed, error=error)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
-        self._admission.remove(sequence)
+    def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> RekindleError | None:
+        """End a sequence. Return an error if its pages, slot or claims were not what they should be: it failed."""
+        error = None
+        try:
+            self._admission.remove(sequence)
+        except Exception as cause:
+            error = broken_error(sequence, cause)
+            reason, words = FinishReason.FAILED, str(error)
+            self._close(sequence, reason, words)
+            self._set_aside(sequence, cause)
+        else:
+            self._close(sequence, reason, words)
+        return error
+
+    def _drain(self, sequence: Sequence) -> None:
+        """Return slot and pages of a leaving sequence, unless a step in flight still contains it."""
+        try:
+            self._running_set.drain(sequence)
+        except Exception as cause:
+            if not sequence.ended:  # it was preempted
+                self._failures.append(self._close_broken(sequence, cause))
+            self._set_aside(sequence, cause)
+
+    def _set_aside(self, sequence: Sequence, cause: BaseException) -> None:
+        """Put the pages of a sequence in quarantine and take it out of wherever it is; it has ended."""
+        log.error(
+            "request %s has ended because its pages, its slot or its claims were not what they should be (%s); its %d "
+            "pages are not used again in this session",
+            sequence.id, one_line(cause), len(sequence.pages),
+        )  # fmt: skip
+        miscounted = self._ledger.quarantine(sequence)
+        self._admission.expel(sequence)
+        self._fail_holders(miscounted, cause)
+        for other in tuple(self._alive.values()):
+            if self._needed(other) > self._ledger.usable(other.request) and not other.ended:
+                self._shorten(other)
+
+    def _shorten(self, sequence: Sequence) -> None:
+        """Let a sequence generate as many tokens as fit into the pages that can be used; end it if those are none."""
+        usable = self._ledger.usable(sequence.request)
+        try:
+            limit, sequence.limit_reason = self.limits.room(sequence.request, usable)
+            if limit <= sequence.sampled:
+                raise OutOfPages(
+                    f"Request {sequence.id} has more tokens than fit into the {usable} pages that are left."
+                )
+            sequence.limit = limit
+        except RekindleError as error:
+            self._failures.append(self._fail(sequence, error))
+
+    def _fail_holders(self, pages: list[int], cause: BaseException) -> None:
+        """End the sequences that hold one of `pages`, which may have been given to several."""
+        for other, _ in holding(self._running_set.holders, pages) if pages else ():
+            if not other.ended:
+                self._failures.append(self._close_broken(other, cause))
+            self._set_aside(other, cause)
+
+    def _needed(self, sequence: Sequence) -> int:
+        """Return how many pages a sequence has at most."""
+        return pages_for(sequence.request.prompt_length + max(1, sequence.limit) - 1, self.limits.page_size)
+
+    def _close_broken(self, sequence: Sequence, cause: BaseException) -> TokenEvent:
+        error = broken_error(sequence, cause)
+        self._close(sequence, FinishReason.FAILED, str(error))
+        return self._failed(sequence, error)
+
+    def _close(self, sequence: Sequence, reason: FinishReason, words: str) -> None:
         sequence.status = _END.get(reason, Status.FINISHED)
         sequence.reason = words or reason.value
         self._counts[sequence.status.value] += 1
-        del self._alive[sequence.id]
+        self._alive.pop(sequence.id, None)
         sequence.ended_at = time.perf_counter()
-        self._remember(sequence)
+        close_each(f"request {sequence.id}", lambda: self._remember(sequence))
 
     def _remember(self, sequence: Sequence) -> None:
         """Keep the explanation of a sequence that ended."""
@@ -503,7 +586,11 @@ class Scheduler:
         self._counts["prefill_tokens"] += sequence.target - start
 
     def _collect_released(self) -> None:
-        self._ledger.collect(self._flights[0].plan.step if self._flights else None)
+        miscounted = self._ledger.collect(self._flights[0].plan.step if self._flights else None)
+        if miscounted:
+            cause = AssertionError(f"pages {miscounted[:8]} were released too often")
+            log.error("%s; they are not used again in this session", cause)
+            self._fail_holders(miscounted, cause)
 
 
 def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleError | None:
@@ -537,6 +624,16 @@ def request_error(sequence: Sequence, cause: Exception) -> RekindleError:
     if isinstance(cause, RekindleError):
         return cause
     error = RequestFailed(f"Request {sequence.id} could not be made part of a step: {cause!r}. Check its options.")
+    error.__cause__ = cause
+    return error
+
+
+def broken_error(sequence: Sequence, cause: BaseException) -> RequestFailed:
+    """Return the error of a request that ended because its own pages, slot or claims were not what they should be."""
+    error = RequestFailed(
+        f"Request {sequence.id} ended because its bookkeeping was broken: {one_line(cause)}. Its pages are not used "
+        "again; other requests go on. Please report this defect."
+    )
     error.__cause__ = cause
     return error
 

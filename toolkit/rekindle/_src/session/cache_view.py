@@ -273,6 +273,9 @@ class CacheView:
     def stats(self) -> CacheStats:
         """Return the sizes of the tiers now, and hits and copies since the session was opened."""
         cache, tiers = self._parts()
+        disk = (
+            tiers.disk.statistics() if tiers is not None and tiers.disk is not None else None
+        )  # may wait for the disk
 
         def collect() -> CacheStats:
             counts, size = cache.statistics(), cache.page_size
@@ -287,7 +290,7 @@ class CacheView:
                 page_bytes=page_bytes,
                 device_pages=counts.device_pages,
                 host=tiers.host.statistics() if tiers is not None else None,
-                disk=tiers.disk.statistics() if tiers is not None and tiers.disk is not None else None,
+                disk=disk,
                 lookups=counts.matches,
                 hits=counts.hits,
                 device_hit_tokens=counts.device_hit_pages * size,

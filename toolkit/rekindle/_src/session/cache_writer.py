@@ -23,6 +23,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.own_failure import one_line
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.backend import Exclusive, Front
 from rekindle._src.dispatch.engine import Engine
@@ -40,6 +41,10 @@ R = TypeVar("R")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
+RETRY_SECONDS, LONGEST_RETRY = (
+    2.0,
+    300.0,
+)  # until saving in the background is tried again after the first failure; at most
 COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to be used again soon
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # the most to save in one tick: while requests run, and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
@@ -48,7 +53,9 @@ SAVES = 3  # the most attempts to save what another process removes
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
-CLOSE_SECONDS = 1.5  # the most that saving may delay the end of a session that was opened with restore
+CLOSE_SECONDS = (
+    1.5  # the most that saving delays the end of a session that was opened with restore; twice, if a disk hangs
+)
 EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all sessions are saving
 
 
@@ -86,6 +93,35 @@ class PageRecord(NamedTuple):
     on_device: int  # its device page, or 0; of a state its slot
 
 
+class Retries:
+    """When something that failed is tried again: after `RETRY_SECONDS`, then after twice as long each time, up to
+    `LONGEST_RETRY`. Only the first failure of a session is a warning."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._wait = self._next = 0.0
+        self._warned = False
+
+    @property
+    def due(self) -> bool:
+        """True unless the latest attempt failed and it is too early for the next one."""
+        return time.monotonic() >= self._next
+
+    def failed(self, error: BaseException) -> None:
+        """Note a failed attempt."""
+        self._wait = min(2 * self._wait or RETRY_SECONDS, LONGEST_RETRY)
+        self._next = time.monotonic() + self._wait
+        text = f"{self._what}: {one_line(error)}. It is tried again, at least every {LONGEST_RETRY / 60:.0f} minutes"
+        log.log(logging.DEBUG if self._warned else logging.WARNING, text)
+        self._warned = True
+
+    def succeeded(self) -> None:
+        """Note an attempt that succeeded."""
+        if self._wait:
+            log.info("succeeded after failures: %s", self._what)
+        self._wait = self._next = 0.0
+
+
 class CacheWriter:
     """Its methods may be called from any thread; the work is done in the writer's own thread, one job at a time."""
 
@@ -108,7 +144,9 @@ class CacheWriter:
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
         self._restart_ready = engine.resources.prepare_restart is None  # a restart finds its programs in the store
-        self._failed = self._disk is not None and self._disk.distrusted is not None
+        self._distrusted = self._disk is not None and self._disk.distrusted is not None
+        self._saving = Retries("pages are not saved in the background now")
+        self._preparing = Retries("programs that a restart needs for saved pages can't be stored now")
         self._position = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some have left the tree by the time they come up
         self._whole = False  # the latest look covered all nodes: only then is it known that nothing is missing
@@ -142,13 +180,22 @@ class CacheWriter:
 
     async def finish(self) -> None:
         """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed."""
-        if self._disk is None or self._failed:
+        if self._disk is None or self._distrusted:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
+        reply: OneShot[None] = OneShot()
+        self._start()
+        self._jobs.put((lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline), reply))
+        hung = StoreError("the disk did not answer")
+        timer = threading.Timer(2 * CLOSE_SECONDS, reply.fail, [hung])  # a job that waits for a disk can't be stopped
+        timer.daemon = True
+        timer.start()
         try:
-            await self.run(lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline))
+            await reply.get()
         except RekindleError as error:
             log.debug("not everything was saved at the end of a session: %s", error)
+        finally:
+            timer.cancel()
 
     def stop(self) -> None:
         """Ask the thread to end after its current job. Returns at once."""
@@ -197,13 +244,16 @@ class CacheWriter:
             reply.fail(error)
 
     def _tick(self) -> None:
-        """Save some of the pages that are due. If writing fails, warn once and stop saving in the background."""
+        """Save some of the pages that are due. If that fails, it is tried again later; only the first failure is a
+        warning."""
         cache = self.cache
-        if self._failed or self._leaving or cache is None or self._host.closing:
+        if self._distrusted or self._leaving or cache is None or self._host.closing:
             return
         if cache.version == self._complete_at:
-            if self.saved_bytes:
+            if self.saved_bytes and self._preparing.due:
                 self._prepare_restart()
+            return
+        if not self._saving.due:
             return
         busy = self._engine.scheduler.has_work
         try:
@@ -211,21 +261,25 @@ class CacheWriter:
         except SessionClosed:
             pass
         except Exception as error:
-            self._failed = True
-            log.warning("pages are no longer saved in the background: %s: %s", type(error).__name__, error)
+            self._saving.failed(error)
+        else:
+            self._saving.succeeded()
 
     def _prepare_restart(self, *, all_of_them: bool = False) -> None:
         """Store the programs that a restart needs for the pages, one in a tick: storing one takes a core meanwhile.
 
-        Pages are useful without them: a failure is logged, and the restart compiles.
+        Pages are useful without them: a failure is logged, and the restart compiles unless a later attempt succeeds.
         """
         try:
             while not self._restart_ready:
                 prepare_restart = self._engine.resources.prepare_restart
                 assert prepare_restart is not None, "there is nothing to prepare"
                 self._restart_ready = not prepare_restart(all_of_them)
+                self._preparing.succeeded()
                 if not all_of_them:
                     return
+        except (OSError, StoreError) as error:
+            self._preparing.failed(error)
         except Exception as error:
             self._restart_ready = True
             log.warning("a restart will have to compile what it needs for these pages: %s", error)

@@ -34,12 +34,22 @@ READERS = 2  # threads; half of the time of a page that the system has in memory
 TOGETHER_SECONDS = 0.03
 AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and between two checks for waiting requests
 PAUSE_SECONDS = 0.02
+HANG_SECONDS = 10.0  # without a page from a disk that is being read, after which requests compute their pages
 
 
 class DiskFetch(Held):
     """Pages on their way from disk to host memory, where they stay until `release`."""
 
     finished = False
+
+    def __init__(self, host: HostTier, digests: Sequence[bytes], hangs: Callable[[], bool]) -> None:
+        super().__init__(host, digests)
+        self._hangs = hangs
+
+    @property
+    def over(self) -> bool:
+        """True if nobody should wait for it any longer: it is finished, or the disk hangs."""
+        return self.finished or self._hangs()
 
 
 class Tiers:
@@ -59,6 +69,7 @@ class Tiers:
         self._speculative: set[bytes] = set()  # read ahead, and no request came for it yet
         self._queue: queue.SimpleQueue[DiskFetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
+        self._progress: float | None = None  # when a page was read last; None while nothing is being read
 
     @property
     def identity(self) -> Identity | None:
@@ -132,12 +143,23 @@ class Tiers:
 
     def fetch(self, digests: Sequence[bytes], beyond: int) -> DiskFetch | None:
         """Start reading; None if it is quicker to compute these pages and the `beyond` pages that they make usable."""
-        if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
+        if not digests or self.hangs() or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
         self._start()
-        fetch = DiskFetch(self.host, digests)
+        fetch = DiskFetch(self.host, digests, self.hangs)
         self._queue.put(fetch)
         return fetch
+
+    def hangs(self) -> bool:
+        """True if the disk is being read and no page has come for `HANG_SECONDS`. What it has is computed meanwhile."""
+        progress = self._progress
+        if progress is None or time.monotonic() - progress < HANG_SECONDS:
+            return False
+        if self.disk is not None:
+            self.disk.log_once(
+                "hang", f"{self.disk.folder} has not answered for {HANG_SECONDS:.0f} s; pages are computed"
+            )
+        return True
 
     def read(self, digest: bytes) -> Payload | None:
         """Return the payload from host memory or disk; None if it is in neither or can't be read."""
@@ -225,11 +247,13 @@ class Tiers:
         assert self.disk is not None
         disk, host = self.disk, self.host
         brought: list[bytes] = []
+        self._progress = time.monotonic()
         try:
             runs = disk.runs(digest for digest in digests if digest not in host)
             loaded = readers.map(lambda run: disk.load_run(run, host.memory), runs)
             host.announce([digest for run in runs for digest in run.digests])
             for pairs in loaded:
+                self._progress = time.monotonic()
                 for digest, payload in pairs:
                     if speculative:
                         self._speculative.add(digest)  # before a request can take it
@@ -237,6 +261,8 @@ class Tiers:
                     brought.append(digest)
         except Exception:
             log.exception("pages could not be read from disk; they are computed")
+        finally:
+            self._progress = None
         return brought
 
 
