@@ -41,10 +41,7 @@ R = TypeVar("R")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
-RETRY_SECONDS, LONGEST_RETRY = (
-    2.0,
-    300.0,
-)  # until saving in the background is tried again after the first failure; at most
+RETRY_SECONDS, LONGEST_RETRY = 2.0, 300.0  # from a failure of saving to the next attempt: at first, and at most
 COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to be used again soon
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # the most to save in one tick: while requests run, and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
@@ -53,9 +50,7 @@ SAVES = 3  # the most attempts to save what another process removes
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
-CLOSE_SECONDS = (
-    1.5  # the most that saving delays the end of a session that was opened with restore; twice, if a disk hangs
-)
+CLOSE_SECONDS = 1.5  # the most that saving delays the end of a session with restore; twice that if a disk hangs
 EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all sessions are saving
 
 
