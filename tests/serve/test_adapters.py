@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import rekindle
@@ -51,8 +52,19 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert await tokens(served, "base") == list(plain(IDS, 4)) != expected
     missing = await post(served, "/v1/completions", {"prompt": IDS, "model": "second"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
-    embedded = await post(served, "/v1/embeddings", {"input": [IDS], "model": "first"})
-    assert embedded.status == 400 and "makes no embeddings" in embedded.error["message"]
+
+
+async def test_it_embeds_under_its_own_name(session: Any) -> None:
+    served = app(session, name="base")
+    vectors = {name: await session.embed([IDS, IDS[:4]], adapter=name) for name in ("first", None)}
+    assert np.abs(vectors["first"] - vectors[None]).max() > 0.1
+    for model, expected in (("first", vectors["first"]), ("base:first", vectors["first"]), ("base", vectors[None])):
+        answer = await post(served, "/v1/embeddings", {"input": [IDS, IDS[:4]], "model": model})
+        assert (answer.status, answer.json()["model"]) == (200, model)
+        got = [entry["embedding"] for entry in answer.json()["data"]]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+    missing = await post(served, "/v1/embeddings", {"input": [IDS], "model": "base:second"})
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
 NO_NAMES = [
@@ -145,18 +157,24 @@ async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:
     label = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters="{}"}}'
     idle = label.format("", "")
     assert await info() == idle
-    async with session.paused(), anyio.create_task_group() as group:  # requests wait there, and steps are ours
-        group.start_soon(tokens, served, "first")
-        group.start_soon(tokens, served, "base")
-        with anyio.fail_after(60):
-            while (line := await info()) == idle:  # noqa: ASYNC110  no event says it
-                await anyio.sleep(0.001)
-            assert line == label.format("", "first")
-            while (line := await info()) != label.format("first", ""):
-                assert line in (idle, label.format("", "first"))
-                await session.step()
-            while await info() != idle:
-                await session.step()
+
+    async def embed(served: Any, model: str) -> None:  # of as many tokens as two steps compute
+        answer = await post(served, "/v1/embeddings", {"input": [prompt(3, 50)], "model": model})
+        assert answer.status == 200, answer.body
+
+    for ask in (tokens, embed):
+        async with session.paused(), anyio.create_task_group() as group:  # requests wait there, and steps are ours
+            group.start_soon(ask, served, "first")
+            group.start_soon(ask, served, "base")
+            with anyio.fail_after(60):
+                while (line := await info()) == idle:  # noqa: ASYNC110  no event says it
+                    await anyio.sleep(0.001)
+                assert line == label.format("", "first")
+                while (line := await info()) != label.format("first", ""):
+                    assert line in (idle, label.format("", "first"))
+                    await session.step()
+                while await info() != idle:
+                    await session.step()
 
 
 async def test_requests_load_adapters_only_where_that_was_allowed(session: Any, folders: list[Path]) -> None:
