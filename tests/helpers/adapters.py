@@ -114,10 +114,10 @@ def plain(model: LoadedModel, source: Any, prompt: Sequence[int], count: int) ->
 
 
 def plain_states(
-    model: LoadedModel, source: Any, ids: Sequence[int]
+    model: LoadedModel, source: Any, ids: Sequence[int], *, size: int = 64
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The final states and the logits of a text with an adapter in the weights, in one pass without pages or steps."""
-    whole, padded = changed(model, source), np.zeros(64, np.int32)  # one program; no token sees a later one
+    whole, padded = changed(model, source), np.zeros(size, np.int32)  # one program for all; no token sees a later one
     padded[: len(ids)] = ids
     states, logits = _dense(whole.graph, whole.leaves, padded)
     return np.asarray(states)[: len(ids)], np.asarray(logits)[: len(ids)]

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import rekindle
-from helpers import adapters
+from helpers import adapters, checkpoints
+from helpers.embedders import EMBEDS
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.models.adapters.adapter import combined
@@ -264,6 +265,32 @@ def mixed(folders: list[Path]) -> dict[str, tuple[Any, Any]]:
         "none": (None, None), "a": ("a", folders[0]), "b": ("b", folders[4]),
         "sum": ({"a": 0.5, "b": -1.0}, combined(parts)),
     }  # fmt: skip
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_an_encoder_may_have_adapters(tmp_path: Path) -> None:
+    raw = EMBEDS["modernbert"]
+    model, ids = checkpoints.model(raw, checkpoints.tensors(raw)), prompt(3, 40)
+    folder = adapters.write(tmp_path / "a", model.config, seed=0)
+    ids = [token % model.config.vocab_size for token in ids]
+    async with rekindle.open(model, adapters={"a": folder}, **{**OPTIONS, "precompile": "lazy"}) as session:
+        for adapter, source in (("a", folder), (None, None)):
+            vectors = await session.embed([ids, ids[:9]], normalize=False, pooling="mean", adapter=adapter)
+            for vector, tokens in zip(vectors, (ids, ids[:9]), strict=True):
+                states, _ = adapters.plain_states(model, source, tokens, size=len(tokens))
+                np.testing.assert_allclose(vector, states.mean(axis=0), rtol=0, atol=5e-5)
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_the_lens_shows_the_model_with_its_adapter(folders: list[Path]) -> None:
+    ids = prompt(3, 12)
+    async with opening(adapters={"a": folders[0]}) as session:
+        for adapter, source in (("a", folders[0]), (None, None)):
+            lens = await session.view.lens(ids, adapter=adapter)
+            logits = adapters.plain_states(MODEL, source, ids)[1]
+            assert lens.token_ids[-1, :, 0].tolist() == logits.argmax(axis=-1).tolist()
 
 
 @pytest.mark.thorough
