@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
@@ -15,8 +18,10 @@ from helpers.plain_loop import plain_loop
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
-from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.plain import AttendOwn
+from workshop import reference
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}
 
@@ -98,7 +103,32 @@ def write(
     return folder
 
 
+def changed(model: LoadedModel, source: Any) -> LoadedModel:
+    """A model with an adapter in its weights, or as it is without one; `source` may be an adapter that was read."""
+    return model if source is None else merged(model, read_adapter(source, "it", model.config))
+
+
 def plain(model: LoadedModel, source: Any, prompt: Sequence[int], count: int) -> list[int]:
     """The plain loop's text of a model with an adapter in its weights, or without one."""
-    changed = model if source is None else merged(model, read_adapter(source, "it", model.config))
-    return plain_loop(changed, prompt, count, context=128)
+    return plain_loop(changed(model, source), prompt, count, context=128)
+
+
+def plain_states(
+    model: LoadedModel, source: Any, ids: Sequence[int], *, size: int = 64
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The final states and the logits of a text with an adapter in the weights, in one pass without pages or steps."""
+    whole, padded = changed(model, source), np.zeros(size, np.int32)  # one program for all; no token sees a later one
+    padded[: len(ids)] = ids
+    states, logits = _dense(whole.graph, whole.leaves, padded)
+    return np.asarray(states)[: len(ids)], np.asarray(logits)[: len(ids)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _dense(graph: Graph, leaves: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    module, positions = merge(graph, leaves), jnp.arange(len(tokens))
+
+    def attention(q: Any, k: Any, v: Any, spec: Any, sinks: Any) -> Any:
+        return reference.attention(q, k, v, positions, spec, sinks)
+
+    states = module(tokens, positions, AttendOwn(graph.config, attention), lengths=jnp.full(len(tokens), len(tokens)))
+    return states, module.logits(states)

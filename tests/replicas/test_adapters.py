@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import jax
 import numpy as np
 import pytest
 
@@ -68,6 +69,25 @@ async def test_all_replicas_load_them_and_those_that_come_later_too(folders: lis
         with pytest.raises(InvalidRequest, match=r"adapter='b'.*known: 'a'"):
             await fleet.generate(prompts[0], adapter="b")
         await soon(lambda: all(len(one.session.adapters) == 1 for one in replicas if one.session))
+
+
+async def test_scores_and_vectors_have_them_in_every_replica(folders: list[Path]) -> None:
+    texts, choice = [prompt(seed, 17, shared=9) for seed in range(3)], prompt(9, 2)
+    with local_fleet(session, router="round-robin") as (fleet, replicas):
+        for name, folder in zip("ab", folders, strict=True):
+            await fleet.load_adapter(name, folder)
+        for name, folder in (("a", folders[0]), ("b", folders[1]), (None, None)):
+            scores = await fleet.score(texts, [choice], adapter=name)
+            vectors = await fleet.embed(texts, normalize=False, adapter=name)
+            for ids, (score,), vector in zip(texts, scores, vectors, strict=True):
+                states, logits = adapters.plain_states(MODEL, folder, [*ids, *choice])
+                expected = jax.nn.log_softmax(logits)[[16, 17], choice]
+                np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=5e-5)
+                np.testing.assert_allclose(vector, states[:17].mean(axis=0), rtol=0, atol=5e-5)
+        assert min(replica.session.stats().finished for replica in replicas if replica.session) > 1
+        for call in (fleet.score(texts, [choice], adapter="c"), fleet.embed(texts, adapter="c")):
+            with pytest.raises(InvalidRequest, match="adapter='c': is not an adapter of this fleet; known: 'a', 'b'"):
+                await call
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 import rekindle
@@ -27,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def session(folders: list[Path]) -> Iterator[Any]:
-    options = {**OPTIONS, "precompile": "lazy", "max_adapters": 2, "max_adapter_rank": 16}
+    options = {**OPTIONS, "precompile": "lazy", "max_adapters": 4, "max_adapter_rank": 16}  # as tests/session does
     with rekindle.open_sync(MODEL, adapters={"first": folders[0]}, **options) as opened:
         yield opened
 
@@ -51,8 +52,19 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert await tokens(served, "base") == list(plain(IDS, 4)) != expected
     missing = await post(served, "/v1/completions", {"prompt": IDS, "model": "second"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
-    embedded = await post(served, "/v1/embeddings", {"input": [IDS], "model": "first"})
-    assert embedded.status == 400 and "makes no embeddings" in embedded.error["message"]
+
+
+async def test_it_embeds_under_its_own_name(session: Any) -> None:
+    served = app(session, name="base")
+    vectors = {name: await session.embed([IDS, IDS[:4]], adapter=name) for name in ("first", None)}
+    assert np.abs(vectors["first"] - vectors[None]).max() > 0.1
+    for model, expected in (("first", vectors["first"]), ("base:first", vectors["first"]), ("base", vectors[None])):
+        answer = await post(served, "/v1/embeddings", {"input": [IDS, IDS[:4]], "model": model})
+        assert (answer.status, answer.json()["model"]) == (200, model)
+        got = [entry["embedding"] for entry in answer.json()["data"]]
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+    missing = await post(served, "/v1/embeddings", {"input": [IDS], "model": "base:second"})
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
 
 
 NO_NAMES = [
@@ -130,7 +142,7 @@ async def test_a_path_that_can_not_be_one_is_the_clients_error(session: Any, fol
 
 def _large(root: Path) -> Path:
     """An adapter of a higher rank than the session has room for."""
-    return adapters.write(root / "large", MODEL.config, rank=48, targets=("down_proj",))
+    return adapters.write(root / "large", MODEL.config, rank=80, targets=("down_proj",))
 
 
 async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:
@@ -142,21 +154,27 @@ async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:
         (line,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
         return line.partition(" ")[0]
 
-    label = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters="{}"}}'
+    label = 'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{}",waiting_lora_adapters="{}"}}'
     idle = label.format("", "")
     assert await info() == idle
-    async with session.paused(), anyio.create_task_group() as group:  # requests wait there, and steps are ours
-        group.start_soon(tokens, served, "first")
-        group.start_soon(tokens, served, "base")
-        with anyio.fail_after(60):
-            while (line := await info()) == idle:  # noqa: ASYNC110  no event says it
-                await anyio.sleep(0.001)
-            assert line == label.format("", "first")
-            while (line := await info()) != label.format("first", ""):
-                assert line in (idle, label.format("", "first"))
-                await session.step()
-            while await info() != idle:
-                await session.step()
+
+    async def embed(served: Any, model: str) -> None:  # of as many tokens as two steps compute
+        answer = await post(served, "/v1/embeddings", {"input": [prompt(3, 50)], "model": model})
+        assert answer.status == 200, answer.body
+
+    for ask, models in ((tokens, ("first", "base")), (embed, ("first",))):
+        async with session.paused(), anyio.create_task_group() as group:  # requests wait there, and steps are ours
+            for model in models:  # they end in one step
+                group.start_soon(ask, served, model)
+            with anyio.fail_after(60):
+                while (line := await info()) == idle:  # noqa: ASYNC110  no event says it
+                    await anyio.sleep(0.001)
+                assert line == label.format("", "first")
+                while (line := await info()) != label.format("first", ""):
+                    assert line in (idle, label.format("", "first"))
+                    await session.step()
+                while await info() != idle:
+                    await session.step()
 
 
 async def test_requests_load_adapters_only_where_that_was_allowed(session: Any, folders: list[Path]) -> None:

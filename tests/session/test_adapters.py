@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import jax
 import numpy as np
 import pytest
 
 import rekindle
-from helpers import adapters
+from helpers import adapters, checkpoints
+from helpers.embedders import EMBEDS
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
+from rekindle._src.models.adapters.adapter import combined
+from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.placement import random_model
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
@@ -170,12 +174,128 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
         session.check_integrity()
 
 
+@anyio_test
+async def test_scores_are_those_of_merged_weights_and_share_pages_with_their_own_alone(folders: list[Path]) -> None:
+    """Prompts of two adapters, of a sum of them, and of the base run at once over one beginning."""
+    ids, choices, shared = prompt(1, 20), [prompt(2, 1), prompt(4, 3)], 16
+    found: dict[str, Any] = {}
+    async with opening(adapters={"a": folders[0], "b": folders[4]}) as session:
+
+        async def score(name: str, adapter: Any) -> None:
+            found[name] = await session.score(ids, choices, adapter=adapter)
+
+        for cached in ((0, shared), (shared, shared)):  # cold, then warm
+            async with anyio.create_task_group() as group:
+                for name, (adapter, _) in mixed(folders).items():
+                    group.start_soon(score, name, adapter)
+            for name, (_, source) in mixed(folders).items():
+                for one, choice, tokens in zip(found[name], choices, cached, strict=True):
+                    logprobs = jax.nn.log_softmax(
+                        adapters.plain_states(MODEL, source, [*ids, *choice])[1][len(ids) - 1 : -1]
+                    )
+                    expected = [row[token] for row, token in zip(np.asarray(logprobs), choice, strict=True)]
+                    assert one.logprobs == pytest.approx(expected, abs=5e-5), name
+                    assert one.greedy == (np.argmax(logprobs, axis=-1).tolist() == choice)
+                    assert one.cached_tokens == tokens, name
+        # Scores take the pages of texts with the same weights, whatever these are called, and no others.
+        text = prompt(8, 17)
+        await session.generate(text, max_tokens=1, adapter="a")
+        hits = [(await session.score(text, choices[:1], adapter=name))[0].cached_tokens for name in ("b", None, "a")]
+        assert hits == [0, 0, 16]
+        await session.load_adapter("a", folders[4])
+        (again, _), (other,) = await session.score([ids, text], [choices, choices[:1]], adapter="a")
+        assert again.logprobs == pytest.approx(found["b"][0].logprobs, abs=1e-5)
+        assert (again.cached_tokens, other.cached_tokens) == (shared, 16), "b's pages are the same weights'"
+        for call in (session.score, session.score_sync):
+            with pytest.raises(InvalidRequest, match="adapter=3: is neither a name nor a mapping"):
+                call(ids, choices, adapter=3)  # type: ignore[call-overload]
+        with pytest.raises(InvalidRequest, match="adapter='c': is not an adapter of this session; known: 'a', 'b'"):
+            await session.score(ids, choices, adapter="c")
+        session.check_integrity()
+
+
+@anyio_test
+@pytest.mark.parametrize("keep", by_default([False, True]))
+@pytest.mark.parametrize("pooling", by_default(["mean", "last", "cls"]))
+async def test_vectors_are_those_of_merged_weights_and_share_pages_with_their_own_alone(
+    folders: list[Path], pooling: Any, keep: bool
+) -> None:
+    """Texts of two adapters, of a sum of them, and of the base run at once, beside a generated one."""
+    texts, found = [prompt(seed, 9 + 20 * seed, shared=9) for seed in range(3)], dict[str, Any]()
+    expected = {}
+    for name, (_, source) in mixed(folders).items():
+        states = [adapters.plain_states(MODEL, source, ids)[0] for ids in texts]
+        expected[name] = [{"last": one[-1], "cls": one[0]}.get(pooling, one.mean(axis=0)) for one in states]
+    assert np.abs(expected["a"][0] - expected["none"][0]).max() > 0.1, "the adapters change little"
+    async with opening(adapters={"a": folders[0], "b": folders[4]}) as session:
+
+        async def embed(name: str, adapter: Any) -> None:
+            found[name] = await session.embed(texts, pooling=pooling, normalize=False, adapter=adapter, keep=keep)
+
+        for _ in range(2):  # the second time, host memory has kept states of whole pages
+            beside = session.submit(texts[0], adapter="b", **GREEDY)
+            async with anyio.create_task_group() as group:
+                for name, (adapter, _) in mixed(folders).items():
+                    group.start_soon(embed, name, adapter)
+            for name, vectors in expected.items():
+                np.testing.assert_allclose(found[name], vectors, rtol=0, atol=5e-5, err_msg=name)
+            same(await beside, folders[4], texts[0])
+        captures = session.cache.stats().captures
+        assert not keep or (captures is not None and captures.reused > 0)
+        # A vector of the last token takes the pages of a text with the same adapter, and no others.
+        text = prompt(8, 17)
+        await session.generate(text, max_tokens=1, adapter="a")
+        for adapter, tokens in (("b", 0), (None, 0), ("a", 16)):
+            call = session.embed(text, pooling="last", adapter=adapter)
+            await call
+            assert call.usage.cached_tokens == tokens, adapter
+        with pytest.raises(InvalidRequest, match=r"adapter=\{\}: is neither a name nor a mapping"):
+            session.embed(text, adapter={})
+        with pytest.raises(InvalidRequest, match="adapter='c': is not an adapter of this session; known: 'a', 'b'"):
+            await session.embed(text, adapter="c")
+        (error,) = await session.embed([text], adapter="c", errors="return")
+        assert isinstance(error, InvalidRequest) and error.field == "adapter"
+        session.check_integrity()
+
+
+def mixed(folders: list[Path]) -> dict[str, tuple[Any, Any]]:
+    """Return options of requests by name, each with the adapter to merge; "a" and "b" are the first and fifth one."""
+    parts = [(read_adapter(folders[index], "it", MODEL.config), weight) for index, weight in ((0, 0.5), (4, -1.0))]
+    return {
+        "none": (None, None), "a": ("a", folders[0]), "b": ("b", folders[4]),
+        "sum": ({"a": 0.5, "b": -1.0}, combined(parts)),
+    }  # fmt: skip
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_an_encoder_may_have_adapters(tmp_path: Path) -> None:
+    raw = EMBEDS["modernbert"]
+    model, ids = checkpoints.model(raw, checkpoints.tensors(raw)), prompt(3, 40)
+    folder = adapters.write(tmp_path / "a", model.config, seed=0)
+    ids = [token % model.config.vocab_size for token in ids]
+    async with rekindle.open(model, adapters={"a": folder}, **{**OPTIONS, "precompile": "lazy"}) as session:
+        for adapter, source in (("a", folder), (None, None)):
+            vectors = await session.embed([ids, ids[:9]], normalize=False, pooling="mean", adapter=adapter)
+            for vector, tokens in zip(vectors, (ids, ids[:9]), strict=True):
+                states, _ = adapters.plain_states(model, source, tokens, size=len(tokens))
+                np.testing.assert_allclose(vector, states.mean(axis=0), rtol=0, atol=5e-5)
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_the_lens_shows_the_model_with_its_adapter(folders: list[Path]) -> None:
+    ids = prompt(3, 12)
+    async with opening(adapters={"a": folders[0]}) as session:
+        for adapter, source in (("a", folders[0]), (None, None)):
+            lens = await session.view.lens(ids, adapter=adapter)
+            logits = adapters.plain_states(MODEL, source, ids)[1]
+            assert lens.token_ids[-1, :, 0].tolist() == logits.argmax(axis=-1).tolist()
+
+
 @pytest.mark.thorough
 @anyio_test
 async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
-    from rekindle._src.models.adapters.adapter import combined
-    from rekindle._src.models.adapters.reading import read_adapter
-
     ids = prompt(4, 15)
     parts = [(read_adapter(folders[index], "x", MODEL.config), weight) for index, weight in ((0, 0.5), (1, -1.0))]
     async with opening(adapters={"a": folders[0], "b": folders[1]}) as session:

@@ -127,7 +127,9 @@ async def door(k: int) -> None:
     assert_type(await session.embed(["x", [1, 2]], pooling="last"), Vector)
     assert_type(await session.embed(["x"], errors="return"), list[Vector | RekindleError])
     assert_type(session.embed_sync("x", dimensions=8), Vector)
-    assert_type(session.embed("x").usage.prompt_tokens, int)
+    assert_type(session.embed("x", adapter={"a": 0.5}).usage.prompt_tokens, int)
+    assert_type(await session.score("x", ["y"], adapter="a"), Scores)
+    assert_type(session.score_sync("x", ["y"], adapter={"a": 0.5}), Scores)
     rows = [{"a": 1}, {"a": 2}]
     assert_type(await session.map(rows, "{a}", out="x.jsonl", max_tokens=3), RowAnswers)
     assert_type(session.map_sync(rows, lambda row: str(row["a"]), chat=True)[0], RowAnswer)
@@ -155,6 +157,8 @@ async def mistakes(session: Session) -> None:
     await session.map([], "x", temprature=0.8)  # pyright: ignore
     await session.embed("x", pooling="max")  # pyright: ignore
     await session.embed("x", errors="return", n=2)  # pyright: ignore
+    await session.embed("x", adapter=1)  # pyright: ignore
+    await session.score("x", ["y"], adapter=1)  # pyright: ignore
     await session.generate("x", temperature="hot")  # pyright: ignore
     await session.serve(prt=8000)  # pyright: ignore[reportCallIssue]
     session.conversation(temprature=0.8)  # pyright: ignore[reportCallIssue]

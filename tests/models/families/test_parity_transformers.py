@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 2e-4  # of the logits' standard deviation
 CURRENT = int(transformers.__version__.partition(".")[0]) >= 5
+SHORT = -8.0  # before softplus: steps of 0.0003, where `time_step_min` is 0.001
 FIELDS = {"num_layers", "num_kv_heads", "head_dim", "moe", "attention", "vocab_size", "tie_embeddings"}
 
 
@@ -61,3 +62,34 @@ def test_live_transformers_computes_the_same_and_what_it_saves_opens_as_the_same
     assert loaded.graph.paths == model.graph.paths
     for path, ours, found in zip(model.graph.paths, model.leaves, loaded.leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(ours), err_msg=path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_of_nemotron_h_have_no_least_length(tmp_path: Path) -> None:
+    """Prompts of transformers have one (5.24), its single tokens none: the authors' code and vLLM follow the config."""
+    if why := versions.reason(versions.UNABLE, "nemotron-h", transformers.__version__):
+        pytest.skip(f"this version of transformers can't make it: {why}")
+    raw, bounded = dict(checkpoints.CASES["nemotron-h"]), False
+    raw = raw if versions.release(transformers.__version__) >= (5, 15) else versions.older_names(raw)
+    state = checkpoints.tensors(raw, seed=7)
+    for name in state:
+        if name.endswith("dt_bias"):
+            state[name] = np.full_like(state[name], SHORT)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints.write(tmp_path / "ours", raw, state), attn_implementation="eager", dtype=torch.float32
+    )
+    model = checkpoints.model(raw, state)
+    logits, _ = reference.prefill(model, PROMPT, reference.empty_cache(model, len(PROMPT)))
+
+    def off() -> float:
+        with torch.no_grad():
+            expected = theirs(torch.tensor([PROMPT])).logits[0].float().numpy()
+        return float(np.abs(np.asarray(logits) - expected).max() / expected.std())
+
+    before = off()
+    for module in theirs.modules():
+        if hasattr(module, "time_step_limit"):
+            bounded = bounded or module.time_step_limit[0] > 0
+            module.time_step_limit = tuple(theirs.config.time_step_limit)
+    assert off() <= TOLERANCE
+    assert before > 20 * TOLERANCE or not bounded, "the bound changes little, so that this proves nothing"

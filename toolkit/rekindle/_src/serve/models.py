@@ -150,6 +150,9 @@ class AdaptedSession:
     def generate(self, prompt: Any, /, **options: Any) -> Any:
         return self._kept(self.base.generate(prompt, adapter=self._adapter, **options))
 
+    def embed(self, texts: Any, /, **options: Any) -> Any:
+        return self._kept(self.base.embed(texts, adapter=self._adapter, **options))
+
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
         return self._kept(self.base.chat(messages, adapter=self._adapter, **options))
 
@@ -163,9 +166,6 @@ class AdaptedSession:
         with self._lock:
             handles = [handle for handle in self._handles if not handle.done]
         return {handle.status for handle in handles} - {Status.FINISHED, Status.FAILED, Status.ABORTED}
-
-    def embed(self, texts: Any, /, **options: Any) -> Any:
-        raise Refused(400, f"the adapter {self._adapter!r} makes no embeddings. Name its model", param="model")
 
 
 class Models:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
 from rekindle._src.core.options import check_batch, refuse_keywords
-from rekindle._src.core.records import Completion, Embedded, Pooling, Usage, Vector
+from rekindle._src.core.records import Completion, Embedded, Pooling, Status, Usage, Vector
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
@@ -66,6 +66,13 @@ class Embeddings(Call[T]):
         return self._batch.done
 
     @property
+    def status(self) -> Status:
+        """The state of the first text that has not ended; once all have, that of the last one."""
+        handles = self._batch.handles
+        running = next((handle for handle in handles if not handle.done), None)
+        return running.status if running is not None else handles[-1].status if handles else Status.FINISHED
+
+    @property
     def usage(self) -> Usage:
         """The tokens of the texts that have been embedded so far."""
         return usage_so_far(self._batch.handles)
@@ -91,6 +98,7 @@ class Embedding:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
+        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Embeddings[Vector]: ...
@@ -104,6 +112,7 @@ class Embedding:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
+        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["return"],
     ) -> Embeddings[list[Vector | RekindleError]]: ...
@@ -116,6 +125,7 @@ class Embedding:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
+        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
         **unknown: Any,
@@ -135,7 +145,8 @@ class Embedding:
         from the cache. With `keep` hidden states stay in host memory too (`capture_memory` of `open()`): then texts
         that begin alike, such as chunks behind one description of their document, compute their beginning once,
         whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list; with
-        errors="return" the result is a list, and the error stands in the place of its vector.
+        errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a name,
+        or names with their weights, as in `generate`) the states are those of the model with this adapter.
         """
         refuse_keywords(unknown, Embedding.embed)
         embedder = self._front.embedder
@@ -164,9 +175,9 @@ class Embedding:
             raise InvalidRequest("keep", keep, "is neither True nor False", "Pass one of them")
         if keep and embedder.alone:
             raise InvalidRequest("keep", keep, "is not for a model that only embeds: it has no cache", "Leave it out")
-        sampling = Sampling(max_tokens=1, priority=priority)
+        sampling = Sampling(max_tokens=1, adapter=adapter, priority=priority)
         if keep:
-            sampling = Sampling(max_tokens=0, priority=priority, capture=Capture({"norm": True}, keep=True))
+            sampling = dataclasses.replace(sampling, max_tokens=0, capture=Capture({"norm": True}, keep=True))
         way = pooling or embedder.pooling
         self._host.check()
         prompts, many = parse(texts, keep_errors=errors == "return")
@@ -211,6 +222,7 @@ class Embedding:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
+        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Vector: ...
@@ -224,6 +236,7 @@ class Embedding:
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
+        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["return"],
     ) -> list[Vector | RekindleError]: ...

@@ -50,17 +50,21 @@ class RekindleLM(TemplateLM):
         session: Session | None = None,
         *,
         pretrained: str = "tiny",
+        adapter: str | Mapping[str, float] | None = None,
         max_gen_toks: int = 256,
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
         **options: Any,
     ) -> None:
-        """Open a session, or take one. `batch_size` and `device` come from the harness; the engine has its own."""
+        """Open a session, or take one. `batch_size` and `device` come from the harness; the engine has its own.
+
+        `adapter` is the name of an adapter of the session that all requests have, or names with their weights.
+        """
         super().__init__()
         self._own = session is None
         self._session: Session = open_sync(pretrained, **options) if session is None else session
-        self.max_gen_toks = max_gen_toks
+        self.max_gen_toks, self._adapter = max_gen_toks, adapter
 
     @property
     def session(self) -> Session:
@@ -120,7 +124,7 @@ class RekindleLM(TemplateLM):
             kept = context[max(0, len(context) + len(continuation) - room) :]
             by_context.setdefault(tuple(kept), []).append(number)
         choices = [[requests[number][2] for number in numbers] for numbers in by_context.values()]
-        scores = self._session.score_sync([list(context) for context in by_context], choices)
+        scores = self._session.score_sync([list(context) for context in by_context], choices, adapter=self._adapter)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for numbers, scored in zip(by_context.values(), scores, strict=True):
             for number, score in zip(numbers, scored, strict=True):
@@ -160,7 +164,7 @@ class RekindleLM(TemplateLM):
         for options, numbers in by_options.values():
             fields = normalize_gen_kwargs(options, default_max_gen_toks=self.max_gen_toks)
             tokens = int(fields["max_gen_toks"])
-            sampling = {name: value for name, value in fields.items() if name not in _OWN}
+            sampling = {"adapter": self._adapter, **{key: fields[key] for key in fields if key not in _OWN}}
             room = max(1, self.max_length + 1 - tokens)
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             done = self._session.generate_sync(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
@@ -242,7 +242,13 @@ class ScoreRequests:
 
     @overload
     def score(
-        self, prompt: PromptLike, choices: Sequence[PromptLike], *, salt: str | None = None, priority: int = 0
+        self,
+        prompt: PromptLike,
+        choices: Sequence[PromptLike],
+        *,
+        adapter: str | Mapping[str, float] | None = None,
+        salt: str | None = None,
+        priority: int = 0,
     ) -> Scoring[Scores]: ...
     @overload
     def score(
@@ -250,10 +256,14 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
+        adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
     ) -> Scoring[ScoreTable]: ...
-    def score(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0, **unknown: Any) -> Any:
+    def score(
+        self, prompt: Any, choices: Any, *, adapter: str | Mapping[str, float] | None = None,
+        salt: str | None = None, priority: int = 0, **unknown: Any,
+    ) -> Any:  # fmt: skip
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
             scores = await session.score("The capital of France is", [" Paris", " Rome"])
@@ -266,10 +276,11 @@ class ScoreRequests:
 
         Texts are encoded together, as the model would meet them. Where a choice changes the last tokens of its prompt
         (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
-        this prompt. Numbers are those of the model's own distribution, before any sampling option.
+        this prompt. Numbers are those of the model's own distribution, before any sampling option, and with `adapter`
+        (a name, or names with their weights, as in `generate`) those of the model with this adapter.
         """
         refuse_keywords(unknown, ScoreRequests.score)
-        sampling = Sampling(max_tokens=0, prompt_logprobs=1, salt=salt, priority=priority)
+        sampling = Sampling(max_tokens=0, prompt_logprobs=1, adapter=adapter, salt=salt, priority=priority)
         self._host.check()
         prompts, many = parse(prompt)
         lists = _choices(choices, prompts, many)
@@ -306,7 +317,13 @@ class ScoreRequests:
 
     @overload
     def score_sync(
-        self, prompt: PromptLike, choices: Sequence[PromptLike], *, salt: str | None = None, priority: int = 0
+        self,
+        prompt: PromptLike,
+        choices: Sequence[PromptLike],
+        *,
+        adapter: str | Mapping[str, float] | None = None,
+        salt: str | None = None,
+        priority: int = 0,
     ) -> Scores: ...
     @overload
     def score_sync(
@@ -314,6 +331,7 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
+        adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
     ) -> ScoreTable: ...

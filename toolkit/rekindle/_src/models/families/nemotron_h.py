@@ -1,4 +1,10 @@
-"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without a rope, an MLP, or a mixture of experts."""
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without a rope, an MLP, or a mixture of experts.
+
+Steps of Mamba-2 are bounded by `time_step_limit` alone, which has to be (0, inf) here; `time_step_min` is for the
+initial values of training. vLLM has no bound (`dt_limit=(0.0, inf)` in its Mamba-2 mixer). In transformers 5.24 prompts
+have steps of at least `time_step_min`, as Zamba2's do, while tokens that are generated one by one have not. That is a
+defect by https://github.com/huggingface/transformers/pull/48989, which compared it with the authors' published code.
+"""
 
 from __future__ import annotations
 
