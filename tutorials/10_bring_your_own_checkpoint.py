@@ -220,7 +220,7 @@ for name, (*_, story) in results.items():
 #
 # <details><summary>Answer</summary>
 #
-# More, since half of the bytes are read: twice as many here. Perplexity moves by less than **0.1** of what it is. Weights as they are stored have a
+# More, since half of the bytes are read. Perplexity moves by less than **0.1** of what it is. Weights as they are stored have a
 # third of the bytes, and unpacking them takes time.
 #
 # </details>
@@ -253,7 +253,8 @@ if smollm2:
                 await larger.generate("Once upon a time", max_tokens=40, ignore_eos=True)
                 timings.append(time.perf_counter() - began)
             ways[name] = (40 / min(timings), perplexity)
-            print(f"{name:10} {read[name] / 1e6:3.0f} MB, {ways[name][0]:4.0f} tokens/s, perplexity {perplexity:.1f}")
+            quicker = ways[name][0] / ways["bfloat16"][0]
+            print(f"{name:10} {read[name] / 1e6:3.0f} MB, speed × {quicker:.1f}, perplexity {perplexity:.1f}")
     assert read["int8"] < 0.6 * read["bfloat16"], "half of the bytes are read for a token"
     assert max(abs(one / ways["bfloat16"][1] - 1) for _, one in ways.values()) < 0.1, (
         "and perplexity moves by a tenth at most"
