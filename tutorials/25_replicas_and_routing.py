@@ -76,7 +76,7 @@ assert outcomes["affinity"].hit_rate - outcomes["round-robin"].hit_rate > 0.1, "
 #
 # ## How many replicas?
 #
-# **Predict.** One replica finds 81 % of the prompt tokens in its cache. What do eight find with `round-robin`: more or less than 0.6?
+# **Predict.** One replica finds more than 80 % of the prompt tokens in its cache. What do eight find with `round-robin`: more or less than 0.6?
 #
 # <details><summary>Answer</summary>
 #
@@ -97,7 +97,7 @@ plt.xlabel("replicas")
 plt.ylabel("share of prompt tokens\nfrom the cache")
 plt.legend()
 plt.show()
-assert round(shares["round-robin"][0], 2) == 0.81, "one cache knows everybody"
+assert shares["round-robin"][0] > 0.8, "one cache knows everybody"
 assert shares["round-robin"][-1] < 0.6, "eight caches that know everybody a little"
 assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversations"
 
