@@ -272,7 +272,9 @@ prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*fi
 prompts += [[*first, *third[:shared], 7] for shared in (3, 4, 5)]
 measured = [(await small.generate(ids, max_tokens=1)).usage.cached_tokens for ids in prompts]
 print(predicted(prompts, PAGE), measured)
-assert predicted(prompts, PAGE) == measured, "whole pages of a common beginning are found, and parts of a page from four tokens on"
+assert predicted(prompts, PAGE) == measured, (
+    "whole pages of a common beginning are found, and parts of a page from four tokens on"
+)
 
 # %% [markdown]
 # ## In production

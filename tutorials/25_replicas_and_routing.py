@@ -66,7 +66,9 @@ for router in ("round-robin", "shortest", "affinity"):
           f"slowest hundredth {one.first_token[1] * 1e3:3.0f}; busiest {one.imbalance:.2f} of the mean")  # fmt: skip
 assert round(outcomes["round-robin"].imbalance, 1) == 1.0, "a circle is even"
 assert min(outcomes.values(), key=lambda one: one.first_token[0]) is outcomes["affinity"], "hits shorten most waits"
-assert max(outcomes.values(), key=lambda one: one.first_token[1]) is outcomes["affinity"], "a busy replica's are the longest"
+assert max(outcomes.values(), key=lambda one: one.first_token[1]) is outcomes["affinity"], (
+    "a busy replica's are the longest"
+)
 assert outcomes["affinity"].hit_rate - outcomes["round-robin"].hit_rate > 0.1, "who comes back finds its pages"
 
 # %% [markdown]

@@ -62,7 +62,15 @@ TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1, "seconds": 1, "minutes": 6
 SIZES = {"KB": 1e3, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 RATES = {f"{name}/s": scale for name, scale in SIZES.items()}
 OPERATIONS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12}
-KINDS = (TIMES, SIZES, RATES, OPERATIONS, {"%": 0.01}, {"tokens/s": 1, "tokens a second": 1}, {"times": 1, "×": 1})
+KINDS: tuple[dict[str, float], ...] = (
+    TIMES,
+    SIZES,
+    RATES,
+    OPERATIONS,
+    {"%": 0.01},
+    {"tokens/s": 1, "tokens a second": 1},
+    {"times": 1, "×": 1},
+)
 UNITS = {unit: (kind, scale) for kind, units in enumerate(KINDS) for unit, scale in units.items()}
 
 NUMBER = rf"(?:\d[\d,]*(?:\.\d+)?|\b(?i:{'|'.join(WORDS)})\b)"

@@ -143,7 +143,8 @@ def test_diagrams_have_colours_in_viewers_without_style_sheets(path: Path) -> No
     import xml.etree.ElementTree as ElementTree
 
     svg = ElementTree.parse(path).getroot()
-    wrong, classes = [], set()
+    wrong: list[str] = []
+    classes: set[str] = set()
 
     def look(element: ElementTree.Element, fill: str, stroke: str) -> None:
         fill, stroke = element.get("fill", fill), element.get("stroke", stroke)
