@@ -22,7 +22,7 @@ session = await rekindle.open("tiny")
 # Give it the beginning of a story. By default the most likely token is taken at every position (*greedy*), so you will
 # read the same text as this page.
 #
-# The very first call takes one to five seconds, in which XLA compiles a program for your CPU. Steps of other sizes have programs of
+# The very first call takes seconds, in which XLA compiles a program for your CPU. Steps of other sizes have programs of
 # their own, so the first longer prompt and the first batch further down wait once more. They are stored, and the next
 # kernel loads them in milliseconds.
 #
@@ -121,6 +121,7 @@ for question in ("My name is Anna and I live in Rome.", "Tell me a story about a
     print(f"you:   {question}")
     print(f"model: {reply.text}")
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
+assert session.config.page_size == 32, "pages have 32 tokens by default"
 assert reply.usage.cached_tokens == 64, "the third question reuses the whole pages of the conversation"
 
 # %% [markdown]
@@ -145,8 +146,8 @@ chat.join(5)
 # %% [markdown]
 # ## Several prompts at once
 #
-# A list goes in, a list comes out. The prompts run together, in one batch: eight of them make two to five times the tokens per
-# second of one (tutorial 03 measures it). `watch()` is a live dashboard of what the session does meanwhile.
+# A list goes in, a list comes out. The prompts run together, in one batch: eight of them make several times as many
+# tokens per second as one (tutorial 03 measures it). `watch()` is a live dashboard of what the session does meanwhile.
 
 # %%
 dashboard = session.watch()

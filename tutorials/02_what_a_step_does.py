@@ -192,7 +192,7 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# The decode step reads *all weights*, 16 MB here, to compute *one token*. Computing the next tokens of eight different texts in one step
+# The decode step reads *all weights* to compute *one token*. Computing the next tokens of eight different texts in one step
 # would read them once for eight tokens. That is why engines batch, and it is the subject of tutorial 03.
 #
 # ## The same in the engine

@@ -120,6 +120,7 @@ assert len(static) == 106, "a static batch takes the steps of its longest text"
 # %%
 async with session.paused():
     continuous = await stepping([submit(length) for length in LENGTHS])
+assert sum(LENGTHS) / SLOTS == 48, "192 tokens fill four slots for 48 steps"
 assert len(continuous) == 58, "a free slot goes to the next request at once"
 
 # %% [markdown]
@@ -270,8 +271,8 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# From a budget of 64 to one of 512 the pause grows from 3 ms to 13, and the first token comes after 49 ms instead of 70: a step of 257
-# tokens takes four times as long as one of 33, but 4 steps replace 29. The default is 512. A person who reads along notices pauses above 0.1 s:
+# From a budget of 64 to one of 512 the talker's pause grows to several times its length, while the reader's first token comes only
+# somewhat sooner: a step of 257 tokens takes longer than one of 33, but 4 steps replace 29. The default is 512. A person who reads along notices pauses above 0.1 s:
 # if a step of yours takes longer (page 19 says how long it takes), choose a smaller budget.
 #
 # Tutorial 05 is about prompts that need not be computed at all.

@@ -155,6 +155,7 @@ for prompt in ("The cat was", PROMPT):
     ordered = np.exp(done.logprobs[0].top_logprobs)
     kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.1, 0.2, 0.6)}
     remaining[prompt] = kept[0.2]
+    assert prompt == PROMPT or round(ordered[0], 2) == 0.98, "after “The cat was” one token is nearly certain"
     print(f"{prompt!r}, kept by min_p: " + ", ".join(f"{count} tokens at {p}" for p, count in kept.items()))
 assert remaining["The cat was"] == 1, "min_p keeps one token where the model is sure"
 assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
@@ -169,10 +170,10 @@ session.view.distribution(logits)
 # %% [markdown]
 # ## A vocabulary of 49,152
 #
-# The larger the vocabulary, the longer the tail. Here is the same for SmolLM2-135M-Instruct, whose file page 18 fetches, behind a sentence
+# The larger the vocabulary, the longer the tail. Here is the same for SmolLM2-135M-Instruct, whose file page 18 fetches, after a sentence
 # that has one good end.
 #
-# **Predict.** At temperature 1.5, `top_p=0.9` keeps 2,500 tokens behind “The capital of Italy is”. How many does `min_p=0.1` keep: more or less
+# **Predict.** At temperature 1.5, `top_p=0.9` keeps more than 1,000 tokens after “The capital of Italy is”. How many does `min_p=0.1` keep: more or less
 # than 20?
 #
 # <details><summary>Answer</summary>
@@ -202,6 +203,7 @@ if smollm2:
         print(f"temperature {temperature}: top_p=0.9 keeps {nucleus_size:,} tokens, min_p=0.1 keeps {min_p_size}")
     assert done.text == " Rome", "SmolLM2 knows the capital of Italy"
     assert nucleus_size > 1000, "at temperature 1.5 the tail has more than a tenth of the probability"
+    assert round(p[0], 2) == 0.12, "the likeliest token is not likely at this temperature"
     assert min_p_size < 20, "min_p measures against the likeliest token, whatever the tail has"
 figure
 

@@ -122,6 +122,7 @@ for ids in (base, left, right, [*left, *three]):
     print(
         f"{len(ids) + 1:3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree"
     )
+assert 2 + 3 + 3 + 4 == 12, "pages without sharing"
 assert session.stats().cache.nodes == 5, "every branch is stored once"
 
 # %% [markdown]
@@ -163,6 +164,7 @@ for question in ("Who are you?", "Name three animals.", "What is 2 + 3?", "Tell 
     prompt_tokens.append(reply.usage.prompt_tokens)
     cached.append(reply.usage.cached_tokens)
 
+assert prompt_tokens[-1] == 156, "the fifth turn's prompt is the whole conversation"
 assert cached[-1] == 128, "the fifth turn finds eight pages of 16"
 turns = np.arange(1, len(cached) + 1)
 plt.bar(turns, cached, label="from the cache")
@@ -247,26 +249,32 @@ small.cache.stats()
 # %% [markdown]
 # ## Exercise
 #
-# Write `predicted(prompts, page)`: how many tokens of each prompt come from an empty cache, if they are sent one after the other? Check it against the engine.
+# Write `predicted(prompts, page)`: how many tokens of each prompt come from the cache, which is empty at first, if they are sent one after the other? Whole pages are shared, and a page is copied of which at least four tokens are the same. Check it against the engine.
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def predicted(prompts: list[list[int]], page: int) -> list[int]:
-    seen, found = set(), []
+    cached, hits = [np.zeros(0, int)], []  # the whole pages of each prompt are kept
     for ids in prompts:
-        beginnings = [tuple(ids[:end]) for end in range(page, len(ids) + 1, page)]
-        hits = next((at for at, one in enumerate(beginnings) if one not in seen), len(beginnings))
-        found.append(min(hits * page, len(ids) - 1))  # the last position is computed for its logits
-        seen.update(beginnings)
-    return found
+        needed = ids[:-1]  # the last position is computed for its logits
+        lengths = [min(len(one), len(needed)) for one in cached]
+        equal = [np.equal(one[:end], needed[:end]) for one, end in zip(cached, lengths, strict=True)]
+        common = max(int(np.cumprod(same).sum()) for same in equal)  # tokens before the first difference
+        part = common % page
+        hits.append(common if part >= 4 else common - part)
+        cached.append(np.array(ids[: len(ids) // page * page]))
+    return hits
 
 
 await small.cache.clear()
 first, second, third = (rng.integers(300, 1500, 2 * PAGE).tolist() for _ in range(3))
-prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*first, *second], [*first, *third[:4]]]
+prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*first, *second]]
+prompts += [[*first, *third[:shared], 7] for shared in (3, 4, 5)]
 measured = [(await small.generate(ids, max_tokens=1)).usage.cached_tokens for ids in prompts]
 print(predicted(prompts, PAGE), measured)
-assert predicted(prompts, PAGE) == measured, "whole pages of a common beginning are found, and nothing else"
+assert predicted(prompts, PAGE) == measured, (
+    "whole pages of a common beginning are found, and parts of a page from four tokens on"
+)
 
 # %% [markdown]
 # ## In production

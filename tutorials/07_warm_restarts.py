@@ -7,8 +7,8 @@
 #
 # **Also called:** compiled programs on disk = JAX's persistent compilation cache, here without tracing; a snapshot = a saved KV cache (llama.cpp's `--prompt-cache`).
 #
-# Two things were expensive, and lie on disk after a restart: compiled programs (five to ten seconds of compiling), and pages of the prefix
-# cache. This notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
+# Two things were expensive, and lie on disk after a restart: compiled programs, whose compiling is most of a first start, and pages of the
+# prefix cache. This notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
 #
 # ![A kernel writes programs and pages to disk; the next one reads them](pictures/07_restarts.svg)
 
@@ -159,12 +159,12 @@ start.invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Two scales, because programs save seconds here and pages save about 25 ms: this model computes 672 tokens in that time. The
+# Two scales, because programs save seconds here and pages save milliseconds: so quickly does this model compute 672 tokens. The
 # pages' share grows with the weights,
 #
 # $$t_{\mathrm{prefill}} \approx \frac{2 \cdot \mathrm{weights} \cdot \mathrm{tokens}}{\mathrm{FLOP/s}}$$
 #
-# so a model with 250 times as many weights, one of a billion, takes seconds for the same prompt.
+# so a model with a billion weights instead of four million takes seconds for the same prompt.
 
 # %% [markdown]
 # ## Snapshots with a name
@@ -188,6 +188,7 @@ kernel = await Kernel().start()
 CELL = whole.replace('restore="auto"', 'restore="zoe"')
 await measure("from the snapshot", kernel)
 print(await kernel.run("print(*session.cache.snapshots(), sep='\\n')"))
+assert 42 * 16 == 672, "42 whole pages of 16"
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 672, "a snapshot brings whole pages"
 
 # %% [markdown]

@@ -129,6 +129,7 @@ async def fan_out() -> float:
 
 
 await fan_out()  # compiles for the sizes that come up
+assert 8 / 0.05 == 160, "requests a second, by Little's law"
 dashboard = session.watch()
 print(f"24 requests in {await fan_out():.2f} s")
 for number in range(3):

@@ -189,6 +189,7 @@ def decode(kernel, q, kv, table, lengths):
 
 
 compare("page by page", decode(attend_paged, q, kv, table, lengths))
+assert N * W == 12, "step 1 reads the same number of pages for every text"
 assert sum(-(-int(length) // S) for length in lengths) == 8, "a loop reads the pages that a text has"
 assert float(jnp.abs(decode(attend_paged, q, kv, table, lengths) - expected).max()) < 1e-5, "page by page is exact"
 

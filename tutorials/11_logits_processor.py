@@ -14,8 +14,6 @@
 # ![A processor is compiled into the step, between the head and sampling](pictures/11_processor.svg)
 
 # %%
-import itertools
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +32,7 @@ tokenizer = Tokenizer.load(tiny.folder())
 #
 # <details><summary>Answer</summary>
 #
-# **0**. Without it, 13.
+# **0**. Without it, all **14**.
 #
 # </details>
 
@@ -50,8 +48,11 @@ async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-e
     for names in ((), "no-echo"):
         done = await session.generate("The old clock\nwagon wagon wagon wagon", max_tokens=14, processors=names)
         print(f"{names!s:10}{done.text!r}")
-ids = done.token_ids
-assert sum(one == two for one, two in itertools.pairwise(ids)) == 0, "no token comes twice in a row"
+        before = session.tokenizer.encode("The old clock\nwagon wagon wagon wagon")[-1:] + list(done.token_ids[:-1])
+        repeated = sum(one == two for one, two in zip(before, done.token_ids, strict=True))
+        print(f"{'':10}{repeated} of {len(before)} tokens equal the one before")
+        assert names or repeated == 14, "without the processor, each token is the one before"
+assert repeated == 0, "with it, no token comes twice in a row"
 
 # %% [markdown]
 # The *name* is what a request says to ask for it. The first text is a loop of one token; the second one got

@@ -107,6 +107,7 @@ for name, pairs in examples.items():
     print(f"{name}: {time.perf_counter() - start:.0f} s, {sum(array.size for array in loras[name].values()):,} numbers")
 weights = rekindle.models.load(rekindle.tiny.folder())
 print(f"the model: {sum(leaf.size for leaf in weights.leaves):,} numbers")
+assert round(100 * 133120 / sum(leaf.size for leaf in weights.leaves), 1) == 3.3, "an adapter is small"
 assert sum(array.size for array in loras["pirate"].values()) == 133120, "rank times the sum of both sides"
 
 # %%

@@ -93,6 +93,7 @@ large, square = jnp.ones((1024, 2**15), jnp.float32), jnp.ones((1024, 1024), jnp
 bandwidth = large.nbytes / best(jax.jit(jnp.matmul), large, large[0])
 flops = 2 * 1024**3 / best(jax.jit(jnp.matmul), square, square)
 print(f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s in float32")
+assert round(square.nbytes / 1e6) == 4, "1,024 · 1,024 numbers of four bytes"
 print(f"balanced at {flops / bandwidth:.0f} operations a byte")
 
 # %% [markdown]
@@ -151,9 +152,10 @@ plt.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# One text has about half of its bound here: a step of 5 ms reads for 3, and the rest is what the bound does not count, namely attention,
-# norms, sampling and the host. From four texts on arithmetic shows. Both limits are measured, and on a shared machine the
-# bandwidth may be half as large an hour later: a point above a line says that the line was measured at the worse moment.
+# One text stays below its bound: besides reading, a step has work that the bound does not count, namely attention, norms, sampling and
+# the host. More texts share one reading of the weights, until arithmetic shows: there the measured curve bends away from the line of
+# reading. Both limits are measured too, and on a shared machine either may be lower an hour later: a point above a line says that
+# the line was measured at the worse moment.
 #
 # ## The prompt
 #

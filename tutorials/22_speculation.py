@@ -113,6 +113,7 @@ plt.xlabel("share of drafts that are right")
 plt.ylabel("tokens in a step")
 plt.legend()
 plt.show()
+assert 0.5**4 == 1 / 16, "four right guesses in a row are rare"
 assert round(expected(0.5, 7)) == 2, "luck does not last"
 
 # %% [markdown]

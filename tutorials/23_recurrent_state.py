@@ -60,6 +60,7 @@ def step(state, token):
 state, by_recurrence = jax.lax.scan(step, jnp.zeros((D, D)), (q, k, v))
 print(f"largest difference {float(jnp.abs(by_attention - by_recurrence).max()):.0e}; state {state.shape}")
 assert float(jnp.abs(by_attention - by_recurrence).max()) < 1e-4, "a sum over the past is a state"
+assert D * D == 4096, "the state has 64 · 64 numbers"
 assert D * D // (2 * D) == 32, "a state is as large as keys and values of D / 2 tokens"
 
 # %% [markdown]

@@ -60,6 +60,7 @@ def mlp(x, up, down):
 whole = jax.nn.silu(x @ up) @ down
 off = float(jnp.abs(mlp(x, up, down) - whole).max() / jnp.abs(whole).max())
 print(f"{mlp(x, up, down).size} numbers are added; relative difference {off:.0e}")
+assert up.shape[1] == 4 * up.shape[0], "the middle is four times larger"
 assert mlp(x, up, down).size == 1024, "a row of the output for each token crosses the link"
 assert off < 1e-5, "two halves and a sum are the whole"
 
@@ -105,6 +106,7 @@ texts = [(await session.generate("Once upon a time", max_tokens=40)).text for se
 print(texts[0] == texts[1], repr(texts[1][:60]))
 print(f"{report.weight_bytes / 1e6:.1f} MB of weights on each device, {report.bytes_per_token:,} bytes of sums a token")
 assert texts[0] == texts[1], "a mesh gives the tokens of one device"
+assert round(4 * 4_000_512 / 1e6) == 16, "four bytes for each weight"
 assert round(report.weight_bytes / 1e6) == 8, "each device has half of the weights"
 
 # %% [markdown]
@@ -123,6 +125,7 @@ devices = np.array([1, 2, 4, 8])
 for name, start in (("10 µs a sum", 10e-6), ("50 µs a sum", 50e-6)):
     seconds = 16e9 / (devices * 3.35e12) + np.where(devices > 1, 65 * start, 0)
     plt.plot(devices, 1 / seconds, "o-", label=name)
+assert round(8 * 1024 / 400e9 * 1e6, 2) == 0.02, "at 400 GB/s, 8 KiB take less than a microsecond"
 plt.xticks(devices)
 plt.ylim(0)
 plt.xlabel("devices")

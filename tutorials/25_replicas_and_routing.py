@@ -39,6 +39,7 @@ COST = StepCost(step=8e-3, row=50e-6, prefill=40e-6, context=1e-8)  # about 8B o
 CONFIG = rekindle.EngineConfig(
     max_requests=64, max_tokens_per_step=512, max_model_len=8192, page_size=16, device_pages=2000
 )
+assert CONFIG.device_pages * CONFIG.page_size == 32_000, "tokens of cache in each replica"
 asks = chats(random.Random(0), 300, 12.0, systems=8)
 print(f"{len(asks)} requests in {asks[-1].at:.0f} s, {sum(ask.length for ask in asks) // len(asks)} prompt tokens each")
 
@@ -64,15 +65,20 @@ for router in ("round-robin", "shortest", "affinity"):
     print(f"{router:12} {one.hit_rate:.2f} from the cache, first token {one.first_token[0] * 1e3:3.0f} ms, "
           f"slowest hundredth {one.first_token[1] * 1e3:3.0f}; busiest {one.imbalance:.2f} of the mean")  # fmt: skip
 assert round(outcomes["round-robin"].imbalance, 1) == 1.0, "a circle is even"
+assert min(outcomes.values(), key=lambda one: one.first_token[0]) is outcomes["affinity"], "hits shorten most waits"
+assert max(outcomes.values(), key=lambda one: one.first_token[1]) is outcomes["affinity"], (
+    "a busy replica's are the longest"
+)
 assert outcomes["affinity"].hit_rate - outcomes["round-robin"].hit_rate > 0.1, "who comes back finds its pages"
 
 # %% [markdown]
-# The price of affinity is unevenness. It is bounded: a replica that has more than a quarter above the mean gets no request that
-# could go elsewhere.
+# Affinity finds the most, and its first tokens come soonest in the middle. The price is unevenness: its slowest hundredth waits
+# longest of the three, in the queue of a popular replica. Unevenness is bounded: a replica that has more than a quarter above the mean
+# gets no request that could go elsewhere.
 #
 # ## How many replicas?
 #
-# **Predict.** One replica finds 81 % of the prompt tokens in its cache. What do eight find with `round-robin`: more or less than 0.6?
+# **Predict.** One replica finds more than 80 % of the prompt tokens in its cache. What do eight find with `round-robin`: more or less than 0.6?
 #
 # <details><summary>Answer</summary>
 #
@@ -93,6 +99,7 @@ plt.xlabel("replicas")
 plt.ylabel("share of prompt tokens\nfrom the cache")
 plt.legend()
 plt.show()
+assert shares["round-robin"][0] > 0.8, "one cache knows everybody"
 assert shares["round-robin"][-1] < 0.6, "eight caches that know everybody a little"
 assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversations"
 

@@ -10,6 +10,9 @@ A page of the course has, besides its cells:
 - what production systems do differently, and further reading.
 
 An assertion's message is a claim of the page, and the index lists both.
+
+Prose repeats no number that a cell prints: it says the relation, or a cell asserts the number. Every measured number in
+prose and pictures is found by `tests/project/test_measured.py` if no cell holds it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`python tutorials/diagrams.py`: the course's diagrams, as SVG files beside the pictures.
 
-Each has a background of its own and follows the reader's light or dark theme, so it can be read on any page.
+Each has a background of its own and follows the reader's light or dark theme, so it can be read on any page. Viewers
+that know no style sheets, variables or themes draw the light one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
-STYLE = """
-svg { --paper: #ffffff; --ink: #24292f; --faint: #636c76; --a: #cfe3ff; --b: #ffe2b8; --c: #d3f2d6; --d: #f6d5ee; --n: #eef1f4 }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #1b1f24; --ink: #e6edf3; --faint: #9198a1; --a: #1f4272; --b: #6b4714; --c: #1f5130; --d: #5d2b52; --n: #2d333b }
+INK, FAINT, PAPER = ("#24292f", "#e6edf3"), ("#636c76", "#9198a1"), ("#ffffff", "#1b1f24")  # light and dark
+FILLS = {
+    "a": ("#cfe3ff", "#1f4272"),
+    "b": ("#ffe2b8", "#6b4714"),
+    "c": ("#d3f2d6", "#1f5130"),
+    "d": ("#f6d5ee", "#5d2b52"),
+    "n": ("#eef1f4", "#2d333b"),
 }
-text { font: 13px sans-serif; fill: var(--ink); text-anchor: middle; dominant-baseline: central }
-.small { font-size: 11px; fill: var(--faint) } .left { text-anchor: start }
-.box { stroke: var(--faint); stroke-width: 1 } .line { stroke: var(--ink); stroke-width: 1.3; fill: none }
-""".strip()
+# The light theme is attributes, which every viewer reads; where a viewer has style sheets, this one makes it dark.
+DARK = {
+    "text, .ink": f"fill: {INK[1]}",
+    ".small": f"fill: {FAINT[1]}",
+    ".box": f"stroke: {FAINT[1]}",
+    ".line": f"stroke: {INK[1]}",
+    ".paper": f"fill: {PAPER[1]}",
+    **{f".{name}": f"fill: {dark}" for name, (_, dark) in FILLS.items()},
+}
+LINE = f'class="line" stroke="{INK[0]}" stroke-width="1.3" fill="none"'
+HEAD = 'marker-end="url(#head)"'
 
 
 class Drawing:
@@ -30,30 +41,44 @@ class Drawing:
 
     def box(self, x: float, y: float, w: float, h: float, words: str = "", *, fill: str = "n") -> None:
         self.parts.append(
-            f'<rect class="box" x="{x}" y="{y}" width="{w}" height="{h}" rx="4" style="fill: var(--{fill})"/>'
+            f'<rect class="box {fill}" x="{x}" y="{y}" width="{w}" height="{h}" rx="4" fill="{FILLS[fill][0]}" '
+            f'stroke="{FAINT[0]}"/>'
         )
         lines = words.split("\n")
         for index, line in enumerate(lines):
             self.words(x + w / 2, y + h / 2 + (index - (len(lines) - 1) / 2) * 15, line)
 
     def words(self, x: float, y: float, text: str, kind: str = "") -> None:
+        """Write `text` around a point, or from it on if "left" is in `kind`; "small" is smaller and fainter."""
         if text:
-            self.parts.append(f'<text class="{kind}" x="{x}" y="{y}">{escape(text)}</text>')
+            look = f' class="small" font-size="11" fill="{FAINT[0]}"' if "small" in kind else ""
+            look += ' text-anchor="start"' if "left" in kind else ""
+            self.parts.append(f'<text{look} x="{x}" y="{y}" dy="0.35em">{escape(text)}</text>')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        self.parts.append(
-            f'<line class="line" x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" style="marker-end: url(#head)"/>'
-        )
+        self.parts.append(f'<line {LINE} x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" {HEAD}/>')
+
+    def path(self, way: str, *, arrow: bool = True) -> None:
+        self.parts.append(f'<path {LINE} d="{way}"{f" {HEAD}" if arrow else ""}/>')
 
     def svg(self) -> str:
+        rules = " ".join(f"{name} {{ {look} }}" for name, look in DARK.items())
         head = (
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-            '<path d="M0 0 L8 4 L0 8 z" style="fill: var(--ink)"/></marker></defs>'
+            f'<path class="ink" d="M0 0 L8 4 L0 8 z" fill="{INK[0]}"/></marker></defs>'
         )
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
-        paper = f'<rect width="{self.width}" height="{self.height}" rx="8" style="fill: var(--paper)"/>'
-        body = "\n".join((f"<title>{escape(self.title)}</title>", f"<style>{STYLE}</style>", head, paper, *self.parts))
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{body}\n</svg>\n'
+        text = f'font-family="sans-serif" font-size="13" text-anchor="middle" fill="{INK[0]}"'
+        body = "\n".join(
+            (
+                f"<title>{escape(self.title)}</title>",
+                f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>",
+                head,
+                f'<rect class="paper" width="{self.width}" height="{self.height}" rx="8" fill="{PAPER[0]}"/>',
+                *self.parts,
+            )
+        )
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" {text}>\n{body}\n</svg>\n'
 
 
 def generation() -> Drawing:
@@ -69,7 +94,7 @@ def generation() -> Drawing:
         d.box(x, 25, 110, 46, words, fill=fill)
     for x in (125, 265, 405, 545):
         d.arrow(x, 48, x + 28, 48)
-    d.parts.append('<path class="line" d="M630 73 V105 H210 V76" style="marker-end: url(#head)"/>')
+    d.path("M630 73 V105 H210 V76")
     d.words(420, 94, "append it, and go on until eos, a stop string or max_tokens", "small")
     return d
 
@@ -147,12 +172,12 @@ def tiers() -> Drawing:
         d.arrow(x + 116, 80, x + 6, 80)
     d.words(220, 40, "full: least recent", "small")
     d.words(220, 94, "hit: copy < compute", "small")
-    d.words(480, 40, "written behind", "small")
+    d.words(480, 40, "copied meanwhile", "small")
     d.words(480, 94, "hit: read", "small")
     d.words(
         350,
         132,
-        "on a CPU, device and host memory are the same chips: the copies are real, the speed-up isn't",
+        "on a CPU, device and host memory are the same chips: a hit saves its computing, but no link is shown",
         "small",
     )
     return d
@@ -221,7 +246,7 @@ def sampling() -> Drawing:
 def restarts() -> Drawing:
     """07: two kernels and what lies on disk between them."""
     d = Drawing("A kernel writes programs and pages to disk; the next kernel reads them", 700, 160)
-    for x, name, first in ((20, "first kernel", "compile 8 s"), (380, "next kernel", "load 2 s")):
+    for x, name, first in ((20, "first kernel", "compile"), (380, "next kernel", "load")):
         d.words(x + 150, 18, name)
         d.box(x, 32, 90, 34, first, fill="b")
         d.box(x + 95, 32, 100, 34, "prompt" if x == 20 else "pages", fill="b" if x == 20 else "a")
@@ -361,9 +386,9 @@ def rollouts() -> Drawing:
         d.box(x, 30, 120, 44, words, fill=fill)
     for x in (135, 275, 425):
         d.arrow(x, 52, x + 18 if x == 135 else x + 28, 52)
-    d.parts.append('<path class="line" d="M515 76 V108 H215 V77" style="marker-end: url(#head)"/>')
+    d.path("M515 76 V108 H215 V77")
     d.words(365, 121, "swap_weights: the same arrays, nothing copied or compiled", "small")
-    d.words(640, 52, "20 times", "small")
+    d.words(640, 52, "and again", "small")
     return d
 
 
@@ -407,7 +432,7 @@ def roofline() -> Drawing:
     d.arrow(60, 160, 60, 20)
     d.words(640, 175, "rows in a step", "small")
     d.words(100, 18, "tokens/s", "small")
-    d.parts.append('<path class="line" d="M60 160 L330 50 H620"/>')
+    d.path("M60 160 L330 50 H620", arrow=False)
     d.box(95, 60, 130, 34, "bound by reading", fill="a")
     d.box(430, 80, 160, 34, "bound by arithmetic", fill="b")
     d.words(330, 36, "bytes / bandwidth = operations / FLOP/s", "small")
@@ -444,7 +469,7 @@ def agent() -> Drawing:
     d.arrow(125, 52, 163, 52)
     d.arrow(275, 52, 333, 52)
     d.arrow(465, 52, 523, 52)
-    d.parts.append('<path class="line" d="M590 76 V112 H220 V77" style="marker-end: url(#head)"/>')
+    d.path("M590 76 V112 H220 V77")
     d.words(405, 125, "result, as a message: the prompt so far is in the cache", "small")
     d.words(400, 16, "no call: the answer", "small")
     return d
