@@ -12,7 +12,6 @@ from rekindle import Completion, ToolCall, ToolCallArguments, ToolCallDropped, T
 from rekindle._src.core.reply import fold
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.families import SYNTAXES
-from rekindle._src.text.replies.format import format_calls
 from rekindle._src.text.template_code import parsed
 from rekindle.errors import InvalidRequest
 
@@ -275,7 +274,7 @@ def test_the_format_is_found_in_the_template(template: str, name: str | None, re
 @pytest.mark.parametrize("family", sorted(SYNTAXES))
 def test_calls_that_are_written_as_text_are_read_again(family: str) -> None:
     calls = [("weather", {"city": "a]b", "days": None}), ("now", {})]
-    text = format_calls(calls, SYNTAXES[family])
+    text = SYNTAXES[family].write(calls)
     tools = [{"name": "weather", "parameters": {}}, {"name": "now"}]
     reply = ReplyFormat(SYNTAXES[family]).parse(text, tools=tools)
     assert reply.content == "" and [(call.name, call.arguments) for call in reply.tool_calls] == calls

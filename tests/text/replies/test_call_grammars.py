@@ -11,7 +11,7 @@ import pytest
 from helpers.chatting import with_special_tokens
 from helpers.replies import tool
 from rekindle._src.text.replies import ReplyFormat
-from rekindle._src.text.replies.call import call_grammar
+from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.tokenizer import Tokenizer
 

@@ -23,7 +23,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.replies import ReplyFormat
-from rekindle._src.text.replies.call import call_grammar
+from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
 

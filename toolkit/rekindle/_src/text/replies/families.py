@@ -15,19 +15,26 @@ between calls, on the channel "commentary" without a recipient, is part of the a
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallStarted
 from rekindle._src.text.replies.call import (
+    KEYWORDS,
     MAX_NAME,
+    OBJECT,
+    CallForm,
     Calls,
     CallSyntax,
     Known,
     Malformed,
+    NamedArguments,
     Opener,
     Reading,
+    Token,
     ahead,
     close,
     named_call,
@@ -35,12 +42,12 @@ from rekindle._src.text.replies.call import (
     skip_space,
     take,
 )
+from rekindle._src.text.replies.call_grammar import literal, mark, object_call
 from rekindle._src.text.replies.call_reader import read_arguments, read_call, read_function, read_json_call
 from rekindle._src.text.replies.scanner import ReplyScanner
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 CLOSES = ("<|end|>", "<|call|>", "<|return|>")
-HARMONY = CallSyntax("harmony", (), markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSES))
 NAMESPACE = "functions."
 _HEADER_BEGINS = (CHANNEL, " to=", CONSTRAIN, MESSAGE)
 _HEADER_ENDS = (MESSAGE, START, *CLOSES)
@@ -70,9 +77,10 @@ class HarmonyScanner(ReplyScanner):
         self._said: set[Kind] = set()
         self._fresh = True  # nothing of this message was emitted
 
-    def go_on_from(self, text: str) -> None:
+    def go_on_from(self, prompt: str, continued: str) -> None:
         """Take the text before the reply: the prompt from its last message on. Its events count for an open call."""
-        events = self.feed(text)
+        before = prompt if prompt.endswith(continued) else prompt + continued
+        events = self.feed(before[before.rfind(START) :] if START in before else continued)
         self._said.clear()
         if self._writing:
             first = max(at for at, event in enumerate(events) if isinstance(event, ToolCallStarted))
@@ -308,16 +316,95 @@ def _function_calls(calls: Calls) -> Reading[None]:
             return
 
 
+# How calls are asked for, and how those of earlier replies are repeated.
+
+
+def _in_object(key: str, call: NamedArguments) -> str:
+    name, arguments = call
+    return json.dumps({"name": name, key: dict(arguments)}, ensure_ascii=False)
+
+
+def _in_python(call: NamedArguments) -> str:
+    name, arguments = call
+    return f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
+
+
+def _in_list(calls: Sequence[NamedArguments]) -> str:
+    return f"[{', '.join(_in_object('arguments', call) for call in calls)}]"
+
+
+def _in_message(call: NamedArguments) -> str:
+    name, arguments = call
+    header = f"{CHANNEL}commentary to={NAMESPACE}{name} {CONSTRAIN}json{MESSAGE}"
+    return f"{header}{json.dumps(dict(arguments), ensure_ascii=False)}<|call|>"
+
+
+def _hermes_form(token: Token) -> CallForm:
+    opens, closes, newline = mark("<tool_call>", token), mark("</tool_call>", token), literal("\n")
+    return CallForm(lambda name: (opens, newline, *object_call("arguments", name), newline, closes), between=newline)
+
+
+def _bare_form(token: Token) -> CallForm:
+    return CallForm(partial(object_call, "parameters"), between=literal("; "))
+
+
+def _mistral_form(token: Token) -> CallForm:
+    opens = mark("[TOOL_CALLS]", token)
+    if token("[ARGS]") is not None:
+        return CallForm(lambda name: (opens, literal(name), mark("[ARGS]", token), OBJECT))
+    return _list_form(f"{opens} {literal('[')}", literal("]"))
+
+
+def _phi_form(token: Token) -> CallForm:
+    if token("<|tool_call|>") is None:
+        return _list_form(literal("functools["), literal("]"))
+    opens, closes = mark("<|tool_call|>", token), mark("<|/tool_call|>", token)
+    return _list_form(f"{opens} {literal('[')}", f"{literal(']')} {closes}")
+
+
+def _list_form(begins: str, ends: str) -> CallForm:
+    return CallForm(partial(object_call, "arguments"), begins, literal(", "), ends)
+
+
+def _olmo_form(token: Token) -> CallForm:
+    newline = literal("\n")
+    begins = f"{mark('<function_calls>', token)} {newline}"
+    ends = f"{newline} {mark('</function_calls>', token)}"
+    return CallForm(lambda name: (literal(f"{name}("), KEYWORDS, literal(")")), begins, newline, ends)
+
+
+def _harmony_form(token: Token) -> CallForm:
+    channel, constrain, message = (mark(marker, token) for marker in (CHANNEL, CONSTRAIN, MESSAGE))
+    to = f"commentary to={NAMESPACE}"
+    return CallForm(lambda name: (channel, literal(f"{to}{name} "), constrain, literal("json"), message, OBJECT))
+
+
+# Templates show the signs of several: the most particular comes first.
+HARMONY = CallSyntax(
+    "harmony", (), _harmony_form,
+    lambda calls: f"{START}assistant".join(map(_in_message, calls)),
+    signs=(CHANNEL,), markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSES), several=False, in_channels=True,
+)  # fmt: skip
+MISTRAL = CallSyntax(
+    "mistral", (Opener("[TOOL_CALLS]", _mistral),), _mistral_form,
+    lambda calls: f"[TOOL_CALLS]{_in_list(calls)}",
+    signs=("[TOOL_CALLS]",), markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9,
+)  # fmt: skip
 HERMES = CallSyntax(
-    "hermes",
-    (Opener("<tool_call>", _tagged), Opener("<function=", _untagged)),
-    markers=("<tool_call>", "</tool_call>"),
-)
-LLAMA3_JSON = CallSyntax(
-    "llama3_json",
-    (Opener("<|python_tag|>", _marked_json), Opener("{", _bare_json, bare=True)),
-    markers=("<|python_tag|>",),
-)
+    "hermes", (Opener("<tool_call>", _tagged), Opener("<function=", _untagged)), _hermes_form,
+    lambda calls: "\n".join(f"<tool_call>\n{_in_object('arguments', call)}\n</tool_call>" for call in calls),
+    signs=("<tool_call>", "<function="), markers=("<tool_call>", "</tool_call>"),
+)  # fmt: skip
+PHI4MINI = CallSyntax(
+    "phi4mini", (Opener("<|tool_call|>", _phi), Opener("functools", _phi)), _phi_form,
+    lambda calls: f"<|tool_call|>{_in_list(calls)}<|/tool_call|>",
+    signs=("<|tool_call|>", "<|tool|>", "functools["), markers=("<|tool_call|>", "<|/tool_call|>"),
+)  # fmt: skip
+OLMO = CallSyntax(
+    "olmo", (Opener("<function_calls>", _function_calls),), _olmo_form,
+    lambda calls: "\n".join(["<function_calls>", *map(_in_python, calls), "</function_calls>"]),
+    signs=("<function_calls>",), markers=("<function_calls>", "</function_calls>"),
+)  # fmt: skip
 PYTHONIC = CallSyntax(
     "pythonic",
     (
@@ -326,19 +413,14 @@ PYTHONIC = CallSyntax(
         Opener("[", _bare_list, bare=True),
         Opener("{", _bare_json, bare=True),
     ),
+    _bare_form,
+    lambda calls: f"[{', '.join(map(_in_python, calls))}]",
+    signs=("<|python_start|>", "[func_name(", "[func_name1("),
     markers=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
 )
-MISTRAL = CallSyntax(
-    "mistral", (Opener("[TOOL_CALLS]", _mistral),), markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9
-)
-PHI4MINI = CallSyntax(
-    "phi4mini",
-    (Opener("<|tool_call|>", _phi), Opener("functools", _phi)),
-    markers=("<|tool_call|>", "<|/tool_call|>"),
-)
-OLMO = CallSyntax(
-    "olmo",
-    (Opener("<function_calls>", _function_calls),),
-    markers=("<function_calls>", "</function_calls>"),
-)
-SYNTAXES = {syntax.name: syntax for syntax in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, PHI4MINI, OLMO, HARMONY)}
+LLAMA3_JSON = CallSyntax(
+    "llama3_json", (Opener("<|python_tag|>", _marked_json), Opener("{", _bare_json, bare=True)), _bare_form,
+    lambda calls: "; ".join(_in_object("parameters", call) for call in calls),
+    signs=("<|python_tag|>", '"parameters": dictionary'), markers=("<|python_tag|>",), several=False,
+)  # fmt: skip
+SYNTAXES = {syntax.name: syntax for syntax in (HARMONY, MISTRAL, HERMES, PHI4MINI, OLMO, PYTHONIC, LLAMA3_JSON)}

@@ -16,21 +16,11 @@ from typing import Any
 
 from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.call import SPACE, CallSyntax, known_tools
-from rekindle._src.text.replies.families import HARMONY, NAMESPACE, START, SYNTAXES, HarmonyScanner
+from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, known_tools
+from rekindle._src.text.replies.families import HERMES, SYNTAXES, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# Texts in a template that describes or repeats calls, the most particular first.
-_SIGNS = (
-    ("harmony", ("<|channel|>",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>", "<function=")),
-    ("phi4mini", ("<|tool_call|>", "<|tool|>", "functools[")),
-    ("olmo", ("<function_calls>",)),
-    ("pythonic", ("<|python_start|>", "[func_name(", "[func_name1(")),
-    ("llama3_json", ("<|python_tag|>", '"parameters": dictionary')),
-)
 _LETTERS = string.ascii_letters + string.digits
 Message = Mapping[str, Any]
 
@@ -45,16 +35,16 @@ class ReplyFormat:
     @classmethod
     def of_template(cls, template: TemplateLike) -> ReplyFormat:
         """Return the format that a chat template implies; hermes for one that takes tools and shows no syntax."""
-        name = next((name for name, signs in _SIGNS if any(map(template.writes, signs))), None)
-        if name is None and template.takes_tools:
-            name = "hermes"
+        calls = next((syntax for syntax in SYNTAXES.values() if any(map(template.writes, syntax.signs))), None)
+        if calls is None and template.takes_tools:
+            calls = HERMES
         tags = next((tags for tags in TAGS if any(map(template.writes, tags))), None)
-        return cls(None if name is None else SYNTAXES[name], tags)
+        return cls(calls, tags)
 
     @property
     def in_channels(self) -> bool:
         """True if a reply consists of messages with channels, whether there are tools or not."""
-        return self.calls is not None and self.calls.name == HARMONY.name
+        return self.calls is not None and self.calls.in_channels
 
     @property
     def has_parts(self) -> bool:
@@ -142,9 +132,7 @@ class ReplyPlan:
         if format.in_channels:
             scanner = format.scanner(tools=self.tools, seed=key.digest(), pieces=self.pieces)
             assert isinstance(scanner, HarmonyScanner), "the format has channels"
-            continued = self.continued or ""
-            before = prompt if prompt.endswith(continued) else prompt + continued
-            scanner.go_on_from(before[before.rfind(START) :] if START in before else continued)
+            scanner.go_on_from(prompt, self.continued or "")
             return scanner
         if self.continued is not None:
             reasoning_open = format.reasoning is not None and is_open(self.continued, *format.reasoning)
@@ -187,38 +175,12 @@ def with_calls_as_text(messages: Sequence[Message], syntax: CallSyntax) -> list[
             continue
         text = f"{content}\n" if content else ""
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        result.append({**rest, "content": text + format_calls(calls, syntax)})
+        result.append({**rest, "content": text + syntax.write(calls)})
     return result
 
 
-def format_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) -> str:
-    """Return calls in the syntax of a family."""
-    if syntax.name in ("olmo", "pythonic"):
-        lines = [
-            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
-            for name, arguments in calls
-        ]
-        if syntax.name == "pythonic":
-            return f"[{', '.join(lines)}]"
-        return "\n".join(["<function_calls>", *lines, "</function_calls>"])
-    if syntax.name == HARMONY.name:
-        return f"{START}assistant".join(
-            f"<|channel|>commentary to={NAMESPACE}{name} <|constrain|>json<|message|>"
-            f"{json.dumps(dict(arguments), ensure_ascii=False)}<|call|>"
-            for name, arguments in calls
-        )
-    key = "parameters" if syntax.name == "llama3_json" else "arguments"
-    objects = [json.dumps({"name": name, key: dict(arguments)}, ensure_ascii=False) for name, arguments in calls]
-    if syntax.name == "hermes":
-        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
-    if syntax.name == "llama3_json":
-        return "; ".join(objects)
-    together = f"[{', '.join(objects)}]"
-    return f"[TOOL_CALLS]{together}" if syntax.name == "mistral" else f"<|tool_call|>{together}<|/tool_call|>"
-
-
-def _calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
-    calls: list[tuple[str, Mapping[str, Any]]] = []
+def _calls(message: Message) -> list[NamedArguments]:
+    calls: list[NamedArguments] = []
     entries = message.get("tool_calls")
     for call in entries if isinstance(entries, Sequence) and not isinstance(entries, str) else ():
         function = call.get("function", call) if isinstance(call, Mapping) else None
