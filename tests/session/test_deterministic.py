@@ -25,9 +25,9 @@ from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import rms_norm
-from rekindle._src.models.registry import config_from_hf
+from rekindle._src.models.registry import config_from_hf, family
 from rekindle._src.programs.logprobs import logprobs_of, model_logprobs
-from rekindle._src.session.resolve import LAYER_NORMS, reason_against, reason_against_norms
+from rekindle._src.session.resolve import reason_against, reason_against_norms
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
@@ -174,12 +174,12 @@ def test_log_probabilities_do_not_depend_on_the_number_of_rows(vocab: int) -> No
 MODEL = replace(tiny_model().config, head_dim=16, hidden_size=64)
 
 
-def test_families_whose_layer_norms_are_xlas_are_named() -> None:
-    """Bits of XLA's layer norms change with the number of rows, which a family's file does not say."""
-    for model_type in checkpoints.GENERATING:
+def test_families_say_whether_they_have_layer_norms() -> None:
+    """XLA computes these, and their bits change with the number of rows."""
+    for model_type in checkpoints.OF_FAMILY:
         model = merge(*abstract_model(config_from_hf(checkpoints.OF_FAMILY[model_type][0])))
         has = any(isinstance(module, LayerNorm) for _, module in nnx.iter_graph(model))
-        assert has == (model_type in LAYER_NORMS), model_type
+        assert has == family(model_type).layer_norms, model_type
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_families_whose_layer_norms_are_xlas_are_named() -> None:
     [
         (MODEL, {"kernels": "xla"}, "kernels='xla' add in an order"),
         (replace(MODEL, head_dim=24), {}, "head size 24 is not a multiple of 16"),
-        *((replace(MODEL, model_type=name), {}, "layer norms") for name in LAYER_NORMS),
+        (replace(MODEL, model_type="gpt2"), {}, "layer norms"),
         (replace(MODEL, hidden_size=40), {}, "hidden size 40 is not a multiple of 32"),
         (replace(MODEL, layer_embedding=16), {}, "size 16 of the layers' embeddings is not a multiple of 32"),
         (

@@ -115,3 +115,4 @@ class Family(NamedTuple):
     gguf: GgufForm | None = None  # None: llama.cpp does not know it
     # transformers' defaults of keys that the config of a model of images leaves out for its language model
     nested: Mapping[str, Any] = MappingProxyType({})
+    layer_norms: bool = False  # its norms subtract the mean

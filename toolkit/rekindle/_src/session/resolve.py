@@ -18,6 +18,7 @@ from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import family
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
 from rekindle._src.programs.kv_layout import page_bytes, state_bytes
@@ -205,7 +206,6 @@ def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
 KEYS, VALUES = 16, 32  # and native kernels of states those of these
-LAYER_NORMS = ("cohere", "cohere2", "gpt2", "starcoder2")  # XLA's have other bits in another number of rows
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
@@ -229,7 +229,7 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"kernels={config.kernels!r} add in an order that depends on the batch"
     if any(model.moe):
         return "experts are multiplied in an order that depends on the batch"
-    if model.model_type in LAYER_NORMS:
+    if family(model.model_type).layer_norms:  # they have other bits in another number of rows
         return "XLA computes its layer norms, for which nothing is promised"
     if any(pages.latent for pages in model.kinds_of_pages):
         return "XLA attends to latent pages, for which nothing is promised"

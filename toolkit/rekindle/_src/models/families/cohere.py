@@ -74,6 +74,6 @@ GGUF2 = GgufForm(
     architecture="cohere2", read=read_gguf2, norm=NORM, fields=logit_scale, windows=windows, rotates=slides
 )
 FAMILIES = {
-    "cohere": Family("CohereForCausalLM", config, module, manifest, gguf=GGUF),
-    "cohere2": Family("Cohere2ForCausalLM", config2, module, manifest, gguf=GGUF2),
+    "cohere": Family("CohereForCausalLM", config, module, manifest, gguf=GGUF, layer_norms=True),
+    "cohere2": Family("Cohere2ForCausalLM", config2, module, manifest, gguf=GGUF2, layer_norms=True),
 }

@@ -93,4 +93,4 @@ ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-FAMILIES = {"gpt2": Family("GPT2LMHeadModel", config, module, manifest, ALIASES, GGUF)}
+FAMILIES = {"gpt2": Family("GPT2LMHeadModel", config, module, manifest, ALIASES, GGUF, layer_norms=True)}

@@ -81,4 +81,4 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return norm | fused_mlp(config, inner, f"{prefix}.mlp.Wi", f"{prefix}.mlp.Wo", bias=bias)
 
 
-FAMILIES = {"modernbert": Family("ModernBertModel", config, module, manifest)}
+FAMILIES = {"modernbert": Family("ModernBertModel", config, module, manifest, layer_norms=True)}

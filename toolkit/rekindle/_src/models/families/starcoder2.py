@@ -55,4 +55,4 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
 
 
 GGUF = GgufForm(architecture="starcoder2", read=read_gguf, norm=NORM, activation="gelu_tanh")
-FAMILIES = {"starcoder2": Family("Starcoder2ForCausalLM", config, module, manifest, gguf=GGUF)}
+FAMILIES = {"starcoder2": Family("Starcoder2ForCausalLM", config, module, manifest, gguf=GGUF, layer_norms=True)}
