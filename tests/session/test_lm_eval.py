@@ -11,7 +11,7 @@ import pytest
 
 import rekindle
 from rekindle import Session
-from rekindle.tiny import folder
+from rekindle.tiny import folder, train_lora
 
 pytest.importorskip("lm_eval", reason="the harness is the extra `lm-eval`")
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's packages deprecate as they like
@@ -67,6 +67,21 @@ def test_it_answers_what_the_harness_asks(session: Session) -> None:
     )
     assert texts[0] and "." not in texts[0] and texts[1]
     assert RekindleLM.create_from_arg_string("pretrained=tiny,max_model_len=64", {"batch_size": 1}).max_length == 63
+
+
+def test_all_requests_may_have_an_adapter(session: Session) -> None:
+    from rekindle.lm_eval import RekindleLM
+
+    before, end = PAIRS[0]
+    base = RekindleLM(session).loglikelihood([asked(before, end)], disable_tqdm=True)
+    session.load_adapter("loud", train_lora(["Tom was very LOUD."] * 4, steps=4)).result_sync()
+    model = RekindleLM(session, adapter="loud")
+    ((logprob, _),) = model.loglikelihood([asked(before, end)], disable_tqdm=True)
+    ids, ends = model.tok_encode(before), model.tok_encode(before + end)
+    (score,) = session.score_sync(ids, [ends[len(ids) :]], adapter="loud")
+    assert logprob == pytest.approx(score.logprob, abs=1e-5) and abs(logprob - base[0][0]) > 1e-3
+    (text,) = model.generate_until([asked("Tom was", {"until": [], "max_gen_toks": 6})], disable_tqdm=True)
+    assert text == session.generate_sync("Tom was", adapter="loud", max_tokens=6).text
 
 
 def test_scores_and_texts_are_those_of_hf(session: Session, theirs: Any) -> None:
