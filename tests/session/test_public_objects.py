@@ -80,6 +80,7 @@ SESSION: dict[str, Recipe] = {
     "model": lambda session, path: session.model,
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,
+    "trainable": lambda session, path: session.trainable(),
     "compiling": lambda session, path: session.compiling,
     "chat_template": lambda session, path: session.chat_template,
     "last": lambda session, path: session.submit(EVIL, max_tokens=3).so_far(),
