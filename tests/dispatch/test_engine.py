@@ -267,6 +267,9 @@ class TestSchedule:
                 if self.asked == 5:
                     self.has_work = False
 
+            def unplanned(self) -> tuple[()]:
+                return ()
+
             def submit(self, request: Request) -> None: ...
 
         scheduler: Any = Waiting()

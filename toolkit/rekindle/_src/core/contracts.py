@@ -52,7 +52,7 @@ class SchedulerLike(Protocol):
 
     @property
     def held(self) -> bool:
-        """True if a running request is in no step for now because what it captures waits for its disk."""
+        """True if a running request is in no step for now: it waits for its program or for its disk."""
 
     @property
     def cache(self) -> object | None:
@@ -72,8 +72,15 @@ class SchedulerLike(Protocol):
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
         """End a running request from outside, because the detokenizer met a stop string."""
 
-    def plan(self) -> StepPlan | None:
-        """Return the next step, assuming that every step planned before succeeds."""
+    def plan(self, *, now: bool = False) -> StepPlan | None:
+        """Return the next step, assuming that every step planned before succeeds.
+
+        Rows may wait for their programs, unless the step is to run `now`.
+        """
+
+    def unplanned(self) -> tuple[TokenEvent, ...]:
+        """Return the ends of requests that no step can have, since the last plan."""
+        ...
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
         """Take over a step's tokens, in the order in which the steps were planned."""

@@ -151,7 +151,8 @@ class DataScheduler:
 
     # -- one step
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, *, now: bool = False) -> StepPlan | None:
+        """Plan the next step; its rows wait for no program, since one runs in all shards."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
         parts = [shard.plan() for shard in self.shards]
@@ -172,6 +173,10 @@ class DataScheduler:
         self._flights.append(_Flight(plan, tuple(parts)))
         self._step += 1
         return plan
+
+    def unplanned(self) -> tuple[TokenEvent, ...]:
+        """Return no events: rows wait for no program."""
+        return ()
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
         flight = self._flights.popleft()
