@@ -91,9 +91,7 @@ def test_every_template_writes_what_transformers_writes(models: Path) -> None:
                     [messages], tools=tools, chat_template=text, add_generation_prompt=True, **SPECIAL
                 )
             except Exception as error:  # a template may refuse a chat, or read keys that this one lacks
-                if "generator is not JSON serializable" in str(
-                    error
-                ):  # map() makes a list here, which tojson can write
+                if "generator is not JSON serializable" in str(error):  # map() makes a list here, which tojson can write
                     template.render(messages, tools=tools)
                     continue
                 with pytest.raises(RekindleError):
