@@ -6,7 +6,6 @@ neighbour's text is complete before the program is.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 import rekindle
 from helpers.adapters import write
-from helpers.small import CONTEXT, MODEL, OPTIONS, opening, plain, prompt
+from helpers.small import CONTEXT, MODEL, opening, plain, prompt
 from helpers.thorough import by_default
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs
@@ -32,18 +31,19 @@ WHOLE = {"logprobs": 40}  # has a program of its own
 class Compiler:
     """Stands still before programs that are not for plain steps until it is released; fails if it is told to."""
 
-    def __init__(self, compiles: Callable[..., Any]) -> None:
-        self._compiles = compiles
+    def __init__(self, get: Callable[..., Any]) -> None:
+        self._get = get
         self.holds, self.fails = False, False
         self.reached, self.released = threading.Event(), threading.Event()
 
-    def __call__(self, programs: Programs, key: Any, traced: Any = None) -> Any:
-        if self.holds and not (isinstance(key, Bucket) and not key.variants and not key.part):
+    def __call__(self, programs: Programs, key: Any) -> Any:
+        plain_step = isinstance(key, Bucket) and not key.variants and not key.part
+        if self.holds and not plain_step and not programs.ready(key):
             self.reached.set()
             assert self.released.wait(60), "the test never released the compiler"
             if self.fails:
                 raise CompileError(f"program {key.name} was told to fail")
-        return self._compiles(programs, key, traced)
+        return self._get(programs, key)
 
     async def arrived(self) -> None:
         """Wait until it stands still."""
@@ -52,29 +52,15 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    own = Compiler(Programs.compile)
-    monkeypatch.setattr(Programs, "compile", lambda *args: own(*args))
+    own = Compiler(Programs.get)
+    monkeypatch.setattr(Programs, "get", lambda *args: own(*args))
     yield own
     own.released.set()
 
 
-def session(folder: Path, **changes: Any) -> Any:
-    return opening(**{"cache_dir": str(folder), "precompile": "lazy", "max_requests": 2} | changes)
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that has plain programs."""
-    folder = tmp_path_factory.mktemp("plain")
-    own = OPTIONS | {"cache_dir": str(folder), "max_requests": 2, "precompile": "lazy"}
-    with rekindle.open_sync(MODEL, **own) as opened:
-        opened.generate_sync([TEXT, OTHER], max_tokens=2, ignore_eos=True)
-    return folder
-
-
-@pytest.fixture
-def cache(programs: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(programs, tmp_path / "cache"))
+def session(**changes: Any) -> Any:
+    """A session of whose programs those of plain steps may be in the run's cache."""
+    return opening(**{"precompile": "lazy"} | changes)
 
 
 async def streaming(opened: rekindle.Session) -> rekindle.Handle:
@@ -88,8 +74,8 @@ async def streaming(opened: rekindle.Session) -> rekindle.Handle:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("precompile", by_default(["lazy", "background"]))
-async def test_the_neighbour_goes_on(precompile: str, compiler: Compiler, cache: Path) -> None:
-    async with session(cache, precompile=precompile) as opened:
+async def test_the_neighbour_goes_on(precompile: str, compiler: Compiler) -> None:
+    async with session(precompile=precompile) as opened:
         stream = await streaming(opened)
         compiler.holds = True
         other = opened.submit(OTHER, max_tokens=1, ignore_eos=True, **WHOLE)
@@ -122,11 +108,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("name", by_default(VARIANTS, 0))
-async def test_so_it_does_beside_every_variant(name: str, compiler: Compiler, cache: Path, tmp_path: Path) -> None:
+async def test_so_it_does_beside_every_variant(name: str, compiler: Compiler, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if name == "adapter":
         more = {"adapters": {"own": str(write(tmp_path / "own", MODEL.config))}, "max_adapters": 2}
-    async with session(cache, **more) as opened:
+    async with session(**more) as opened:
         stream = await streaming(opened)
         compiler.holds = True
         other = opened.submit(OTHER, max_tokens=1, ignore_eos=True, **VARIANTS[name])
@@ -138,8 +124,8 @@ async def test_so_it_does_beside_every_variant(name: str, compiler: Compiler, ca
 
 
 @pytest.mark.anyio
-async def test_cancelled_while_it_waits(compiler: Compiler, cache: Path) -> None:
-    async with session(cache) as opened:
+async def test_cancelled_while_it_waits(compiler: Compiler) -> None:
+    async with session() as opened:
         stream = await streaming(opened)
         compiler.holds = True
         other = opened.submit(OTHER, max_tokens=1, **WHOLE)
@@ -154,8 +140,8 @@ async def test_cancelled_while_it_waits(compiler: Compiler, cache: Path) -> None
 
 
 @pytest.mark.anyio
-async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler: Compiler, cache: Path) -> None:
-    async with session(cache) as opened:
+async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler: Compiler) -> None:
+    async with session() as opened:
         stream = await streaming(opened)
         compiler.holds = compiler.fails = True
         other = opened.submit(OTHER, max_tokens=1, **WHOLE)
@@ -169,8 +155,8 @@ async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler:
 
 
 @pytest.mark.anyio
-async def test_closed_while_it_waits(compiler: Compiler, cache: Path) -> None:
-    opened = await session(cache)
+async def test_closed_while_it_waits(compiler: Compiler) -> None:
+    opened = await session()
     await streaming(opened)
     compiler.holds = compiler.fails = True
     other = opened.submit(OTHER, max_tokens=1, **WHOLE)
@@ -182,9 +168,9 @@ async def test_closed_while_it_waits(compiler: Compiler, cache: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_single_step_waits_for_its_program(compiler: Compiler, cache: Path) -> None:
+async def test_a_single_step_waits_for_its_program(compiler: Compiler) -> None:
     """Whoever steps by hand sees the same rows each time."""
-    async with session(cache) as opened:
+    async with session() as opened:
         await streaming(opened)
         async with opened.paused():
             compiler.holds = compiler.fails = True
