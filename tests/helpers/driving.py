@@ -104,7 +104,7 @@ class Plans:
     def has_work(self) -> bool:
         return any(not live.done for live in self.lives)
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, *, now: bool = False) -> StepPlan | None:
         return self.driver.plan([(live, self.chunk) for live in self.lives if not live.done]) if self.has_work else None
 
     def commit(self, result: StepResult) -> tuple[()]:

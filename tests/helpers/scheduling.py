@@ -15,6 +15,7 @@ from rekindle._src.kvcache import Node, PagePool, PrefixCache, TreeStates, TreeT
 from rekindle._src.programs.hybrid_layers import STEPS
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
+from rekindle._src.scheduling.ready_rows import StepProgramsLike
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -40,7 +41,7 @@ class Loop:
         fail: Callable[[StepPlan], BaseException | None] | None = None, prompt_lookup: int = 0,
         max_beside_decode: int = 1 << 30, shards: int = 1, states: int | None = None, state_step: int = 1,
         edge: int = 1, state_tier: DictTier | None = None, whole: bool = False, least_copied: int | None = None,
-        window: int = 0, tails: int = 0,
+        window: int = 0, tails: int = 0, programs: StepProgramsLike | None = None,
     ) -> None:  # fmt: skip
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
         With a `window`, it has layers that give pages back, and `tails` of them beside those that are never short.
@@ -82,7 +83,7 @@ class Loop:
         self.cache = self.caches[0]
         options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
         cached = [cache if prefix_cache else None for cache in self.caches]
-        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], states=tree_states, **options)
+        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], states=tree_states, programs=programs, **options)
         self.shards: list[ShardScheduler] = []
         if shards > 1:
             arrivals = itertools.count()

@@ -16,7 +16,7 @@ import shutil
 import sys
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, Self, TextIO
@@ -276,7 +276,8 @@ _REMEMBERED = 512  # waits for programs, the latest ones
 
 
 class ProgramWait:
-    """Counts the seconds in which a session's steps stood still because a program was compiled or loaded.
+    """Counts the seconds in which a session's steps stood still because a program was compiled or loaded, and those in
+    which single requests waited while others went on.
 
     One thread waits at a time; any thread may read. The wait is shown while it lasts, unless the session is quiet.
     """
@@ -287,6 +288,31 @@ class ProgramWait:
         self._total = self._since = 0.0
         self._spans: deque[WaitSpan] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
+        self._made = ""  # the program that some requests wait for while others go on
+        self._shown: Activity | None = None
+        self._added: OrderedDict[str, float] = OrderedDict()
+
+    def announce(self, program: str) -> None:
+        """Show that some requests wait for `program`, which is made while others go on; an empty string ends that."""
+        if program == self._made:
+            return
+        self._made = program
+        if program and self._shown is None:
+            self._shown = Activity(self._state, quiet=self._quiet).start()
+        elif not program and self._shown is not None:
+            self._shown.stop()
+            self._shown = None
+
+    def add(self, request_id: str, seconds: float) -> None:
+        """Count seconds in which one request waited for a program while others went on."""
+        with self._lock:
+            self._added[request_id] = self._added.get(request_id, 0.0) + seconds
+            if len(self._added) > _REMEMBERED:
+                self._added.popitem(last=False)
+
+    def added(self, request_id: str) -> float:
+        """Return the seconds that were counted for one request alone."""
+        return self._added.get(request_id, 0.0)
 
     @contextmanager
     def waiting(self, program: str) -> Iterator[None]:
@@ -308,8 +334,8 @@ class ProgramWait:
         return Activity(self._state, quiet=self._quiet) if in_marimo() else contextlib.nullcontext()
 
     def describe(self) -> str:
-        """Return the compilation that a step waits for, in words; empty if there is none."""
-        program = self.program
+        """Return the compilation that a step or a request waits for, in words; empty if there is none."""
+        program = self.program or self._made
         if not program:
             return ""
         from rekindle_kernels import kernel_being_compiled  # imports JAX, as programs did before

@@ -52,8 +52,8 @@ class SchedulerLike(Protocol):
 
     @property
     def held(self) -> bool:
-        """True if a request is in no step for now because it waits for a disk: to read its pages, or to take what it
-        captures."""
+        """True if a request is in no step for now: it waits for its program, or for a disk to read its pages or to take
+        what it captures."""
 
     @property
     def cache(self) -> object | None:
@@ -74,11 +74,14 @@ class SchedulerLike(Protocol):
         """End a running request from outside, because the detokenizer met a stop string."""
 
     def failures(self) -> tuple[TokenEvent, ...]:
-        """Take out the events of requests that ended because another one's pages are out of use."""
+        """Take out the events of requests that ended outside of a step: none can have them, or pages are out of use."""
         ...
 
-    def plan(self) -> StepPlan | None:
-        """Return the next step, assuming that every step planned before succeeds."""
+    def plan(self, *, now: bool = False) -> StepPlan | None:
+        """Return the next step, assuming that every step planned before succeeds.
+
+        Rows may wait for their programs, unless the step is to run `now`.
+        """
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
         """Take over a step's tokens, in the order in which the steps were planned."""

@@ -132,6 +132,11 @@ class Tapped:
         return any(key[0] not in STREAM for key in self.keys if key != "norm")
 
     @property
+    def reads_logits(self) -> bool:
+        """True if it captures logits, which a program of their own computes."""
+        return any(key[0] == LOGITS for key in self.keys)
+
+    @property
     def edits_inside(self) -> bool:
         """True if it changes more than the residual stream."""
         return any(edit.place > self.layers for edit in self.edits)

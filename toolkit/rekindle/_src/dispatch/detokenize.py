@@ -61,6 +61,10 @@ class Output:
         self.index = index  # of its outcome in the mailbox
         self.started = 0.0  # when it first ran
 
+    def begin(self, at: float) -> None:
+        """Note that it runs, for the first time or again."""
+        self.started = self.started or at
+
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Add an event. Return why the sequence ended, if it did."""
         raise NotImplementedError
@@ -137,7 +141,10 @@ class OutputState(Output):
         self._compiling = self._compiling_first = self._waited(request.arrival)  # session's waits at intake
 
     def _waited(self, now: float) -> float:
-        return self._program_wait.seconds(now)
+        return self._program_wait.seconds(now) + self._program_wait.added(self.request.id)
+
+    def begin(self, at: float) -> None:
+        super().begin(at - self._program_wait.added(self.request.id))  # it was admitted, and waited for its program
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Add an event and deliver text that became final. Return why the sequence ended, if it did."""
@@ -313,7 +320,7 @@ async def run(
             now = time.perf_counter()
             for request_id, began in batch.started.items():
                 if (output := outputs.get(request_id)) is not None:
-                    output.started = output.started or began
+                    output.begin(began)
             for event in batch.events:
                 delivery.deliver(event, now)
             for callback in batch.then:

@@ -356,7 +356,8 @@ class Engine:
             return None
         if self._pauses:
             self._stepping = self._steps.popleft()
-        plan = self.scheduler.plan()
+        # A single step waits for its programs, so that its caller sees the same rows each time.
+        plan = self.scheduler.plan() if self._stepping is None else self.scheduler.plan(now=True)
         if plan is not None:
             self._started += [row.request.id for row in plan.rows if row.fresh]
         elif self._stepping is not None:

@@ -349,16 +349,20 @@ class Runner:
         variants = self._features.variants(plan)
         lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
         best = bucket_for(lattice, max_requests, **size, variants=variants)
-        if (self.prefer_ready or self.programs.soon(best)) and not self._ready(best):
-            ready = [bucket for bucket in lattice if self._ready(bucket)]
+        if self.prefer_ready or any(map(self.programs.soon, best.programs)):
+            in_parts, has_options = self.programs.ledger.provisional, self._features.has_options
+            whole = in_parts and any(has_options(row.request) for row in plan.rows)
+            if self._ready(best, whole=whole):
+                return best
+            ready = [bucket for bucket in lattice if self._ready(bucket, whole=whole)]
             try:
                 return bucket_for(ready, max_requests, **size, variants=variants)
             except ConfigError:
                 return best
         return best
 
-    def _ready(self, bucket: Bucket) -> bool:
-        return all(map(self.programs.ready, bucket.programs))
+    def _ready(self, bucket: Bucket, *, whole: bool) -> bool:
+        return all(self.programs.ready(key, whole=whole) for key in bucket.programs)
 
     def program(self, plan: StepPlan) -> str:
         """Return the name of the program that a plan runs in."""

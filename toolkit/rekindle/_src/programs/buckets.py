@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rekindle._src.core.config import EngineConfig
 from rekindle.errors import ConfigError
@@ -206,6 +207,14 @@ class Helper:
     @property
     def name(self) -> str:
         return f"{self.kind}{self.pages}" if self.pages > FEW else self.kind
+
+
+class StepSize(NamedTuple):
+    """The size of a step before its program is chosen."""
+
+    rows: int = 0  # decode rows
+    prefills: int = 0
+    tokens: int = 0  # of prefills
 
 
 Key = Bucket | Helper  # the name of a program: a step is named by its bucket

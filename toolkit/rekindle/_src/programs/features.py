@@ -19,7 +19,7 @@ from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import POOLS
-from rekindle._src.programs.feature import Feature, Fields, Helpers, Read, StepInputs
+from rekindle._src.programs.feature import GREEDY, Feature, Fields, Helpers, Read, StepInputs, drawing_flags
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables
 from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogprobs
@@ -107,6 +107,7 @@ class Features:
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
         letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
         self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
+        self._instead = tuple((feature.variant, frozenset(feature.instead)) for feature in letters)
         self._wanting = tuple((feature, attrgetter(feature.option)) for feature in entries)
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
         self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
@@ -121,6 +122,11 @@ class Features:
     def flags(self, request: Request) -> int:
         features = (feature for feature, wants in self._wanting if wants(request))
         return functools.reduce(lambda bits, feature: bits | feature.flags(request), features, 0)
+
+    def has_options(self, request: Request) -> bool:
+        """True if a request's rows may have flags beyond those of greedy rows without further options."""
+        flags = drawing_flags(request.sampling) | self.flags(request)
+        return bool(flags & ~int(GREEDY)) or bool(self.row_flags(request))
 
     def row_flags(self, request: Request) -> tuple[Callable[[Row], int], ...]:
         functions = (feature.row_flags(request) for feature, wants in self._wanting if wants(request))
@@ -144,6 +150,10 @@ class Features:
     def variants(self, plan: StepPlan) -> str:
         """Return the letters of the program that a plan needs."""
         return "".join([letter for letter, in_plan in self._planned if in_plan(plan)])
+
+    def joined(self, letters: frozenset[str]) -> str:
+        """Return the letters of the program that rows need together, which need these each on their own."""
+        return "".join([one for one, instead in self._instead if one in letters and not letters & instead])
 
     def load(self, plan: StepPlan) -> None:
         """Take the adapters that a plan puts on the device."""

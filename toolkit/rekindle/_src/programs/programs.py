@@ -51,6 +51,7 @@ from rekindle._src.programs.buckets import (
     Helper,
     Key,
 )
+from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
 from rekindle._src.programs.layered import Compiled, Layered, LayeredProgram, compiled_with
@@ -113,6 +114,7 @@ class Ledger:
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
         self._replaced: list[Compiled] = []  # steps in flight may run in them
         self._soon: set[Key] = set()
+        self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
 
     @property
@@ -159,7 +161,7 @@ class Ledger:
 
     def soon(self, key: Key) -> bool:
         """True if a program is made next. Until it is ready, a step rather takes another one that can do the same."""
-        return key in self._soon
+        return key in self._soon or key in self.demanded
 
     @contextlib.contextmanager
     def made_next(self, key: Key) -> Iterator[None]:
@@ -327,9 +329,11 @@ class Programs:
     def layout(self, bucket: Bucket) -> Layout:
         return self._recipes.layout(bucket)
 
-    def ready(self, key: Key) -> bool:
-        """True if `get` returns at once."""
-        return key in self.ledger.ready
+    def ready(self, key: Key, *, whole: bool = False) -> bool:
+        """True if `get` returns at once; with `whole`, not for parts that steps with options have to complete."""
+        program = self.ledger.ready.get(key)
+        lacks = whole and isinstance(program, LayeredProgram) and program.lacks(~int(GREEDY))
+        return program is not None and not lacks
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
         """Return the records of all programs that are ready, in the order of `known`."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from typing import Protocol
 
 from rekindle._src.core.priority import handing_over
 from rekindle._src.programs.buckets import SCATTER, Bucket, Key
@@ -18,7 +19,20 @@ from rekindle._src.programs.programs import Form, ProgramRecord, Programs
 from rekindle.errors import CompileError, InvalidRequest
 from rekindle_kernels import build_kernels
 
-_at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
+
+class Maker(Protocol):
+    """A maker of programs in threads of its own."""
+
+    @property
+    def flush(self) -> Callable[[], None]:
+        """Waits until what was made is stored."""
+        ...
+
+    def stop(self, timeout: float | None = ...) -> None:
+        """Start no further program, and wait up to `timeout` seconds."""
+
+
+_at_work: weakref.WeakSet[Maker] = weakref.WeakSet()
 _registered = False
 # Seconds that a program which a first text does without waits until the session is open, and for that text.
 FOR_OPENING, FOR_TEXT = 1.0, 0.1
@@ -135,14 +149,14 @@ def warm(
         raise errors[0]
 
 
-def _finish_at_exit(warming: Warming) -> None:
+def finish_at_exit(maker: Maker) -> None:
     """Let it finish and store its program at the interpreter's exit, which waits for its thread in any case.
 
     Orbax stores in thread pools, which accept no more work once threading's own exit functions have run, the last
     registered first; see `models.loading.prepared`.
     """
     global _registered
-    _at_work.add(warming)
+    _at_work.add(maker)
     if not _registered:
         import concurrent.futures.thread  # noqa: F401  registers the end of thread pools, which has to come later
 
@@ -151,9 +165,9 @@ def _finish_at_exit(warming: Warming) -> None:
 
 
 def _finish() -> None:
-    for warming in tuple(_at_work):
-        warming.stop(None)
-        warming.flush()
+    for maker in tuple(_at_work):
+        maker.stop(None)
+        maker.flush()
 
 
 class Warming:
@@ -206,7 +220,7 @@ class Warming:
         # A deep model's programs are compiled while weights are read: a first text would wait for them for seconds.
         self._is_deep = is_deep(programs) and bool(programs.kernels())
         self._thread = threading.Thread(target=self._work, name="rekindle warming", daemon=False)
-        _finish_at_exit(self)
+        finish_at_exit(self)
         self._thread.start()
         self._expecting: threading.Thread | None = None
 

@@ -154,7 +154,8 @@ class DataScheduler:
 
     # -- one step
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, *, now: bool = False) -> StepPlan | None:
+        """Plan the next step; its rows wait for no program, since one runs in all shards."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
         parts = [shard.plan() for shard in self.shards]

@@ -47,6 +47,7 @@ from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve,
 from rekindle._src.scheduling.decode_rows import Drafts, SlowRows
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
+from rekindle._src.scheduling.ready_rows import AllReady, ReadyRows, StepProgramsLike
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.states import NoStates, States, WholePrompts
 from rekindle._src.scheduling.tails import Tails
@@ -90,9 +91,11 @@ class Scheduler:
         first_slot: int = 0,
         arrivals: Iterator[int] | None = None,
         program_wait: ProgramWait = NO_WAIT,
+        programs: StepProgramsLike | None = None,
     ) -> None:
         """`states` are the slots of the cache, in models whose layers have states or give pages back. `arrivals` number
-        the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs."""
+        the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs.
+        Without `programs`, a row joins a step whether its program is ready or not."""
         self.limits, self.pool, self.cache = limits, pool, cache
         self._states: NoStates = WholePrompts() if limits.whole else NoStates()
         if states is not None:
@@ -105,7 +108,8 @@ class Scheduler:
         self._admission = Admission(
             limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
         )
-        self._drafts = Drafts(limits, self._ledger)
+        self._ready_rows = AllReady() if programs is None else ReadyRows(programs, limits, program_wait)
+        self._drafts = Drafts(limits, self._ledger, self._ready_rows)
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
@@ -124,7 +128,8 @@ class Scheduler:
 
     @property
     def held(self) -> bool:
-        return self._admission.loading > 0 or any(sequence.held for sequence in self._running_set.running)
+        waiting = self._admission.loading > 0 or self._ready_rows.waiting
+        return waiting or any(sequence.held for sequence in self._running_set.running)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
@@ -155,14 +160,20 @@ class Scheduler:
         return TokenEvent(request_id, cached_tokens=sequence.cached_tokens, finish_reason=reason)
 
     def failures(self) -> tuple[TokenEvent, ...]:
-        """Take out the events of requests that failed because pages which they hold, or need, are in quarantine."""
+        """Take out the events of requests that failed outside of a step: their program could not be made, or pages which
+        they hold, or need, are in quarantine."""
+        for sequence, error in self._ready_rows.take_failed():
+            self._failures.append(self._fail(sequence, program_error(sequence, error)))
         failures, self._failures = tuple(self._failures), []
         return failures
 
     # -- one step
 
-    def plan(self) -> StepPlan | None:
-        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight."""
+    def plan(self, *, now: bool = False) -> StepPlan | None:
+        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight.
+
+        Rows whose program is not ready wait until it is, unless the step is to run `now`.
+        """
         if self._flights and self._flights[-1].plan.drafted:
             return None
         if self._states.ahead:
@@ -186,6 +197,7 @@ class Scheduler:
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
         decode, waiting = self._slow_rows.split(decode)
+        decode = self._ready_rows.begin(decode, now=now)
         decode_rows = [self._row(sequence, 1) for sequence in decode]
         budget -= len(decode)
         if decode:
@@ -203,6 +215,9 @@ class Scheduler:
             length = 1 if admitted.decodes else self._states.cut(admitted, budget)
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
+            if not self._ready_rows.takes(admitted, length):
+                self._admission.abandon(admitted)  # as above
+                continue
             if admitted.fresh:
                 self._count_admission(admitted)
             if admitted.decodes:
@@ -217,11 +232,13 @@ class Scheduler:
             decode = self._slow_rows.alone(
                 [sequence for sequence in waiting if sequence.status is not Status.PREEMPTED]
             )
+            decode = [sequence for sequence in decode if self._ready_rows.takes(sequence, 1)]
             decode_rows = [self._row(sequence, 1) for sequence in decode]
-            if not decode:
-                return None
         if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
+        self._ready_rows.end()
+        if not decode and not prefill:
+            return None
         plan = StepPlan(
             self._step,
             tuple(decode_rows),
@@ -615,6 +632,13 @@ def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
     """Return the error of a request whose step raised."""
     fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
     error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
+    error.__cause__ = cause
+    return error
+
+
+def program_error(sequence: Sequence, cause: Exception) -> StepFailed:
+    """Return the error of a request whose program could not be made."""
+    error = StepFailed(f"Request {sequence.id} needs a program that could not be made: {cause!r}.")
     error.__cause__ = cause
     return error
 

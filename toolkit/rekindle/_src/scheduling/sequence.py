@@ -176,9 +176,9 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
         "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generation", "in_flight", "known",
-        "limit", "limit_reason", "lookup", "node", "num_pages", "overtaken", "page_size", "planned", "preemptions",
-        "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status", "tail", "target",
-        "timeline", "trail", "waits_for",
+        "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size", "planned",
+        "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status", "tail",
+        "target", "timeline", "trail", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -223,6 +223,7 @@ class Sequence:
         self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
         self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
         self.lookup: PromptLookup | None = None  # proposes draft tokens; made at first use
+        self.need: object = None  # what its decode rows need of programs, once it is known; see ready_rows
         self._keys: list[int] = []
         # Pages:
         self.num_pages = 0
@@ -508,6 +509,8 @@ def explanation(
         words.append(f"it {reason}; {ahead} older requests wait")
         if sequence.timeline.kind is PhaseKind.QUEUED:
             sequence.timeline.enter(PhaseKind.QUEUED, reason)
+    elif status in (Status.PREFILL, Status.DECODE) and sequence.timeline.kind is PhaseKind.COMPILING:
+        words.append(f"it {sequence.reason}")
     elif status is Status.PREFILL:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended and sequence.reason != status.value:

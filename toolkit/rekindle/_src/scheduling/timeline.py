@@ -26,7 +26,7 @@ class PhaseKind(enum.StrEnum):
     PREFIX = "waited for a prefix"  # another request computed the beginning that both share
     PAGES = "waited for pages"  # too few were free
     LOADING = "loaded pages"  # cached pages were read from disk
-    COMPILING = "compiled"  # the steps waited for a program, which was compiled or loaded
+    COMPILING = "compiled"  # it waited for a program, which was compiled or loaded
     PREFILL = "prefill"  # computed its prompt
     DECODE = "decode"  # generated tokens
     PREEMPTED = "preempted"  # gave its pages up, and waited to resume
@@ -99,6 +99,13 @@ class Timeline:
         marks = self._marks
         if marks and marks[-1].kind is kind:
             marks[-1] = marks[-1]._replace(reason=reason)
+            return
+        if kind is PhaseKind.COMPILING and marks and time.perf_counter() - marks[-1].at < _SHORTEST:
+            skipped = marks.pop()  # nothing came of the phase before
+            if marks and marks[-1].kind is kind:
+                marks[-1] = marks[-1]._replace(reason=reason)
+            else:
+                marks.append(skipped._replace(kind=kind, reason=reason))
             return
         marks.append(_Mark(time.perf_counter() if marks else self.began, kind, reason, computed, generated))
         if len(marks) > 3 * _KEPT:

@@ -54,12 +54,13 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import store as program_store
 from rekindle._src.programs.buckets import ADAPTED, Key, prefill_rows
 from rekindle._src.programs.collectives import collective_times
+from rekindle._src.programs.demand import Demand, StepPrograms
 from rekindle._src.programs.hybrid_layers import least_pages, span, state_slots, tail_pages
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_places, check_results
-from rekindle._src.programs.warming import Warming, needed_after_restart, warm
+from rekindle._src.programs.warming import Warming, finish_at_exit, needed_after_restart, warm
 from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.scheduler import Scheduler
@@ -151,7 +152,11 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         prefer_ready=parts.prefer_ready,
         recorder=others,
     )
-    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers, runner.program_wait)
+    demand = Demand(programs, contexts=request.contexts)
+    finish_at_exit(demand)
+    alone = programs.shards.count == 1 and not programs.parts.multi_process
+    on_demand = StepPrograms(programs, demand) if alone else None
+    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers, runner.program_wait, on_demand)
 
     # Restored pages, read while the vocabulary is, and the programs that their first request needs.
     if tiers is not None and config.restore is not None:
@@ -181,6 +186,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
     def release() -> None:
         others.close()
         warming.stop()
+        demand.stop()
         programs.close()
         weights.release()
         for each in all_tiers:
@@ -567,10 +573,12 @@ def make_scheduling(
     tiers: Tiers | None,
     state_tiers: Tiers | None = None,
     program_wait: ProgramWait = NO_WAIT,
+    on_demand: StepPrograms | None = None,
 ) -> Scheduling:
     """Make the scheduler with its page pool and prefix cache, or one of each for every data shard.
 
-    `config` is the session's, resolved. Without `tiers` requests share no pages.
+    `config` is the session's, resolved. Without `tiers` requests share no pages. Without `on_demand` a step waits for
+    a program that is not ready, with all of its rows.
     """
     limits = _limits(config, model, programs)
     shards, states = programs.shards, _tree_states(limits, model, programs, tiers, state_tiers)
@@ -596,6 +604,7 @@ def make_scheduling(
             adapters=AdapterSlots(*adapter_room(programs)),
             states=states,
             program_wait=program_wait,
+            programs=on_demand,
         )
         return Scheduling(scheduler, cache)
     arrivals, schedulers = itertools.count(), list[ShardScheduler]()

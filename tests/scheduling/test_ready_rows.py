@@ -1,0 +1,209 @@
+"""A row whose program is not ready is in no step, and holds nobody else up; a program that fails, fails its row."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import pytest
+
+from helpers.fakes import make_request
+from helpers.scheduling import Loop, exact
+from rekindle._src.core.records import Request, Status
+from rekindle._src.programs.buckets import StepSize
+from rekindle._src.scheduling.sequence import Explanation
+from rekindle._src.scheduling.timeline import PhaseKind
+
+
+class Program(NamedTuple):
+    """A program of the fake: for rows with these options, and for prompts or not."""
+
+    options: frozenset[str]
+    prompts: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'+'.join(sorted(self.options))}{' with prompts' if self.prompts else ''}"
+
+
+class Fit(NamedTuple):
+    ready: bool
+    wanted: tuple[Program, ...] = ()
+
+
+@dataclasses.dataclass
+class Programs:
+    """Programs of which none is ready until a test makes it. A row's need is its number of log-probabilities."""
+
+    made: set[Program] = dataclasses.field(default_factory=set)
+    errors: dict[Program, Exception] = dataclasses.field(default_factory=dict)
+    wanted: tuple[Program, ...] = ()
+
+    def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> str:
+        return "plain" if request.sampling.logprobs is None else f"{request.sampling.logprobs} logprobs"
+
+    def fit(self, needs: frozenset[str], size: StepSize) -> Fit:
+        program = Program(needs, size.prefills > 0)
+        return Fit(True) if program in self.made else Fit(False, (program,))
+
+    def want(self, wanted: tuple[Program, ...]) -> None:
+        self.wanted = wanted
+
+    def error(self, wanted: Program) -> Exception | None:
+        return self.errors.get(wanted)
+
+    def forget(self, wanted: Program) -> None:
+        self.errors.pop(wanted, None)
+
+    def make(self, *needs: str) -> None:
+        for prompts in (False, True):
+            self.made.add(Program(frozenset(needs), prompts))
+
+
+def explained(loop: Loop, request: Request) -> Explanation:
+    found = loop.scheduler.explain(request.id)
+    assert found is not None
+    return found
+
+
+def started(programs: Programs, policy: str = "fcfs") -> tuple[Loop, Request]:
+    """A loop in which a plain request streams."""
+    programs.make("plain")
+    loop = Loop(programs=programs, policy=policy)
+    stream = make_request("a stream", max_tokens=40)
+    loop.submit(stream)
+    for _ in range(3):
+        loop.step()
+    return loop, stream
+
+
+def test_a_stream_has_a_token_in_every_step_while_another_request_waits() -> None:
+    programs = Programs()
+    loop, stream = started(programs)
+    other = make_request("another", max_tokens=5, logprobs=2)
+    loop.submit(other)
+    for _ in range(10):
+        before = len(loop.output(stream))
+        assert loop.step()
+        assert len(loop.output(stream)) == before + 1
+    assert programs.wanted == (Program(frozenset({"plain", "2 logprobs"}), True),)
+    assert loop.scheduler.held, "or the engine would take it for a defect where nothing else runs"
+    waiting = explained(loop, other)
+    assert "waits for program 2 logprobs+plain with prompts, which is being compiled" in waiting.text
+    assert waiting.timeline[-1].kind is PhaseKind.COMPILING
+    loop.scheduler.check_integrity()
+
+    programs.made |= {programs.wanted[0]}
+    for _ in range(4):
+        loop.step()
+    assert loop.output(other), "its prompt was computed"
+    assert programs.wanted == (Program(frozenset({"plain", "2 logprobs"}), False),)
+    programs.make("plain", "2 logprobs")
+    programs.make("2 logprobs")
+    loop.run()
+    assert not programs.wanted
+    exact(loop, stream, other)
+    phases = [phase.kind for phase in explained(loop, other).timeline]
+    assert PhaseKind.COMPILING in phases
+    assert phases[-1] is PhaseKind.DECODE
+    assert all(one is not other for one, other in itertools.pairwise(phases)), "a phase that nothing interrupted is one"
+
+
+def test_where_nothing_else_runs_no_step_is_planned() -> None:
+    programs = Programs()
+    loop = Loop(programs=programs)
+    request = make_request("alone", max_tokens=5)
+    loop.submit(request)
+    assert not loop.step()
+    assert loop.scheduler.held
+    later = make_request("later", max_tokens=5)
+    loop.submit(later)
+    assert not loop.step()
+    programs.make("plain")
+    loop.run()
+    assert not loop.scheduler.held
+    exact(loop, request, later)
+
+
+def test_a_senior_that_comes_later_does_not_stop_a_stream() -> None:
+    programs = Programs()
+    loop, stream = started(programs, policy="priority")
+    programs.make("2 logprobs")  # it could run alone
+    other = make_request("another", max_tokens=5, logprobs=2, priority=-10)
+    loop.submit(other)
+    for _ in range(5):
+        before = len(loop.output(stream))
+        loop.step()
+        assert len(loop.output(stream)) == before + 1
+    programs.made.add(Program(frozenset({"plain", "2 logprobs"}), True))
+    for _ in range(8):  # its prompt joins; it decodes alone, or not yet
+        before = len(loop.output(stream))
+        loop.step()
+        assert len(loop.output(stream)) == before + 1
+    programs.make("plain", "2 logprobs")
+    loop.run()
+    exact(loop, stream, other)
+
+
+def test_one_that_fails_alone_is_failed() -> None:
+    programs = Programs()
+    loop, stream = started(programs)
+    broken, fine = (make_request(f"a {count}", max_tokens=5, logprobs=count) for count in (1, 2))
+    loop.submit(broken)
+    loop.submit(fine)
+    loop.step()
+    loop.step()
+    assert programs.wanted == (Program(frozenset({"plain", "1 logprobs", "2 logprobs"}), True),)
+    cause = ValueError("no such operation")
+    for needs in ({"plain", "1 logprobs", "2 logprobs"}, {"plain", "1 logprobs"}):
+        programs.errors[Program(frozenset(needs), True)] = cause
+    loop.step()
+    loop.take(*(events.events if (events := loop.engine.events()) else ()))
+    error = loop.events[broken.id][-1].error
+    assert error is not None and error.__cause__ is cause
+    assert "could not be made" in str(error)
+    assert loop.scheduler.status(fine.id) is Status.PREFILL
+    assert programs.wanted == (Program(frozenset({"plain", "2 logprobs"}), True),)
+    programs.make("plain", "2 logprobs")
+    programs.make("2 logprobs")
+    loop.run()
+    exact(loop, stream, fine)
+
+    again = make_request("a 1", max_tokens=5, logprobs=1)  # is tried again
+    loop.submit(again)
+    loop.step()
+    assert programs.wanted == (Program(frozenset({"1 logprobs"}), True),)
+    programs.make("1 logprobs")
+    loop.run()
+    exact(loop, again)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_aborted_while_it_waits(alone: bool) -> None:
+    programs = Programs()
+    loop, stream = started(programs)
+    if alone:
+        loop.run()
+    other = make_request("another", max_tokens=5, logprobs=2)
+    loop.submit(other)
+    loop.step()
+    loop.take(loop.scheduler.abort(other.id))
+    loop.run()
+    assert not programs.wanted
+    assert not loop.scheduler.held
+    exact(loop, stream)
+
+
+def test_a_step_that_is_to_run_now_has_all_rows() -> None:
+    programs = Programs()
+    loop, stream = started(programs)
+    other = make_request("another", max_tokens=5, logprobs=2)
+    loop.submit(other)
+    loop.step()
+    assert programs.wanted
+    plan = loop.scheduler.plan(now=True)
+    assert plan is not None
+    assert {row.request.id for row in plan.rows} == {stream.id, other.id}
+    assert not programs.wanted
+    assert not loop.scheduler.held

@@ -1,0 +1,190 @@
+"""Programs on demand: which programs a step needs, and a thread that makes those that are not ready.
+
+A session compiles many programs only when a request first needs them: with log-probabilities, grammars, adapters or
+captures, or for more rows. Compiling takes seconds, and a step that waited for it would hold all of its rows up. So the
+scheduler asks `StepPrograms` before it plans a row: a row whose program is not ready waits, the others go on in the
+programs that are ready, and `Demand` makes what is missing meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.priority import handing_over
+from rekindle._src.core.records import IntArray, Request, Row, StepPlan
+from rekindle._src.programs.buckets import ADMIT, LENS, Bucket, Key, StepSize, bucket_for
+from rekindle._src.programs.programs import Programs
+from rekindle.errors import ConfigError
+
+_NO_PAGES: IntArray = np.empty(0, np.int32)
+
+
+class Need:
+    """What a row needs of the programs of its step. There is one object for each combination."""
+
+    __slots__ = ("helpers", "late", "letters", "options")
+
+    def __init__(self, letters: frozenset[str], helpers: tuple[Key, ...], *, late: bool, options: bool) -> None:
+        self.letters = letters  # variants
+        self.helpers = helpers  # programs that are no steps
+        self.late = late  # the row has a guide
+        self.options = options  # it is not greedy: programs of parts need their whole closing
+
+
+class Wanted(NamedTuple):
+    """A program to make; with `whole`, also the closing that a program of parts begins without."""
+
+    key: Key
+    whole: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+
+class Fit(NamedTuple):
+    """The programs for a step: whether it can run now, and those to make so that it runs as fast as it can."""
+
+    ready: bool
+    wanted: tuple[Wanted, ...] = ()
+
+
+_FITS = Fit(True)
+
+
+class Demand:
+    """Makes the programs that steps want, one after the other, in a thread that ends when all of them are ready."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        *,
+        contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._programs, self._contexts = programs, contexts
+        self._lock = threading.Lock()
+        self._wanted: tuple[Wanted, ...] = ()
+        self._errors: dict[Wanted, Exception] = {}
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self.flush = programs.flush
+
+    def ready(self, wanted: Wanted) -> bool:
+        """True if a step can run the program now."""
+        return self._programs.ready(wanted.key, whole=wanted.whole)
+
+    def error(self, wanted: Wanted) -> Exception | None:
+        """Return why a program could not be made; None if nothing is known against it."""
+        return self._errors.get(wanted)
+
+    def forget(self, wanted: Wanted) -> None:
+        """Let a program that could not be made be tried again when it is wanted again."""
+        with self._lock:
+            self._errors.pop(wanted, None)
+
+    def want(self, wanted: tuple[Wanted, ...]) -> None:
+        """Make these programs, in this order, in place of those that were wanted before and have not begun.
+
+        Until they are ready, steps take larger programs that can do the same.
+        """
+        if wanted == self._wanted:
+            return
+        with self._lock:
+            self._wanted = wanted
+            self._programs.ledger.demanded = frozenset(each.key for each in wanted)
+            if self._thread is None and self._next() is not None:
+                # Not a daemon: a thread that is ended inside XLA aborts the process.
+                self._thread = threading.Thread(target=self._work, name="rekindle demand", daemon=False)
+                self._thread.start()
+
+    def stop(self, timeout: float | None = 0.5) -> None:
+        """Start no further program; wait up to `timeout` seconds. A compilation can't be interrupted and goes on."""
+        with self._lock:
+            self._stopped, thread = True, self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _work(self) -> None:
+        with self._contexts(), handing_over():
+            while True:
+                with self._lock:
+                    job = self._next()
+                    if job is None:
+                        self._thread = None
+                        return
+                try:
+                    self._programs.get(job.key)
+                    if job.whole:
+                        self._programs.complete(job.key)
+                except Exception as error:
+                    with self._lock:
+                        self._errors[job] = error
+
+    def _next(self) -> Wanted | None:
+        if self._stopped or not threading.main_thread().is_alive():
+            return None
+        return next((each for each in self._wanted if each not in self._errors and not self.ready(each)), None)
+
+
+class StepPrograms:
+    """Says which steps can run now, for the scheduler. Its methods are called on the loop, between plans."""
+
+    def __init__(self, programs: Programs, demand: Demand) -> None:
+        self._programs, self._demand, self._features = programs, demand, programs.features
+        self._most = programs.config.max_requests
+        self._needs: dict[tuple[frozenset[str], tuple[Key, ...], bool, bool], Need] = {}
+        self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps whose programs are ready
+        self._complete: set[frozenset[Need]] = set()  # needs for which the programs of all sizes are ready
+        self.want, self.error, self.forget = demand.want, demand.error, demand.forget
+
+    def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> Need:
+        """Return the need of a row of positions [start, start + length)."""
+        row = Row(request, 0, 0, start, length, _NO_PAGES, None, samples)
+        plan = StepPlan(0, (row,), ()) if decodes else StepPlan(0, (), (row,))
+        features = self._features
+        helpers = (ADMIT,) * features.reads_slot(request)
+        helpers += (LENS,) * (request.tapped is not None and request.tapped.reads_logits)
+        options = features.has_options(request)
+        found = frozenset(features.variants(plan)), helpers, features.late.in_plan(plan), options
+        if found not in self._needs:
+            self._needs[found] = Need(found[0], found[1], late=found[2], options=found[3])
+        return self._needs[found]
+
+    def fit(self, needs: frozenset[Need], size: StepSize) -> Fit:
+        """Return the programs for a step of this size whose rows have these needs."""
+        if needs in self._complete or (needs, size) in self._fitting:
+            return _FITS
+        late, options = any(need.late for need in needs), any(need.options for need in needs)
+        variants = self._features.joined(frozenset[str]().union(*(need.letters for need in needs)))
+        helpers = dict.fromkeys(Wanted(key) for need in needs for key in need.helpers)
+        missing = tuple(each for each in helpers if not self._demand.ready(each))
+        lattice = [bucket for bucket in self._programs.lattice_for(variants, late=late) if bucket.variants == variants]
+        ready = [bucket for bucket in lattice if not self._missing(bucket, options)]
+        settled = not missing and not self._programs.ledger.provisional
+        if settled and len(ready) == len(lattice):
+            self._complete.add(needs)
+            return _FITS
+        best = self._bucket(lattice, size, variants)
+        wanted = missing + (() if best is None else self._missing(best, options))
+        if not wanted:
+            if settled and not size.prefills:
+                self._fitting.add((needs, size))
+            return _FITS
+        return Fit(not missing and self._bucket(ready, size, variants) is not None, wanted)
+
+    def _missing(self, bucket: Bucket, options: bool) -> tuple[Wanted, ...]:
+        programs = (Wanted(key, options) for key in bucket.programs)
+        return tuple(each for each in programs if not self._demand.ready(each))
+
+    def _bucket(self, buckets: Sequence[Bucket], size: StepSize, variants: str) -> Bucket | None:
+        rows, prefills, tokens = size
+        try:
+            return bucket_for(buckets, self._most, rows=rows, tokens=tokens, prefills=prefills, variants=variants)
+        except ConfigError:
+            return None

@@ -1,0 +1,222 @@
+"""Rows whose program is ready: those of a step that can run now, while others wait for a program that is being made.
+
+A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
+rows of the step before come first: a stream never waits because of a row that came later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any, NamedTuple, Protocol
+
+from rekindle._src.core.activity import ProgramWait
+from rekindle._src.core.records import Request, Status
+from rekindle._src.programs.buckets import StepSize
+from rekindle._src.scheduling.sequence import Limits, Sequence
+from rekindle._src.scheduling.timeline import PhaseKind
+
+_LONGEST = 1.0  # seconds between two plans that count as a wait: in a longer time the session was paused or stopped
+
+
+class WantedLike(Protocol):
+    """A program to make."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class FitLike(Protocol):
+    """True `ready`: a step can run now. `wanted` are the programs to make so that it runs as fast as it can."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def wanted(self) -> tuple[Any, ...]: ...
+
+
+class StepProgramsLike(Protocol):
+    """The programs of steps: `programs.demand.StepPrograms`, or a fake."""
+
+    def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> Any:
+        """Return what a row needs of its step's program, an object that equal needs share."""
+
+    def fit(self, needs: frozenset[Any], size: StepSize) -> FitLike:
+        """Return the programs for a step of this size whose rows have these needs."""
+        ...
+
+    def want(self, wanted: tuple[Any, ...]) -> object:
+        """Make these programs in the background, in place of those that were wanted before."""
+
+    def error(self, wanted: Any) -> Exception | None:
+        """Return why a program could not be made."""
+
+    def forget(self, wanted: Any) -> object:
+        """Let a program be tried again when it is wanted again."""
+
+
+class AllReady:
+    """The rows of a scheduler whose steps need no programs, or wait for them: all of them join."""
+
+    waiting = False  # True while sequences wait for a program
+
+    def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
+        """Begin a step. Return the sequences that decode in it; all of them with `now`."""
+        return sequences
+
+    def takes(self, sequence: Sequence, length: int) -> bool:
+        """True if a row of `length` tokens joins the step."""
+        return True
+
+    def takes_drafts(self, rows: int) -> bool:
+        """True if the step may have so many decode rows, drafts included."""
+        return True
+
+    def end(self) -> None:
+        """End a step: its rows are planned."""
+
+    def take_failed(self) -> list[tuple[Sequence, Exception]]:
+        """Return the sequences whose program could not be made, each with the error; none twice."""
+        return []
+
+
+class _Row(NamedTuple):
+    sequence: Sequence
+    need: Any
+    length: int  # of a prefill; 0 in a decode row
+
+
+class ReadyRows(AllReady):
+    """Rows wait until the program that they need is ready."""
+
+    def __init__(self, programs: StepProgramsLike, limits: Limits, program_wait: ProgramWait) -> None:
+        self._programs, self._limits, self._program_wait = programs, limits, program_wait
+        self._streams: frozenset[Sequence] = frozenset()  # those that decoded in the step before
+        self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
+        self._failed: list[tuple[Sequence, Exception]] = []
+        self._now = False
+        self._clear()
+
+    @property
+    def waiting(self) -> bool:  # type: ignore[override]
+        return bool(self._waits)
+
+    def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
+        self._clear()
+        self._now = now
+        if now:
+            self._decoding.update(sequences)
+            return sequences
+        rows = [_Row(sequence, _decoding(self._programs, sequence), 0) for sequence in sequences]
+        if not self._join(rows):
+            streams = [row for row in rows if row.sequence in self._streams]
+            others = [row for row in rows if row.sequence not in self._streams]
+            together = bool(streams) and self._join(streams)
+            for row in others if together else (*streams, *others):
+                if not self._join([row]):
+                    self._held.append(row)
+            sequences = [sequence for sequence in sequences if sequence in self._decoding]
+        return sequences
+
+    def takes(self, sequence: Sequence, length: int) -> bool:
+        if self._now:
+            return True
+        if sequence.decodes:
+            row = _Row(sequence, _decoding(self._programs, sequence), 0)
+        else:
+            samples = sequence.planned + length >= sequence.target and sequence.request.generates
+            need = self._programs.need(sequence.request, sequence.planned, length, samples=samples, decodes=False)
+            row = _Row(sequence, need, length)
+        if self._join([row]):
+            return True
+        self._held.append(row)
+        return False
+
+    def takes_drafts(self, rows: int) -> bool:
+        if self._now or rows == self._size.rows:
+            return True
+        fit = self._programs.fit(self._needs, self._size._replace(rows=rows))
+        self._wanted += fit.wanted
+        return fit.ready
+
+    def end(self) -> None:
+        wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()
+        if any(self._programs.error(each) is not None for each in wanted):
+            wanted = self._blamed()
+        self._programs.want(tuple(dict.fromkeys(wanted + self._wanted)))
+        self._note([row.sequence for row in self._held], wanted[0].name if wanted else "")
+        self._streams = frozenset(self._decoding)
+
+    def take_failed(self) -> list[tuple[Sequence, Exception]]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _clear(self) -> None:
+        self._decoding: set[Sequence] = set()  # that joined
+        self._needs: frozenset[Any] = frozenset()
+        self._size = StepSize()
+        self._wanted: tuple[Any, ...] = ()  # for the rows that joined
+        self._held: list[_Row] = []
+
+    def _join(self, rows: Items[_Row]) -> bool:
+        """Add rows to the step if it can run with them."""
+        needs, size = self._with(rows)
+        fit = self._programs.fit(needs, size)
+        if fit.ready:
+            self._needs, self._size, self._wanted = needs, size, fit.wanted
+            self._decoding.update(row.sequence for row in rows if not row.length)
+        return fit.ready
+
+    def _with(self, rows: Iterable[_Row]) -> tuple[frozenset[Any], StepSize]:
+        """Return the needs and the size of the step with further rows, as far as it has room for them."""
+        limits, needs, (count, prefills, tokens) = self._limits, set(self._needs), self._size
+        for _, need, length in rows:
+            room = limits.max_tokens_per_step - count - tokens
+            if room <= 0 or (length and prefills >= limits.max_prefill_rows):
+                break
+            needs.add(need)
+            if length:
+                prefills, tokens = prefills + 1, tokens + min(length, room)
+            else:
+                count += 1
+        return frozenset(needs), StepSize(count, prefills, tokens)
+
+    def _blamed(self) -> tuple[Any, ...]:
+        """Let each row fail whose own program could not be made. Return the programs that the others need."""
+        wanted, failed = [], []
+        for row in self._held:
+            own = self._programs.fit(*self._with([row])).wanted
+            error = next((error for each in own if (error := self._programs.error(each)) is not None), None)
+            if error is not None:
+                self._failed.append((row.sequence, error))
+                failed += own
+            else:
+                wanted += own
+        for each in failed:
+            self._programs.forget(each)
+        return tuple(wanted)
+
+    def _note(self, held: list[Sequence], program: str) -> None:
+        """Count the waits of sequences, and show them."""
+        now = time.perf_counter()
+        for sequence, since in self._waits.items():
+            if not sequence.ended:
+                self._program_wait.add(sequence.id, min(now - since, _LONGEST))
+        for sequence in held:
+            sequence.enter(PhaseKind.COMPILING, f"waits for program {program}, which is being compiled")
+        for sequence in self._waits.keys() - held:
+            if not sequence.ended and sequence.timeline.kind is PhaseKind.COMPILING:
+                sequence.enter(PhaseKind.PREFILL if sequence.status is Status.PREFILL else PhaseKind.DECODE)
+        self._waits = dict.fromkeys(held, now)
+        self._program_wait.announce(program if held else "")
+
+
+def _decoding(programs: StepProgramsLike, sequence: Sequence) -> Any:
+    """Return the need of a sequence's decode row; only that of a row with taps depends on its position."""
+    if sequence.need is not None:
+        return sequence.need
+    need = programs.need(sequence.request, sequence.planned, 1, samples=True, decodes=True)
+    if sequence.request.tapped is None:
+        sequence.need = need
+    return need
