@@ -184,7 +184,8 @@ class ReadyRows(AllReady):
 
     def _blamed(self) -> tuple[Any, ...]:
         """Let each row fail whose own program could not be made. Return the programs that the others need."""
-        wanted, failed = [], []
+        wanted: list[Any] = []
+        failed: list[Any] = []
         for row in self._held:
             own = self._programs.fit(*self._with([row])).wanted
             error = next((error for each in own if (error := self._programs.error(each)) is not None), None)

@@ -160,8 +160,10 @@ class Scheduler:
         return TokenEvent(request_id, cached_tokens=sequence.cached_tokens, finish_reason=reason)
 
     def failures(self) -> tuple[TokenEvent, ...]:
-        """Take out the events of requests that failed outside of a step: their program could not be made, or pages which
-        they hold, or need, are in quarantine."""
+        """Take out the events of requests that failed outside of a step.
+
+        Their program could not be made, or pages which they hold, or need, are in quarantine.
+        """
         for sequence, error in self._ready_rows.take_failed():
             self._failures.append(self._fail(sequence, program_error(sequence, error)))
         failures, self._failures = tuple(self._failures), []
