@@ -5,7 +5,8 @@
     REKINDLE_WEEK_REQUESTS=50000 pytest -m slow -s tests/soak/test_week.py
 
 What is counted after each tenth (memory, threads, descriptors, files, nodes, programs, grammars) stays what it was, and
-the last tenth is about as fast as the second. `-s` shows the curves. REKINDLE_WEEK_SECONDS ends it earlier.
+the last tenth takes about as much of a processor as the second. `-s` shows the curves. REKINDLE_WEEK_SECONDS ends it
+earlier.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ AT_ONCE = 24
 PAGES, PAGE = 48, 8
 TENTHS = 10
 LEAST, MANY = 4_000, 1_000_000
+TURNS = 100  # how often the pages on the device are others
 KEPT_GRAMMARS = 2 << 20  # bytes; less than usual, so that the first tenth fills it
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "max_requests": 8, "max_tokens_per_step": 32, "page_size": PAGE,
@@ -52,7 +54,7 @@ class Figures:
     """What there is after a part of the requests."""
 
     requests: int
-    per_second: float
+    per_second: float  # of a processor: the machine may be busy with others
     resident: int
     live: int  # bytes that are allocated
     objects: int  # of Python
@@ -217,11 +219,11 @@ def week(folder: Path, requests: int, seconds: float) -> list[Figures]:
         print(f"\n{HEAD}", flush=True)
         kinds: list[collections.Counter[str]] = []
         for tenth in range(TENTHS):
-            before, began = run.done, time.monotonic()
+            before, began = run.done, time.process_time()
             anyio.run(run.run, requests * (tenth + 1) // TENTHS - before)
             if run.done == before:
                 break  # the time is over
-            curve.append(run.figures(before, time.monotonic() - began, folder))
+            curve.append(run.figures(before, time.process_time() - began, folder))
             kinds.append(collections.Counter(type(one).__name__ for one in gc.get_objects()))
             print(curve[-1], flush=True)
         if len(kinds) > 3:
@@ -252,7 +254,7 @@ def check(curve: list[Figures]) -> None:
     assert len(curve) >= 5, "too few parts to compare"
     warm, last = curve[2], curve[-1]
     served = last.requests - warm.requests
-    assert last.evicted - warm.evicted > 0.5 * served, "the caches were not turned over"
+    assert last.evicted >= min(TURNS * PAGES, last.requests), "the caches were not turned over"
     for name, room in (("threads", 4), ("descriptors", 8), ("programs", 12), ("grammars", 8)):
         assert getattr(last, name) <= getattr(warm, name) + room, f"{name}: {warm} … {last}"
     assert last.grammar_bytes <= KEPT_GRAMMARS
@@ -262,4 +264,4 @@ def check(curve: list[Figures]) -> None:
     assert last.nodes <= 1.5 * most["nodes"] + 256
     assert last.objects <= 1.1 * most["objects"] + 20_000 + 0.1 * served
     assert last.live <= warm.live + (24 << 20) + 40 * served, "memory grew"
-    assert last.per_second > 0.3 * curve[1].per_second, "it became slower"
+    assert last.per_second > 0.5 * curve[1].per_second, "it became slower"
