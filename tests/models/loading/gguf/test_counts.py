@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models import families
+from rekindle._src.models.loading.gguf import source
 from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, Metadata
@@ -82,6 +84,22 @@ def test_layers_that_draft_tokens_are_fewer_than_all(model_type: str, count: int
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("model_type", by_default(list(gguf_forms()), 8))
+def test_any_number_is_taken_or_refused_by_a_typed_error(model_type: str) -> None:
+    """Families divide by sizes, and take roots of them."""
+    refused = 0
+    for key in SIZES:
+        for value in (0, -1, 3, 1 << 62, float("nan"), float("inf"), 1e-45, "text", np.array([0, 0, 0, 0], np.int32)):
+            model = model_of(model_type)
+            values = dict(model.metadata) | {"general.architecture": model.prefix, f"{model.prefix}.{key}": value}
+            header = model.header._replace(metadata=Metadata(PATH, values))
+            try:
+                config_from_hf(source.config(header, dict(model.tensors)))
+            except CheckpointError:
+                refused += 1
+    assert refused > 20
 
 
 def test_a_number_for_each_layer_is_that_many_numbers() -> None:

@@ -264,9 +264,22 @@ def _backend(folder: Path, special: dict[str, str]) -> WholeTokenizer | None:
         raise
     except Exception as error:  # the Rust side raises bare Exception
         raise CheckpointError(f"{path} can't be read as a tokenizer ({error}). Download it again") from error
-    # Older folders keep added tokens, or the flag that makes one special, in tokenizer_config.json alone.
+    beside = folder / "tokenizer_config.json"
+    listed = read_json(beside).get("added_tokens_decoder") or {}
+    try:
+        with panics_as(CheckpointError, f"it read {beside}"):
+            _add_listed(backend, listed, special)
+    except CheckpointError:
+        raise
+    except Exception as error:  # values of any type may be in it
+        problem = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"the special tokens in {beside} make no sense ({problem}). Download it again") from error
+    return backend
+
+
+def _add_listed(backend: WholeTokenizer, listed: dict[str, Any], special: dict[str, str]) -> None:
+    """Add the tokens, and the flags that make some special, which older folders have in tokenizer_config.json alone."""
     known = backend.added()
-    listed = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     added, size = dict[str, tokenizers.AddedToken](), backend.size
     for index, entry in sorted(((int(i), e) for i, e in listed.items()), key=lambda pair: pair[0]):
         if index in known and known[index].special == bool(entry.get("special")):
@@ -278,7 +291,6 @@ def _backend(folder: Path, special: dict[str, str]) -> WholeTokenizer | None:
     backend.add([*added.values()])
     missing = [token for token in special.values() if token not in {t.content for t in known.values()}]
     backend.mark_special([token for token in missing if backend.id_of(token) is not None])
-    return backend
 
 
 _KEEPING_NORMALIZERS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase", "ByteLevel", "Sequence"))

@@ -52,12 +52,27 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
         kind = header.metadata.text("general.type")
         raise UnsupportedModel(f"{header.path}: general.type={kind[:80]!r} is not a model. Pass the model's own file.")
     model = GgufModel(header, name, tensors)
-    model_type = gguf_form(model_type).variant(model) or model_type
+    try:
+        model_type = gguf_form(model_type).variant(model) or model_type
+        keys = gguf_form(model_type).read(model)
+    except CheckpointError:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # families calculate with them
+        raise UnsupportedModel(
+            f"{header.path}: its metadata has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). "
+            "Download it again."
+        ) from error
     embedding = tensors.get("token_embd.weight")
     return {
         "model_type": model_type,
         "architectures": [family(model_type).architecture],
-        **gguf_form(model_type).read(model),
+        **keys,
         "vocab_size": model.integer("vocab_size", None) if embedding is None else embedding.shape[0],
         "dtype": _dtype(embedding, tensors),
         **stop_tokens(header.metadata),
