@@ -143,10 +143,10 @@ class Embedding:
         Texts run in the same steps as other requests. The prefix cache keeps keys and values, not hidden states, so
         that a mean needs every token of a text to be computed, but with pooling="last" the beginning of a text may come
         from the cache. With `keep` hidden states stay in host memory too (`capture_memory` of `open()`): then texts
-        that begin alike, such as chunks after the same description of their document, compute their beginning
-        only once, whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list; with
-        errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a name,
-        or names with their weights, as in `generate`) the states are those of the model with this adapter.
+        that begin alike, such as chunks after the same description of their document, compute their beginning only
+        once, whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list;
+        with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
+        name, or names with their weights, as in `generate`) the states are those of the model with this adapter.
         """
         refuse_keywords(unknown, Embedding.embed)
         embedder = self._front.embedder
