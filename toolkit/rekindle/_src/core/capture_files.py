@@ -1,7 +1,7 @@
 """Captures in files: safetensors that grow while a request runs, and are mapped when it has ended.
 
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
-the array, whose lines are appended as they arrive, and their positions behind it. The header is written last, into room
+the array, whose lines are appended as they arrive, followed by their positions. The header is written last, into room
 that was left for it; once all of it is on disk the file gets its name: one that ends in ".safetensors" is whole.
 All of this waits for a disk, so `dispatch/capture_writer.py` does it in a thread of the request's own.
 

@@ -134,8 +134,8 @@ class EngineConfig(html.Record):
         capture_memory (256 MiB): bytes of host memory for captures with keep=True; 0 keeps none.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
             where compiled kernels, which all sessions share, always are.
-        shared_cache (None): a folder or URL (s3://…, gs://…) behind cache_dir that machines share; None is
-            $REKINDLE_SHARED_CACHE, if it is set.
+        shared_cache (None): a folder or URL (s3://…, gs://…) that machines share as a second cache, after cache_dir;
+            None is $REKINDLE_SHARED_CACHE, if it is set.
         restore (None): name of a snapshot to restore, or "auto" for that of the last session.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
@@ -143,8 +143,8 @@ class EngineConfig(html.Record):
         max_adapters (8): adapters (LoRA) on the device at once; others wait in host memory. 0 is a session without.
         max_adapter_rank (64): rank that each of them may have; together they share the room of all.
         prefix_cache (True): share the pages of equal beginnings of prompts.
-        prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
-        deterministic (False): the same prompt and seed give the same tokens, whatever runs beside them (CPU only).
+        prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
+        deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
         kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
         log_every (0): steps between two log lines; 0 is quiet.

@@ -4,7 +4,7 @@ An engine and the front before it need only these; tests and tutorials put fakes
 
     plan = scheduler.plan()             # who runs, on which pages; None when there is nothing to do
     current = runner.dispatch(plan)     # returns at once, the device works
-    result = runner.fetch(previous)     # one step behind
+    result = runner.fetch(previous)     # the result of the step before
     events = scheduler.commit(result)   # tokens, ends, pages published to the prefix cache
 
 A contract has all that production code uses. No part of it is optional, so that an incomplete fake is a type error and

@@ -27,7 +27,7 @@ def pool(states: NDArray[Any], pooling: Pooling) -> Vector:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Projection:
-    """A linear layer behind the pooling, computed in float32 on the host."""
+    """A linear layer after the pooling, computed in float32 on the host."""
 
     weight: NDArray[np.float32]  # [out, in]
     bias: NDArray[np.float32] | None = None  # [out]

@@ -115,7 +115,10 @@ def check_address_space() -> None:
 
 
 def fits(size: int, *, beside: int = 0) -> bool:
-    """True if `size` bytes fit into available memory `beside` others, or if the system doesn't report what is free."""
+    """True if `size` bytes fit into available memory in addition to `beside` other bytes.
+
+    Also true if the system doesn't report what is free.
+    """
     free = available()
     return free is None or size <= SHARE * (free - beside)
 

@@ -1,4 +1,4 @@
-"""Declaring an option once: its default, its check and the other places that offer it, beside its field.
+"""Declaring an option once: its default, its check and the other places that offer it, next to its field.
 
     top_p: float = option(1.0, Real(0.0, 1.0, above=True, fix="Use a share such as 0.95"), also=("command", "http"))
 

@@ -1,4 +1,4 @@
-"""Work beside threads that serve: lower priorities, and the interpreter's lock handed over more often."""
+"""Work alongside threads that serve: lower priorities, and the interpreter's lock handed over more often."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 # Seconds for which a thread keeps the interpreter's lock while another one waits for it. A step in parts takes the lock
-# dozens of times, so beside a program that is being traced it waited for Python's 5 ms as often.
+# dozens of times; while a program was being traced, it waited for Python's 5 ms each time.
 INTERVAL = 1e-4
 _lock = threading.Lock()
 _inside = 0

@@ -181,7 +181,7 @@ class Request:
 
     @property
     def scored_from(self) -> int:
-        """The first position of the prompt whose scores are read, those of the token behind it."""
+        """The first position of the prompt whose scores are read, those of the token after it."""
         return max(0, self.sampling.logprob_start - 1)
 
     @property
@@ -213,7 +213,7 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
     reads: int = 0  # the slot of the state before it, in models with states; 0: the model has none
-    writes: int = 0  # the slot of the state behind it
+    writes: int = 0  # the slot of the state after it
     # In models whose layers give pages back: those pages that it needs of them, and the place of the first
     tails: IntArray | None = None
     first: int = 0
@@ -224,7 +224,7 @@ class PageMove(NamedTuple):
 
     page: int
     digest: bytes
-    beside: bool = False  # it is a slot of what nodes have beside their pages, among moves of both
+    beside: bool = False  # `page` is the slot of a state, or a window page, among moves of both kinds
 
 
 class PageCopy(NamedTuple):
@@ -366,7 +366,7 @@ class StepResult:
 
     @property
     def valid(self) -> tuple[bool, ...]:
-        """A flag for each row: False if it failed, or if it is a draft behind a rejected one."""
+        """A flag for each row: False if it failed, or if it is a draft after a rejected one."""
         valid: list[bool] = []
         for index, row in enumerate(self.plan.rows):
             is_valid = self.rows[index].error is None

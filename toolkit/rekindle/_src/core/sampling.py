@@ -295,7 +295,7 @@ class Sampling(html.Record):
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
         logit_bias ({}): added to the logits of these token ids; at most 300.
         allowed_token_ids (None): only these tokens are allowed; name an end token too if the text may end by itself.
-        bad_words (()): forbidden words, as the tokenizer spells them alone and behind a space.
+        bad_words (()): forbidden words, as the tokenizer spells them alone and after a space.
         seed (None): makes the draws repeatable; None draws one, which the completion reports.
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
@@ -309,7 +309,7 @@ class Sampling(html.Record):
         logprob_start (0): the first token of the prompt that has them; what lies before may come from the cache.
         logprob_token_ids (()): log-probabilities of these tokens at each place, too.
         logprobs_of ('raw'): "raw", the model's own distribution, or "sampled", the one that a token was drawn from,
-            behind penalties, masks, temperature, top_k, top_p and min_p, with the tokens that were possible.
+            after penalties, masks, temperature, top_k, top_p and min_p, with the tokens that were possible.
         capture (None): numbers inside the model to return, such as {"residual": [4, 8]}; see `Capture`.
         steer (()): changes of the residual stream: `Steer`s, in their order, or names passed to `open(steering={…})`.
         patch (None): residuals that another request captured, put where they came from: done.captured.select(…).

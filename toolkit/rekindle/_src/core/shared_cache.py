@@ -1,10 +1,10 @@
-"""A cache that many machines share, behind the cache folder of each: a folder, or an object store by its URL.
+"""A second cache, after the cache folder of each machine, that many share: a folder, or an object store by its URL.
 
 An entry is fetched at its first use, verified, and put into the cache folder, where it is used like one built here.
 A thread stores new entries, complete or not at all. Entries that machines build at the same time are equal, so that it
 does not matter which one stays. Any trouble with the place costs time and nothing else.
 
-An entry is stored as one blob, its files behind each other between a header and a mark over everything:
+An entry is stored as one blob: a header, then its files one after another, then a mark over everything:
 
     MAGIC                      16 bytes
     length of the header        8 bytes
@@ -208,7 +208,7 @@ class SharedCache:
 
 
 def attach(where: str | None, folders: Iterable[Path]) -> None:
-    """Put the shared cache with this path or URL behind cache folders; None is $REKINDLE_SHARED_CACHE, if it is set.
+    """Attach the shared cache with this path or URL to cache folders; None is $REKINDLE_SHARED_CACHE, if it is set.
 
     Raises ConfigError for a place to which other users could have written, unless its entries are signed.
     """

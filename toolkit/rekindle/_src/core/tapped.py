@@ -36,7 +36,7 @@ STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand 
 INNER = ("attention", "mlp")  # modules of a layer whose outputs can be changed
 MISSING = "is in no layer of this model"
 MAX_RUNS = 64  # of positions that one request changes: each is looked at in every step
-MAX_VECTORS = 64  # of one request, beside MAX_PATCHES for each of its positions
+MAX_VECTORS = 64  # of one request, in addition to MAX_PATCHES for each of its positions
 MAX_PATCHES = 4
 NAME_A_FOLDER = "Name a folder that can be written to"
 
@@ -44,7 +44,7 @@ NAME_A_FOLDER = "Name a folder that can be written to"
 class Edit(NamedTuple):
     """A change for one prompt: x becomes a · x + b · v + c · (x · v) · v in its runs of positions."""
 
-    place: int  # in the residual stream: 0 is before the first layer, n behind the n-th one; see `place_of`
+    place: int  # in the residual stream: 0 is before the first layer, n after the n-th one; see `place_of`
     factors: tuple[float, float, float]
     vectors: NDArray[np.float32]  # [1, hidden], or with `each` one for each position
     runs: tuple[Run, ...]
@@ -267,7 +267,7 @@ class CapturedPart(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[CapturedPart]) -> CapturedPart:
-        """Return the parts of one request, one behind the other."""
+        """Return the parts of one request, joined one after another."""
         if len(parts) == 1:
             return parts[0]
         arrays = {key: np.concatenate([part.arrays[key] for part in parts]) for key in parts[0].arrays}

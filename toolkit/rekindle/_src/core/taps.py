@@ -28,14 +28,14 @@ Mode = Literal["add", "replace", "project_out", "scale"]
 Run = tuple[int, int]  # positions, half-open
 SteerSite = Literal["residual", "residual_before", "attention", "mlp"]
 
-# What a layer is read at, in the order of the layer. "norm" is the final norm, behind all layers.
+# Where a layer is read, in the order of the layer. "norm" is the final norm, after all layers.
 SITES = ("residual_before", "q", "k", "v", "attention", "experts", "gates", "mlp", "residual", "logits", "norm")
 LOGITS = "logits"
 MODES: tuple[Mode, ...] = ("add", "replace", "project_out", "scale")
 STEER_SITES: tuple[SteerSite, ...] = ("residual", "residual_before", "attention", "mlp")
 END = 2**31 - 1
 # Captures in files are a folder of safetensors for each request, a file for each site and layer.
-HEADER = 504  # bytes of a header, padded with spaces; the array begins behind it and its length, at byte 512
+HEADER = 504  # bytes of a header, padded with spaces; the array begins after it and its length, at byte 512
 SUFFIX = ".safetensors"
 TYPES = {"F32": "<f4", "I32": "<i4"}
 
@@ -48,14 +48,14 @@ class Capture(html.Line):
 
     site               | array                      | what it is
     -------------------|----------------------------|----------------------------------------------------------
-    "residual"         | [positions, hidden]        | the residual stream behind the layer
+    "residual"         | [positions, hidden]        | the residual stream after the layer
     "residual_before"  | [positions, hidden]        | the same before it; before layer 0 these are the embeddings
     "attention"        | [positions, hidden]        | the output of the layer's attention module
     "mlp"              | [positions, hidden]        | the output of its MLP, or of its experts
     "q", "k", "v"      | [positions, heads, size]   | as attention takes them: normed and rotated
     "experts", "gates" | [positions, chosen]        | the experts that the router chose, and their weights
     "logits"           | [positions, vocabulary]    | the head's logits of "residual": the logit lens
-    "norm"             | [positions, hidden]        | behind the final norm; it has no layers: `{"norm": True}`
+    "norm"             | [positions, hidden]        | after the final norm; it has no layers: `{"norm": True}`
 
     `positions` are all positions that are computed: those of the prompt, and of the output but for its last token. Or
     they are numbers, which count from 0, or negative ones from the end of the prompt (-1 is its last token); a slice of
@@ -64,8 +64,8 @@ class Capture(html.Line):
     `into` names a folder: then the arrays are written to files in a folder of the request's own within it, and those of
     the completion are mapped from there. Deltas of streams have none.
 
-    With `keep`, what is captured also stays in host memory (`capture_memory` of `open()`), beside the cached pages of
-    the prompt: a later request that captures the same of them, with `keep`, gets it without computing them.
+    With `keep`, captures also stay in host memory (`capture_memory` of `open()`), along with the cached pages of the
+    prompt: a later request that captures the same of these pages, with `keep`, gets it without computing them.
     """
 
     sites: Mapping[str, Any]
@@ -134,7 +134,7 @@ class Steer(html.Line):
     that is there if no vector is given.
 
     `vector` has one number for each of the model's `hidden_size`, or one such row for each of the `positions`, which
-    have an end then. `positions` are as those of `Capture`; None is all of them. `site` is "residual", behind the
+    have an end then. `positions` are as those of `Capture`; None is all of them. `site` is "residual", after the
     layer, "residual_before", or "attention" or "mlp", whose outputs are changed before they are added to the residual
     stream. Several changes of one position are made in their order.
     """
@@ -298,7 +298,7 @@ class Captured(Mapping[Any, Any]):
 
     @classmethod
     def joined(cls, parts: Sequence[Any], layers: int) -> Captured:
-        """Return the parts of one request, one behind the other."""
+        """Return the parts of one request, joined one after another."""
         import numpy as np
 
         if not parts:

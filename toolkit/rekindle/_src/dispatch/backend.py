@@ -1,8 +1,8 @@
 """The two sides of a session: a front, which turns prompts into requests and tokens into text, over any backend.
 
 The front is the same for a session and for a fleet; only what runs the requests differs. A backend is an `Engine` over
-one device or mesh, or the replicas of a fleet. First come the messages between callers, front and backend, beside the
-records of rekindle._src.core.records.
+one device or mesh, or the replicas of a fleet. First come the messages between callers, front and backend, in addition
+to the records of rekindle._src.core.records.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class OutputState(Output):
 
     @property
     def _end_of_captures(self) -> int:
-        """The position behind the last one of its captures: steps after a stop string are not of the output."""
+        """The position after the last one of its captures: steps after a stop string are not part of the output."""
         return self.request.prompt_length + max(0, len(self._tokens) - 1)
 
     def _joined(self, first: int = 0) -> Captured | None:

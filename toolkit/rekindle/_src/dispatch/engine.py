@@ -48,7 +48,7 @@ STALL_SECONDS = 30.0  # how long a scheduler may have work and plan nothing befo
 
 
 class Resources(NamedTuple):
-    """The parts that a real model has beside its steps; `BARE`, of an engine over fakes, has none of them."""
+    """The parts that a real model has in addition to its steps; `BARE`, of an engine over fakes, has none of them."""
 
     weights: str = ""  # their format, in words
     mesh: MeshReport | None = None  # the devices that share the model; None for one

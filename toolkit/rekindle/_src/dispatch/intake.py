@@ -101,7 +101,7 @@ class _Intake:
     ) -> None:
         self._outbox, self._front, self._outputs = outbox, front, outputs
         self._seeds, self._turns, self._doors = random.Random(front.config.seed), Turns(AT_ONCE), Doors()
-        self.apart = 0  # submissions that are taken in beside others, because of their grammars or long prompts
+        self.apart = 0  # submissions that are taken in while others go on, because of their grammars or long prompts
         self._none_apart = anyio.Event()
 
     async def none_apart(self) -> None:
@@ -446,8 +446,8 @@ def _guide_of(
 ) -> GuideLike:
     """Make a guide for one structured sequence of at most `budget` tokens.
 
-    It goes on behind the part of the prompt that the grammar covers. Behind a part that is complete only an end token
-    may come.
+    It goes on after the part of the prompt that the grammar covers. If that part is complete, only an end token may
+    follow.
     """
     base = len(ids) - submission.covered
     reasoning = _reasoning(ids[:base].tolist(), front, chat=submission.render is not None)
@@ -529,4 +529,4 @@ class Turns:
         line = self._waiting.pop(caller)
         line.popleft().set()
         if line:
-            self._waiting[caller] = line  # behind all others
+            self._waiting[caller] = line  # to the end of the line, after all other callers

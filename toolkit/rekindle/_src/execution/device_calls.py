@@ -180,7 +180,7 @@ class DeviceCalls:
         return rows
 
     def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the logits of rows of the residual stream. Any thread may call it, between steps or beside them."""
+        """Return the logits of rows of the residual stream. Any thread may call it, between or during steps."""
         program, size = self.program(LENS), LENS.pages
         parts = []
         for start in range(0, len(rows), size):
@@ -404,7 +404,7 @@ class InFlight:
 
 
 class LateSteps:
-    """Starts late steps: an operand of theirs is filled while the model runs, and comes to the device behind it.
+    """Starts late steps: one of their operands is filled while the model runs, and reaches the device after it.
 
     Where a program can wait (`rekindle_kernels.MaskGate`), a step is one program that is dispatched like any other.
     Elsewhere it is two programs, the second of which is dispatched once the operand is filled. Operands and gates are
@@ -422,7 +422,7 @@ class LateSteps:
     def start(
         self, step: InFlight, programs: Sequence[Any], latest: InFlight | None, read: Callable[[InFlight], object]
     ) -> None:
-        """Dispatch a step behind the `latest` one, whose tokens may be needed for its operand.
+        """Dispatch a step after the `latest` one, whose tokens may be needed for its operand.
 
         Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
         open its gate. In that case the latest step has ended: it is read at once, and the gate opens before dispatch.
@@ -505,7 +505,7 @@ class LateSteps:
             self._operands[bucket].append(operand)
 
     def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
-        """Fill the operand behind a gate. Returns the errors of requests that can't go on."""
+        """Fill the operand of a gate, then open the gate. Return the errors of requests that can't go on."""
         try:
             return self._fill(plan, upload, gate.masks)
         finally:

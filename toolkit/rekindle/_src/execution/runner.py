@@ -286,7 +286,7 @@ class Runner:
         self._asleep = True
 
     def set_aside(self, leaving: Sequence[PageMove]) -> None:
-        """Hand pages, and what nodes have beside them, over to the host tiers between steps."""
+        """Hand pages, and the nodes' states or window pages, over to the host tiers between steps."""
         self._transfers.store(self._transfers.read_out([move for move in leaving if not move.beside]))
         beside = self._states.read_out([move for move in leaving if move.beside])
         self._states.store(beside)

@@ -36,7 +36,7 @@ class Node:
         self.row = row  # where the table keeps its tokens
         self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to and including this one
         self.page = 0  # on the device; 0 is none
-        self.state = 0  # the slot of what it has beside its page (`TreeStates`); 0 is none
+        self.state = 0  # the slot of its state, or its window page (`TreeStates`); 0 is none
         self.children = 0
         self.device_children = 0  # children that have a device page
         self.visits = 0  # admissions that hit it
@@ -239,7 +239,7 @@ class Beginnings:
                 del self._nodes[place]
 
     def find(self, key: int, tokens: IntArray) -> Node | None:
-        """Return a page behind the one with this key that begins with the first of `tokens`."""
+        """Return a page that follows the one with this key and begins with the first of `tokens`."""
         return self._nodes.get((key, tokens[: self._least].tobytes())) if 0 < self._least <= len(tokens) else None
 
     def check_integrity(self) -> None:

@@ -71,7 +71,7 @@ class PagePool:
         return int(np.count_nonzero(self._refs[np.asarray(pages, np.int32)] == 1)) if len(pages) else 0
 
     def held_alone(self, pages: IntArray, counts: NDArray[np.intp]) -> int:
-        """Return how many of `pages`, which differ, have as many holders as `counts` says, beside the prefix cache."""
+        """Return how many of `pages`, which differ, have `counts` holders each, apart from the prefix cache."""
         return int(np.count_nonzero(self._refs[pages] - self._kept[pages] == counts))
 
     def take(self, count: int) -> list[int]:

@@ -1,9 +1,10 @@
 """States in the prefix tree, or pages of layers with a window: which nodes have one, in which slots, and which leaves.
 
 Layers with states have no pages: all that they know of a prefix is one state, which each token changes. So a prompt can
-continue a cached prefix only at a node that has the state behind it. Layers with a window give back the pages behind
-it: a prompt can continue only at a node before which all pages of the window are there. Both are `TreeStates`: a prompt
-continues behind a node if the last few nodes up to it have theirs, one for states, and as many as a window has pages.
+continue a cached prefix only at a node that has the state after its tokens. Layers with a window give back the pages
+that the window has passed: a prompt can continue only at a node up to which all pages of the window are there.
+`TreeStates` are slots of both kinds: a prompt continues after a node if the last few nodes up to it have their slots,
+one node for states, and as many as a window has pages.
 
 They have slots of their own, and leave them by their own order: the least recently used first, whatever pages do.
 
@@ -32,7 +33,7 @@ class TreeStates:
     """The slots for states that the tree may have. Nodes at multiples of `step` tokens can have one."""
 
     def __init__(self, slots: range, step: int, page_size: int, tier: TierLike | None = None, span: int = 1) -> None:
-        """A prompt continues behind a node if the last `span` nodes up to it that can have a slot have one."""
+        """A prompt continues after a node if the last `span` nodes up to it that can have a slot have one."""
         assert step % page_size == 0, "states belong to whole pages"
         self.step, self.tier, self.span = step, tier, span
         self.digest_of: Callable[[Node], bytes]  # set by the tree
@@ -70,7 +71,7 @@ class TreeStates:
         return position // self.step * self.step
 
     def usable(self, node: Node) -> bool:
-        """True if a sequence can continue behind `node` now: its state is on the device, or can be brought there."""
+        """True if a sequence can continue after `node` now: its state is on the device, or can be brought there."""
         if node.state:
             return True
         return self.in_host_memory(node) and bool(self._free or self._evictable())
@@ -90,8 +91,10 @@ class TreeStates:
         return self.tier is not None and self._may_have(node) and self.tier.has(self.digest_of(node))
 
     def deepest(self, nodes: Sequence[Node], test: Callable[[Node], bool]) -> int:
-        """Return how many of `nodes`, a path from the root, end with the deepest one that a prompt can continue behind:
-        it passes `test`, and so do the `span` last ones up to it."""
+        """Return how many of `nodes`, a path from the root, lead to the deepest one after which a prompt can continue.
+
+        It can do so if the last `span` nodes that can have a slot, up to this one, pass `test`.
+        """
         return self.deepest_of(len(nodes), lambda index: test(nodes[index]))
 
     def deepest_of(self, count: int, test: Callable[[int], bool]) -> int:
@@ -108,7 +111,7 @@ class TreeStates:
         return end
 
     def ends_pin(self, nodes: Sequence[Node]) -> int:
-        """Return how many leading pages of `nodes`, all of them pinned, a prompt can continue behind at any time."""
+        """Return the number of leading `nodes`, all of them pinned, after which a prompt can continue at any time."""
         return self.deepest(nodes, lambda node: bool(node.state))
 
     def pin(self, nodes: Sequence[Node]) -> None:

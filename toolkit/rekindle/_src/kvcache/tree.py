@@ -217,7 +217,7 @@ class PrefixCache:
         return PrefixMatch(nodes[:count], min(on_device, count), usable)
 
     def beginning(self, key: int, tokens: IntArray) -> tuple[Node | None, int]:
-        """Return a page on the device, behind the one with this key, that has the first of `tokens`, and how many.
+        """Return a page on the device that follows the one with this key and has the first of `tokens`, and how many.
 
         None and 0 if there is none from which a copy is worth it. The tokens before the page are not compared.
         """
@@ -323,7 +323,7 @@ class PrefixCache:
         return Published((known + added)[-1] if keys else parent, used, duplicates)
 
     def graft(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
-        """Make every full page of `tokens` known, behind `after` or the root; lower tiers may have the payloads.
+        """Make every full page of `tokens` known, following `after` or the root; lower tiers may have the payloads.
 
         Return the nodes, of which new ones have a `last_use` of 0; None if a key is taken by another prefix.
         """

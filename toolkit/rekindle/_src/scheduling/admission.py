@@ -422,8 +422,8 @@ class PrefixClaims:
 
     A running sequence claims the pages it will compute; a waiting one is parked on the last one it would share.
 
-    Full pages are shared by their keys. Of the page behind them, which is copied then, `least` tokens or more may be
-    shared; none if it is 0.
+    Full pages are shared by their keys. Of the next page at least `least` tokens may be shared, by a copy; none
+    if `least` is 0.
 
     A claim ends when its page is published, its prompt is computed or its owner is preempted; sequences parked on it
     are tried again then.
@@ -478,8 +478,8 @@ class PrefixClaims:
     ) -> Beginning | None:
         """Return the longest beginning that is cached or that others compute, if waiting for these pays; else None.
 
-        `cached` pages can be used now, and `there` are on the device, if that is more. Behind the cached ones, `copied`
-        tokens can be copied now.
+        `cached` pages can be used now, and `there` are on the device, if that is more. `copied` tokens after the
+        cached ones can be copied now.
 
         Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
         least half of what is left to compute, or 256 tokens.
@@ -496,7 +496,7 @@ class PrefixClaims:
         return None if owner is None else Beginning(owner, shared, tokens)
 
     def reach(self, keys: list[int], cached: int) -> int:
-        """Return how many leading pages are cached (`cached` of them) or computed by others right behind these."""
+        """Return how many leading pages can be shared: `cached` ones, and the next ones that others compute."""
         shared, owners = cached, self._owners
         while shared < len(keys) and keys[shared] in owners:
             shared += 1
@@ -564,7 +564,7 @@ class PrefixClaims:
                 yield before, sequence.tokens(start, start + least).tobytes()
 
     def _behind(self, sequence: Sequence, keys: list[int], pages: int) -> tuple[Sequence | None, int]:
-        """Return which running sequence computes most of the tokens behind the first `pages`, and how many."""
+        """Return the running sequence that computes most of the tokens after the first `pages`, and their number."""
         start = pages * self._page_size
         stop = min(start + self._page_size, sequence.reusable, sequence.known - 1)
         best: tuple[Sequence | None, int] = None, 0

@@ -43,7 +43,7 @@ class _Flight(NamedTuple):
 
 
 class ShardScheduler(Scheduler):
-    """A scheduler whose slots and pages are numbered behind those of the shards before it.
+    """A scheduler of one shard, which numbers its slots and pages after those of the shards before it.
 
     A request that waits belongs to no device yet: it has neither slot nor pages, and its tokens, the keys of its pages
     and its seed are the same in every shard.
@@ -79,7 +79,7 @@ class ShardScheduler(Scheduler):
         return None if sequence is None or self._admission.has_room(sequence) else sequence
 
     def has_room(self, sequence: Sequence, moved_in: Items[Sequence]) -> bool:
-        """True if a request of another shard would be admitted at once, beside those that were just `moved_in`."""
+        """True if a request of another shard would be admitted at once, along with those that were just `moved_in`."""
         return self.waiting == len(moved_in) and self._admission.has_room(sequence, moved_in)
 
     def give(self, sequence: Sequence) -> None:
@@ -207,7 +207,7 @@ class DataScheduler:
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep the cached pages of `tokens` until `unpin`, in every shard; returns the most tokens that one covers.
 
-        Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
+        Raises `OutOfPages`, and pins nothing, if an accepted request could not finish while they are pinned.
         """
         covered = []
         for index, shard in enumerate(self.shards):

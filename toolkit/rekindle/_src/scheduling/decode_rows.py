@@ -1,13 +1,13 @@
-"""The decode rows of a step: drafts beside them (`Drafts`), and slow ones that wait for a later step (`SlowRows`).
+"""The decode rows of a step: drafts are added to them (`Drafts`), and slow ones wait for a later step (`SlowRows`).
 
-Speculative decoding: draft rows compute proposed tokens of a request beside its next one. Proposals come from prompt
-lookup, and from grammars: a fifth of a text in JSON is forced. What a grammar forces is text, and the model may spell
-it with other tokens than those proposed; then its own spelling counts, as with any draft.
+Speculative decoding: draft rows compute proposed tokens of a request along with its next one. Proposals come from
+prompt lookup, and from grammars: a fifth of a text in JSON is forced. A grammar forces text, which the model may spell
+with other tokens than those proposed; then its own spelling counts, as with any draft.
 
 A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
 their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what
 the request would have sampled there, provided that all drafts before it are accepted. The first rejected draft ends the
-chain; entries of the rows behind it lie past the request's length, where the next step overwrites it.
+chain; the entries of later rows lie past the request's length, where the next step overwrites them.
 
 How far a request got is known when such a step is committed, so no step is planned before that. The device waits for
 the host once, and the drafts have to gain more than that wait costs every row of the step.
@@ -41,7 +41,7 @@ class Drafts:
         self.drafted = 0  # rows whose steps were committed
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
-        """Insert draft rows behind some of a step's decode rows, within `budget` tokens and the pages that are free."""
+        """Insert draft rows after some of a step's decode rows, within `budget` tokens and the pages that are free."""
         drafting = [sequence for sequence in sequences if self._can_draft(sequence)]
         counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
         for sequence in drafting:
@@ -69,7 +69,7 @@ class Drafts:
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
         if not self._ledger.states.drafts:
-            return False  # its state can't be taken back from behind a rejected draft
+            return False  # its state can't be taken back to before a rejected draft
         sampling = sequence.request.sampling
         if sequence.remaining <= 0 or sampling.penalised or sampling.processors:
             return False  # penalties and processors read earlier tokens, and the device does not count drafts

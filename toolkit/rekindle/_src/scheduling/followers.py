@@ -100,7 +100,7 @@ class Captures(Follower):
 
 
 class CapturesToKeep(Captures):
-    """The same, and keeps them: pages whose captures are kept may come from the cache."""
+    """Delivers captures and keeps them: pages whose captures are kept may come from the cache."""
 
     __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")
     keeps = True
@@ -252,8 +252,8 @@ class PromptLookup:
     """Proposes draft tokens of a request, copied from what followed its latest tokens at their last occurrence.
 
     It keeps the position after the last occurrence of each run of `SIZE` tokens. O(1) per token. A draft costs nothing
-    to propose and is checked beside the token that is computed anyway. So drafts are proposed only where they pay: as
-    many as are likely to be accepted, and none for a while after rejections.
+    to propose and is checked along with the next token. So drafts are proposed only where they pay: as many as are
+    likely to be accepted, and none for a while after rejections.
 
     While the text continues as it did at an earlier place, that place is kept, even if the latest tokens occurred again
     since: in edits of source files, replayed with 7 drafts, a step adds 5 to 8 tokens that way and 2 to 3 otherwise.

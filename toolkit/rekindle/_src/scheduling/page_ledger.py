@@ -27,7 +27,7 @@ StepMoves = tuple[PageMoves, PageMoves, PageMoves, PageMoves]
 class Loan(NamedTuple):
     """A page whose first tokens a sequence copies when it is admitted, of another sequence or of the tree.
 
-    Until then the pages before it are held as well: a cached page can be evicted unless one behind it is held.
+    Until then the pages before it are held as well: a cached page can be evicted unless a page that follows it is held.
     """
 
     owner: Sequence | Node
@@ -40,7 +40,7 @@ class Loan(NamedTuple):
 
 
 class PageLedger:
-    """The page pool and the prefix cache behind one interface; collects the page moves of the step being planned.
+    """Offers the page pool and the prefix cache in one interface; collects the page moves of the step being planned.
 
     Full pages are shared. Where two sequences part within a page, the second one gets a copy of the first one's page,
     and computes the rest. If the first one is still running, the second one holds that page until it is admitted: see
@@ -81,7 +81,7 @@ class PageLedger:
         total = self.pool.total - self.pool.quarantined
         if cache is None or not cache.pinned_pages:
             return total
-        # A state behind a prompt's last token is of no use, see `keys`.
+        # A state after a prompt's last token is of no use, see `keys`.
         reusable = request.reusable if self.states.inside else min(request.reusable, request.prompt_length - 1)
         pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
         return total - cache.pinned_pages + pinned
@@ -90,7 +90,7 @@ class PageLedger:
         """Return the keys of the pages that may come from the cache."""
         if self.cache is None:
             return []
-        # A state behind the last token is of no use: that token is computed, since its logits choose the next one.
+        # A state after the last token is of no use: that token is computed, since its logits choose the next one.
         reusable = sequence.reusable if self.states.inside else min(sequence.reusable, sequence.known - 1)
         return sequence.keys(reusable // self._page_size)
 
@@ -125,9 +125,9 @@ class PageLedger:
         return tiers if isinstance(tiers, Tiers) and tiers.has_disk_pages else None
 
     def fetch(self, sequence: Sequence) -> tuple[DiskFetch, ...]:
-        """Start to read the sequence's cached pages from disk, and the state behind them.
+        """Start to read the sequence's cached pages from disk, and the state after them.
 
-        Return what is on its way: nothing if there are none, or computing them is quicker.
+        Return the reads: none if there are no such pages, or computing them is quicker.
         """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
@@ -174,9 +174,9 @@ class PageLedger:
         return min(start, sequence.known - 1)
 
     def _loan(self, sequence: Sequence, pages: int, spare: int) -> Loan | None:
-        """Take the longest beginning of the page behind the matched `pages`, holding one of `spare` pages if need be.
+        """Take the longest beginning of the page after the matched `pages`, holding one of `spare` pages if need be.
 
-        A sequence's own loan ends, unless that is it.
+        This ends the loan that the sequence has, unless that loan is the one returned.
         """
         own = self._lent.get(sequence)
         lent = self._lent_behind(sequence, pages)
@@ -194,7 +194,7 @@ class PageLedger:
         return own._replace(tokens=lent)
 
     def has(self, count: int, match: PrefixMatch = _NOTHING) -> bool:
-        """True if `count` pages beside those of `match` can be taken now; ends all loans if that is necessary."""
+        """True if `count` pages besides those of `match` can be taken now; ends all loans if that is necessary."""
         if count <= self.available - self.pool.unheld(match.pages):
             return True
         if not self._lent:
@@ -218,7 +218,7 @@ class PageLedger:
         self.pool.share(loan.pages)
 
     def copied(self, sequence: Sequence, keys: list[int]) -> int:
-        """Return how many tokens a waiting sequence can copy behind its first pages, which have these keys."""
+        """Return how many tokens a waiting sequence can copy after its first pages, which have these keys."""
         return max(self._lent_behind(sequence, len(keys)), self._in_tree(sequence, keys)[1])
 
     def _lent_behind(self, sequence: Sequence, pages: int) -> int:
@@ -228,7 +228,7 @@ class PageLedger:
         return max(0, min(loan.tokens, sequence.reusable - pages * self._page_size))
 
     def _in_tree(self, sequence: Sequence, keys: list[int]) -> tuple[Node | None, int]:
-        """Return a page of the tree that can be copied behind the first pages of a sequence, and its common tokens."""
+        """Return a page of the tree to copy after the first pages of a sequence, and the number of common tokens."""
         start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.known - 1)
         if not self.least_copied or self.cache is None or stop - start < self.least_copied:
             return None, 0

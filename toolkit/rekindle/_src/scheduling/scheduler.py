@@ -321,7 +321,7 @@ class Scheduler:
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep the cached pages of `tokens` until `unpin`. Return how many tokens that covers.
 
-        Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
+        Raises `OutOfPages`, and pins nothing, if an accepted request could not finish while they are pinned.
         """
         if self.cache is None:
             return 0

@@ -48,7 +48,7 @@ class Limits:
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it, if their model has states
-    whole: bool = False  # prompts are not cut: tokens see those behind them
+    whole: bool = False  # prompts are not cut: tokens see later ones
     window: int = 0  # tokens that layers see which give pages back; 0: none does
 
     @classmethod
@@ -64,7 +64,7 @@ class Limits:
     ) -> Limits:
         """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows.
 
-        Prompts are cut at multiples of `edge` if a step has room for that beside all decode rows.
+        Prompts are cut at multiples of `edge` if a step has room for that in addition to all decode rows.
         """
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
@@ -140,7 +140,7 @@ class Tail:
 
     @property
     def end(self) -> int:
-        """The place behind the last page."""
+        """The place after the last page."""
         return self.first + len(self.pages)
 
     def changed(self) -> None:
@@ -386,7 +386,7 @@ class Sequence:
         return row
 
     def drafts(self, tokens: IntArray) -> list[Row]:
-        """Make rows for draft tokens behind the latest row; they add nothing to the counts until accepted."""
+        """Make rows for draft tokens after the latest row; they add nothing to the counts until accepted."""
         start = self.planned
         assert start + len(tokens) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
         if self._table is None:

@@ -63,7 +63,7 @@ class NoStates:
         """
 
     def recede(self, sequence: Sequence) -> None:
-        """Return what a sequence has left behind, now that a row was committed."""
+        """Give back what a sequence no longer needs, now that a row was committed."""
 
     def collect(self, oldest_step: int | None) -> None:
         """Release what no step in flight reads; `oldest_step` is the oldest one in flight."""
@@ -97,7 +97,7 @@ class NoStates:
 
 
 class WholePrompts(NoStates):
-    """The same for models whose tokens see those behind them: a prompt is computed in one step, or waits for one."""
+    """Like `NoStates`, for models whose tokens see later ones: a prompt is computed in one step, or waits for one."""
 
     def cut(self, sequence: Sequence, budget: int) -> int:
         length = sequence.target - sequence.planned

@@ -1,4 +1,4 @@
-"""Pages of layers with a window: a sequence takes them row by row, and gives them back as it leaves them behind.
+"""Pages of layers with a window: a sequence takes them row by row, and gives them back as its window moves past them.
 
 A running sequence has the pages of its tokens that are not committed, and before these as many as its next page's end
 may need: whoever continues there finds the whole window. What it gives back stays in the tree until the room is needed.

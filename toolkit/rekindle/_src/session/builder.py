@@ -86,7 +86,7 @@ log = logging.getLogger("rekindle.engine")
 OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
-STATE_SHARE = 4  # one of so many bytes of host memory is for what is stored beside pages, in models that have such
+STATE_SHARE = 4  # one in so many bytes of host memory is for states or window pages, in models that have them
 Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
 
 
@@ -540,7 +540,7 @@ def _tiers(model: LoadedModel, config: EngineConfig, name: str, others: OtherPro
 
 
 def _state_tiers(model: LoadedModel, config: EngineConfig, pages: Tiers | None) -> Tiers | None:
-    """Return the tiers for what is stored beside pages; they share the disk and its budget with `pages`."""
+    """Return the tiers for states, or for window pages; they share the disk and its budget with `pages`."""
     if pages is None or pages.identity is None or not _beside_pages(model):
         return None
     assert config.page_size is not None, "resolved"
@@ -630,9 +630,9 @@ def make_scheduling(
 def _tree_states(
     limits: Limits, model: LoadedModel, programs: Programs, tiers: Tiers | None, state_tiers: Tiers | None
 ) -> TreeStates | None:
-    """Return the slots for what nodes have beside pages; None for a model without such.
+    """Return the tree's slots for states, or for pages of layers with a window; None for a model that has neither.
 
-    Those of states are none without `tiers`; pages of layers with a window are those of sequences, too.
+    Without `tiers` there are no slots for states. Slots for pages of layers with a window are shared with sequences.
     """
     if programs.tails:
         size, needed = limits.page_size, least_pages(model.config, programs.config)
@@ -640,7 +640,7 @@ def _tree_states(
         return TreeTails(programs.tails, size, state_tiers, span=span(model.config, size), least=spare)
     if not model.config.is_recurrent:
         return None
-    first = 1 + limits.max_requests  # behind the scratch slot and those of running requests
+    first = 1 + limits.max_requests  # after the scratch slot and those of running requests
     count = state_slots(model.config, limits.max_requests, shared=tiers is not None)
     return TreeStates(range(first, 1 + count), math.lcm(EDGE, limits.page_size), limits.page_size, state_tiers)
 

@@ -116,7 +116,7 @@ class CacheStats:
     # On the device, for other requests to continue: states, or pages of layers with a window, in models with such
     states: int = 0
     state_bytes: int = 0  # of each
-    stateless_tokens: int = 0  # prompt tokens that were cached and computed again, because no state was behind them
+    stateless_tokens: int = 0  # prompt tokens that were cached, but computed again for want of a state after them
     captures: KeptStatistics | None = None  # kept by requests with Capture(…, keep=True)
     windows: bool = False  # `states` are pages of layers with a window
 
@@ -186,7 +186,7 @@ class PrefixExplanation:
     copies: bool  # True if pages below the device would be copied there rather than computed again
     fetch_seconds: float  # expected, for the pages below the device
     compute_seconds: float | None  # expected for the same pages; None until it is measured
-    # Cached behind these, but of no use without a state or the window before their end, in models with such
+    # Cached tokens after these that are of no use, because the state or window at their end is missing
     stateless_tokens: int = 0
     windows: bool = False  # it is the window
 

@@ -373,7 +373,7 @@ class CacheWriter:
         stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
         stored.save(name, pages, lines)
 
-    # -- what nodes have beside their pages: states, or pages of layers with a window
+    # -- states, or pages of layers with a window, which nodes have in addition to their pages
 
     def _save_states(self, cold: float = 0.0, deadline: float | None = None) -> tuple[int, bool]:
         """Write the states that are not on disk yet and were not used for `cold` seconds.
@@ -443,7 +443,10 @@ class CacheWriter:
         return pairs
 
     def states_of(self, nodes: Sequence[Node]) -> list[tuple[Page, Payload]]:
-        """Return what nodes have beside their pages, in any tier. Call it in any thread but the session's own."""
+        """Return the states, or pages of layers with a window, that nodes have in any tier.
+
+        Call it in any thread but the session's own.
+        """
         tiers = self.state_tiers
         if tiers is None or tiers.identity is None:
             return []

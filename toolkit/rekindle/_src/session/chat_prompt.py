@@ -87,7 +87,10 @@ def chat_prompt(
 
 
 def _with_thoughts_alone(message: Any) -> Any:
-    """Return a message without what was said beside thoughts and a call: templates of harmony take one of them."""
+    """Return a message without its content if it has thoughts and a call as well.
+
+    Templates of harmony take either thoughts or content along with a call.
+    """
     if not isinstance(message, Mapping) or not (message.get("tool_calls") and message.get("content")):
         return message
     if not any(message.get(name) for name in REASONING):

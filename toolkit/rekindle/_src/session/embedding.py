@@ -135,7 +135,7 @@ class Embedding:
         A text is a string or a list of token ids, at most `max_model_len` tokens long. `pooling` makes one vector of
         the last layer's hidden states, after the final norm: their "mean", the state of the "last" token, or that of
         the first ("cls"). `normalize` scales it to length 1. By default both are the checkpoint's own where files of
-        sentence-transformers lie beside it, and else the mean at length 1; linear layers that they name follow the
+        sentence-transformers lie next to it, and else the mean at length 1; linear layers that they name follow the
         pooling in any case. `prompt_name` is one of the prompts in these files, such as "query", which comes before
         each text, or "" for none where they have a default; token ids have none. `dimensions` keeps only the first
         numbers, for models trained for that.
@@ -143,10 +143,10 @@ class Embedding:
         Texts run in the same steps as other requests. The prefix cache keeps keys and values, not hidden states, so
         that a mean needs every token of a text to be computed, but with pooling="last" the beginning of a text may come
         from the cache. With `keep` hidden states stay in host memory too (`capture_memory` of `open()`): then texts
-        that begin alike, such as chunks behind one description of their document, compute their beginning once,
-        whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list; with
-        errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a name,
-        or names with their weights, as in `generate`) the states are those of the model with this adapter.
+        that begin alike, such as chunks after the same description of their document, compute their beginning only
+        once, whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list;
+        with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
+        name, or names with their weights, as in `generate`) the states are those of the model with this adapter.
         """
         refuse_keywords(unknown, Embedding.embed)
         embedder = self._front.embedder

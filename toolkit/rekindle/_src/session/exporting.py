@@ -50,7 +50,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
 
     `model` is a folder, a GGUF file, a hub id or "tiny". `type` is that of the matrices: "f32", "f16", "bf16", and for
     GGUF "q8_0" and "q4_0"; by default each keeps its own, and for a folder quantised ones become floats of 16 bits.
-    An existing file is not overwritten, and an unfinished file is not left behind. Returns `out`.
+    An existing file is not overwritten, and no unfinished file remains. Returns `out`.
     """
     out = Path(out).expanduser()
     if out.exists():
@@ -86,7 +86,7 @@ def _write_gguf(stored: Stored, config: ModelConfig, out: Path, kind: str, meter
 
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """Yield a path beside `out` to write to. At the end it is renamed to `out`, or removed after an error."""
+    """Yield a path next to `out` to write to. At the end it is renamed to `out`, or removed after an error."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)

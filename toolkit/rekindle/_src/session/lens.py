@@ -150,8 +150,10 @@ def _most_likely(logits: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArra
 
 
 def _candidates(logits: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return ids [positions, n] that contain the TOP likeliest: those of the TOP blocks with the largest maxima, and of
-    the rest behind the last block. Choosing among all is ten times slower.
+    """Return ids [positions, n] that contain the TOP likeliest.
+
+    They are the ids of the TOP blocks with the largest maxima, and those after the last whole block. Choosing among
+    all ids is ten times slower.
     """
     count, size = logits.shape
     blocks = size // BLOCK
@@ -202,7 +204,7 @@ class AttentionCall(Call[AttentionMap]):
 
 
 def _positions_in(positions: Positions, count: int) -> NDArray[np.int32]:
-    """Return positions of a prompt as numbers. Raise `InvalidRequest` for one behind it."""
+    """Return positions of a prompt as numbers. Raise `InvalidRequest` for one past its end."""
     every, runs = np.arange(count, dtype=np.int32), runs_of("positions", positions, count)
     for start, stop in runs:
         if stop > count and stop != END:

@@ -49,7 +49,7 @@ class OpeningProgress:
         # A compilation takes a core from the reading threads, and its words take the place of a rate.
         weights_text = "" if not reading or weights is None else f"weights {weights.share if compiling else weights}"
         programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
-        # The opening waits for the weights, which come first; programs are compiled beside them.
+        # The opening waits for the weights, which come first; programs are compiled while they are read.
         words = [part for part in (weights_text, programs) if part] or [self.stage]
         words += [compiling] if compiling else []
         shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]

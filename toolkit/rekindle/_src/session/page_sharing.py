@@ -315,7 +315,7 @@ class SharedPages(html.Line):
         beside = self._writer.state_tiers
         if peer.refused is not None and beside is not None and beside.identity is not None:
             other = read_introduction(beside.identity, content)
-            if other.refused is None:  # it comes for what nodes have beside their pages
+            if other.refused is None:  # it asks for states or window pages
                 peer, tiers, identity = other, beside, beside.identity
         channel.sealed = channel.sealed or peer.sealed
         if peer.refused is not None:
@@ -367,7 +367,10 @@ class SharedPages(html.Line):
         return list(in_slices(self._host, requests, look))
 
     def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], *, beside: bool) -> None:
-        """Send the contents of pages, or what is `beside` them. The next piece is read while one is being sent."""
+        """Send the contents of pages, or, with `beside`, the states or window pages of their nodes.
+
+        The next piece is read while one is being sent.
+        """
         indexes = {entry.record.page.digest: entry.place for entry in requests}
         for pairs in self._read(requests, beside=beside):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
@@ -548,7 +551,10 @@ class Puller:
         return Pulled(len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, Held(host, ()))
 
     def _take_beside(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
-        """Take what the other session has beside pages, `keys` being theirs by its secret; do without if that fails."""
+        """Take the other session's states or window pages, or do without them if that fails.
+
+        `keys` returns the keys of `digests` for the other session's secret.
+        """
         tiers = self._beside
         if tiers is None or tiers.identity is None or not digests:
             return

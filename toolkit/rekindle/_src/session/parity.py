@@ -1,4 +1,4 @@
-"""A session's log-probabilities beside a trainer's.
+"""A session's log-probabilities compared with a trainer's.
 
 `rekindle.models.parity` says how far apart they are and where that begins; `rekindle.models.logprobs_like` computes the
 session's to the last bit, as a function with derivatives. Axes: B sequences, T tokens of each.
@@ -61,9 +61,7 @@ class ParityReport(html.Record):
     largest: float  # absolute difference
     mean: float  # absolute difference
     first: str  # the part of the model where both begin to differ, such as "layers.3"; empty if no part does
-    stages: tuple[
-        tuple[str, float], ...
-    ]  # each part: the largest difference behind it, over the root mean square there
+    stages: tuple[tuple[str, float], ...]  # each part: the largest difference after it, over the root mean square there
     worst: tuple[TokenDifference, ...]  # the tokens that differ most
     differences: tuple[NDArray[np.float32], ...] = dataclasses.field(repr=False)  # of each text, token by token
 

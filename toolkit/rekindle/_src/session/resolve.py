@@ -161,7 +161,7 @@ def _pages(
     requests = config.max_requests // placement.data
 
     def nbytes(pages: int) -> int:
-        """Return the bytes of so many pages, and of those that layers with a window have beside them."""
+        """Return the bytes of so many pages, plus those of the pages of layers with a window."""
         return pages * size + tail_pages(model, config, pages, apart=apart) * windowed
 
     def fitting(budget: int) -> int:

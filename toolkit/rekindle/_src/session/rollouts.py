@@ -28,7 +28,7 @@ NO_VERSION = -1
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
 class RolloutSupport:
-    """The tokens that were possible at each place of a `RolloutBatch`, one place's behind the other's.
+    """The tokens that were possible at each place of a `RolloutBatch`, one place after another.
 
     Those of line b at place t are `ids[offsets[b, t] : offsets[b, t + 1]]`; there are none outside of completions.
     """

@@ -1,4 +1,4 @@
-"""The part that a session and a fleet share beside requests: their model, servers over HTTP, and their end."""
+"""The part that a session and a fleet share, apart from requests: their model, servers over HTTP, and their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Serving:
-    """An open model: its name and tokenizer, servers beside the cells that use it, and how it is closed."""
+    """An open model: its name and tokenizer, servers that run alongside the cells that use it, and how it is closed."""
 
     _host: Host
     _front: Front
@@ -75,7 +75,7 @@ class Serving:
         adapter_loading: bool = False,
         metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
     ) -> Call[Server]:
-        """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
+        """Await it to serve this session over HTTP as OpenAI's API, while cells go on using it.
 
         `port` 0 takes a free one; the result's `url` has it. `name` is the model's name, and `api_key` the key that
         requests have to send. Of `max_connections` three quarters may come from one address; by default there may be

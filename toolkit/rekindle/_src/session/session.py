@@ -1,4 +1,4 @@
-"""The session: everything that a caller can do with an open model beside making requests."""
+"""The session: everything that a caller can do with an open model, apart from making requests."""
 
 from __future__ import annotations
 
@@ -516,7 +516,7 @@ class Session(
     def save(self, name: str) -> Call[SaveReport]:
         """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only new pages.
 
-        A snapshot of other weights or of another configuration under this name stays beside it.
+        A snapshot of other weights, or of another configuration, under this name is kept as well.
         """
         return Once(self._cache_writer.save, name, name="save")
 

@@ -24,7 +24,7 @@ class RowReport(html.Record):
     """One request's part in a step."""
 
     request_id: str
-    kind: str  # "prefill", "decode", or "draft": a guessed token beside the decode row before it
+    kind: str  # "prefill", "decode", or "draft": a guessed token, which follows the decode row before it
     start: int
     stop: int  # positions [start, stop) were computed
     pages: tuple[int, ...]

@@ -64,7 +64,7 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
 
 
 def state_identity(pages: Identity, model: LoadedModel, config: EngineConfig) -> Identity:
-    """Return the identity of what is stored beside this model's pages: states, or pages of layers with a window."""
+    """Return the identity of the states, or pages of layers with a window, stored in addition to this model's pages."""
     leaves: tuple[LeafSpec, ...]
     if model.config.is_recurrent:
         count = state_bytes(model.config) // 4

@@ -15,7 +15,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
 
 VERSION = 1
-# In the layouts of what is stored beside pages
+# In the layouts of what is stored in addition to pages
 STATES, WINDOWS, CAPTURES = ", states of ", ", windows of ", ", captures of "
 
 

@@ -1,6 +1,6 @@
 """A prefix as one file, to hand to a colleague who has the same model: its index, then its payloads.
 
-What nodes have beside their pages, states or pages of layers with a window, follows in the same form.
+States, or pages of layers with a window, follow in the same form if nodes have them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Snapshots: named lists of the pages that a session knew. A name has one for each identity that saved under it.
 
 A snapshot lists pages; their payloads are in the segments of the disk tier, where each is kept once however many
-snapshots list it. Saving under a name that exists writes a new version beside the old one and removes that afterwards,
-so at any moment one complete version can be found. Versions of other models and configurations stay.
+snapshots list it. Saving under a name that exists writes a new version before it removes the old one, so at any
+moment one complete version can be found. Versions of other models and configurations stay.
 
 In a cache that machines share, one machine saves, and any other with the same model restores.
 """
@@ -259,7 +259,7 @@ def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
 
 
 def fetch_shared(folder: Path, name: str, identity: Identity, limit: int) -> None:
-    """Fetch snapshot `name` from behind the cache folder before a restore, and up to `limit` bytes of its pages.
+    """Fetch snapshot `name` from the shared cache before a restore, and up to `limit` bytes of its pages.
 
     Both are verified as those of this machine are.
     """
@@ -278,7 +278,7 @@ def fetch_shared(folder: Path, name: str, identity: Identity, limit: int) -> Non
 
 
 def keep_shared(snapshot: Path, segments: Iterable[Path]) -> None:
-    """Copy a saved snapshot, and the segments with its pages, behind the cache folder as well."""
+    """Copy a saved snapshot, and the segments with its pages, to the shared cache as well, if there is one."""
     for segment in segments:
         read_through.keep(segment)
     read_through.keep(snapshot)

@@ -458,9 +458,9 @@ def part_identity(identity: Identity, heads: Sequence[Sequence[int]], leaves: Se
 class StoredCaptures:
     """Kept captures on disk, in the folder and the budget of a session's pages; any thread may call it.
 
-    They are segments beside those of pages, with an identity for each site and layer. They are written with a snapshot,
-    and read when a request of a later session captures the same of restored pages. Only pages all of whose tokens were
-    captured are stored.
+    They are segments next to those of pages, with an identity for each site and layer. They are written with a
+    snapshot, and read when a request of a later session captures the same of restored pages. A page is stored only if
+    all of its tokens were captured.
     """
 
     def __init__(self, pages: DiskTier) -> None:
