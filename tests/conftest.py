@@ -113,7 +113,7 @@ def shared_programs(own_cache: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def left_alone_by_the_collector() -> Iterator[None]:
-    """What a module leaves behind, mostly programs, is not looked through at each collection in later ones.
+    """Freeze the objects that a module leaves, mostly programs, so that later collections do not look through them.
 
     Looking took an eighth of the time or more. Objects that nothing refers to any longer are freed as before.
     """

@@ -1,7 +1,7 @@
 """`python tests/accelerator/fetch.py FOLDER`: the compilers for GPU and TPU that belong to the installed jax.
 
 They come as wheels, 470 MB of them, and are unpacked into FOLDER/gpu and FOLDER/tpu, outside the environment: installed
-beside jax, its CUDA plugin would be loaded by every process. `REKINDLE_COMPILERS=FOLDER` lets the tests find them.
+next to jax, the CUDA plugin would be loaded by every process. `REKINDLE_COMPILERS=FOLDER` lets the tests find them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost of adapters: decode and prefill of a session with many of them, beside the same rows without.
+"""The cost of adapters: decode and prefill of a session with many of them, compared with the same rows without.
 
     python tests/bench/adapters.py [135m] [--adapters 8] [--rank 16] [--rows 16] [--repeat 5] [--dtype bfloat16]
                                    [--targets all-linear]
@@ -70,7 +70,7 @@ async def rates(
 
 
 def _print(runs: dict[str, list[tuple[float, float]]]) -> None:
-    """Print medians of all but the first run, and those of the ratios to the base's run beside it."""
+    """Print the medians of all runs but the first, and their ratios to the base's run of the same round."""
     for which, what in enumerate(("prefill", "decode")):
         for kind, measured in runs.items():
             own, base = ([one[which] for one in some[1:]] for some in (measured, runs["base"]))

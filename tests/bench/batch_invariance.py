@@ -5,7 +5,7 @@
 
 `price` has two sessions over the same weights, one with the option and one without, which run each workload in turn, so
 that a busy machine slows both. The ratio is the median of the ratios of a pair. `texts` repeats texts of the embedded
-model alone, beside four others, beside fifteen with prompts coming in, and without the cache.
+model alone, with four others, with fifteen while prompts come in, and without the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first request of the very first restart after the very first save, beside the same request computed cold.
+"""The first request of the very first restart after the very first save, and the same request computed cold.
 
     python tests/bench/first_restart.py [--shape 135m] [--modes lazy background all] [--repeat 5] [--shared 1024]
 

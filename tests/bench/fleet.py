@@ -1,8 +1,8 @@
-"""What a fleet costs and brings on this machine, beside what the simulator predicts.
+"""What a fleet costs and brings on this machine, compared with what the simulator predicts.
 
 python tests/bench/fleet.py overhead      one replica against a session: tokens/s, a request, HTTP
 python tests/bench/fleet.py prediction    the simulator's one replica against the real engine
-python tests/bench/fleet.py routers       routers on a load of shared prefixes, two replicas, beside the simulator
+python tests/bench/fleet.py routers       routers on a load of shared prefixes, two replicas, against the simulator
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How soon a fresh machine with a shared cache is ready, beside one that has a cache folder of its own.
+"""How soon a fresh machine with a shared cache is ready, compared with one that has a cache folder of its own.
 
     python tests/bench/fresh_replica.py [--shape 135m] [--repeat 5] [--stages] [--work DIR]
 

@@ -1,4 +1,4 @@
-"""What looking costs: tokens a second with every view open beside the same load without one.
+"""What looking costs: tokens a second with every view open, compared with the same load without views.
 
     python tests/bench/interface.py --model tiny --waves 8 [--rounds 7] [--everyone] [--plain] [--views dashboard chat]
     python tests/bench/interface.py --model 135m

@@ -5,7 +5,7 @@
     python tests/bench/lm_eval_peers.py http FOLDER --out http.json
     python tests/bench/lm_eval_peers.py compare hf.json ours.json http.json
 
-Three tasks are made here, in float32: four-way questions behind shared examples (their accuracy and the log-likelihoods
+Three tasks are made here, in float32: four-way questions after shared examples (their accuracy and the log-likelihoods
 of all choices), perplexity of texts, and greedy texts (exact match with a made answer, and the texts themselves).
 `http` is lm-eval's `local-completions` with eight requests at once. Models are loaded, and programs compiled by a run
 over two documents of each task, before the clock. `seconds` are those of a task, of which the harness itself takes some

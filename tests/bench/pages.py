@@ -2,7 +2,8 @@
 
 python tests/bench/pages.py wire                 GB/s from one process's host memory to another's, and from its device
 python tests/bench/pages.py flood                pauses between tokens under a flood of prompts: two replicas that do
-                                                 both against one for prompts and one for tokens, beside the simulator
+                                                 both against one for prompts and one for tokens,
+                                                 compared with the simulator
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Counted:
     """What a compiled step consists of."""
 
     layer: int  # kernels of a layer
-    others: int  # kernels of a step beside those of its layers
+    others: int  # kernels of a step besides those of its layers
     syncs: int  # that the host waits for the device within a step
 
 

@@ -1,4 +1,4 @@
-"""Four-way questions/s of `session.score` beside transformers and llama-cpp-python, on the same texts.
+"""Four-way questions/s of `session.score` compared with transformers and llama-cpp-python, on the same texts.
 
     python tests/bench/score_peers.py rekindle FOLDER_OR_GGUF --questions 1000 --out ours.json
     python tests/bench/score_peers.py transformers FOLDER --questions 1000 --out theirs.json
@@ -6,13 +6,13 @@
     python tests/bench/score_peers.py llama_cpp FILE.gguf --questions 1000 --out llama.json
     python tests/bench/score_peers.py compare ours.json theirs.json llama.json
 
-Each engine runs in an environment and a process of its own. All score the same questions behind the same examples, and
+Each engine runs in an environment and a process of its own. All score the same questions after the same examples, and
 choices by the sum of their tokens' log-probabilities. `transformers_plain` is the loop that most people write: the four
 whole texts of a question as one padded batch. `transformers` computes the examples once and keeps their cache, a
 question's prompt once, and its four choices as one padded batch on copies of that cache: the best that one would write
 by hand. llama-cpp-python goes back to the common beginning of two prompts in one context, as its own `eval` does, and
 then to the end of the prompt for each choice. A warm-up of eight questions comes before the clock. A run that is
-interrupted, or ends after `--seconds`, goes on behind the questions that its file has. `compare` prints questions/s and
+interrupted, or ends after `--seconds`, goes on after the questions that its file has. `compare` prints questions/s and
 how many choices are those of the first file.
 """
 
@@ -139,7 +139,7 @@ def llama_cpp_scorer(model: str, dtype: str, threads: int) -> Scorer:
     evaluated: list[int] = []  # the tokens in its context
 
     def evaluate(tokens: list[int], keep: int) -> None:
-        llama.n_tokens = keep  # `eval` drops what lies behind
+        llama.n_tokens = keep  # `eval` drops all tokens after these
         llama.eval(tokens[keep:])
         evaluated[:] = tokens
 

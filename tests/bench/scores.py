@@ -1,4 +1,4 @@
-"""Questions/s of scoring choices: four-way questions behind shared examples.
+"""Questions/s of scoring choices: four-way questions after shared examples.
 
     python tests/bench/scores.py [MODEL] [--questions 100] [--whole 16] [--dtype float32]
 
@@ -32,7 +32,7 @@ def question(rng: random.Random) -> tuple[str, list[str]]:
 
 
 def questions(count: int, shots: int) -> list[tuple[str, list[str]]]:
-    """Prompts that end in a question behind the same examples, and the choices of each."""
+    """Return prompts that end in a question after the same examples, and the choices of each."""
     rng = random.Random(0)
     examples = "\n\n".join(f"{text}{choices[0]}" for text, choices in (question(rng) for _ in range(shots)))
     return [(f"{examples}\n\n{text}", choices) for text, choices in (question(rng) for _ in range(count))]

@@ -1,4 +1,4 @@
-"""What HTTP costs: tokens a second of streams over a server beside the same requests made in its process.
+"""What HTTP costs: tokens a second of streams over a server, compared with the same requests in its process.
 
     python tests/bench/serving.py --model tiny [--streams 1 32] [--tokens 128] [--rounds 7]
     python tests/bench/serving.py --model 135m [--llama-server BINARY]

@@ -1,4 +1,4 @@
-"""Three experiments inside a model beside nnsight, TransformerLens and pyvene: lines of code and seconds.
+"""Three experiments inside a model, compared with nnsight, TransformerLens and pyvene: lines of code and seconds.
 
     python tests/bench/tap_peers.py FOLDER [--peer nnsight=PYTHON transformer_lens=PYTHON pyvene=PYTHON] [--rounds 3]
     PYTHON tests/bench/tap_peers.py FOLDER --engine nnsight

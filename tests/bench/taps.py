@@ -1,4 +1,4 @@
-"""The cost of taps: tokens/s of 16 requests that capture or steer, beside the same requests without.
+"""The cost of taps: tokens/s of 16 requests that capture or steer, compared with the same requests without.
 
     python tests/bench/taps.py MODEL [--rounds 5] [--vectors 1000] [--only decode]
     python tests/bench/taps.py MODEL --before FOLDER [--rounds 3]

@@ -3,14 +3,14 @@
     python tests/bench/tiers.py [--layers 4] [--hidden 256] [--rounds 80] [--new 100] [--nodes 100000]
     python tests/bench/tiers.py --working-set [--layers 8] [--hidden 384] [--rounds 3]
 
-Everything happens in one session, whose prefix cache is exchanged between rounds: without tiers, with host memory and
-disk behind it, twice, and with a large tree. Two sessions would not do: two that were opened alike differed by 3 %,
+Everything happens in one session, whose prefix cache is exchanged between rounds: without tiers, with tiers in host
+memory and on disk, twice, and with a large tree. Two sessions would not do: two that were opened alike differed by 3 %,
 because of where their memory lay. In each round every cache serves the same requests, four that decode together, in an
 order drawn anew, and gives the median time from one step to the next; shown is the median ratio over the rounds, and
 the same cache twice says how far that can be trusted. Looking for cold pages, once a second, is left out there and
 timed by itself. Trees are filled with pages that nobody computed: what they hold does not matter to a step.
 
-`--working-set` is throughput when the prefixes in use need four times the device's pages, with host memory behind it
+`--working-set` is throughput when the prefixes in use need four times the device's pages, with a tier in host memory
 and without: every request repeats one of many prefixes (80 % of its tokens) in turn, the worst order for any cache that
 is too small. Both sessions answer the same requests, round by round in turn.
 """

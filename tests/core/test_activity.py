@@ -1,4 +1,4 @@
-"""A wait is shown where the user looks after half a second, says what it waits for, and leaves nothing behind."""
+"""A wait is shown where the user looks after half a second, says what it waits for, and is gone when it is over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that can't be written raises the disk's own error, leaves nothing behind and says nothing else."""
+"""A checkpoint that can't be written raises the disk's own error, leaves none of its files and says nothing else."""
 
 from __future__ import annotations
 

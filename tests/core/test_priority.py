@@ -1,4 +1,4 @@
-"""Work beside threads that serve hands the interpreter's lock over sooner, and leaves Python as it was."""
+"""Work that runs while other threads serve hands the interpreter's lock over sooner, and leaves Python as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One set of rules for all kinds of cache entries: trust, damage, room, and the shared cache behind them."""
+"""One set of rules for all kinds of cache entries: trust, damage, room, and the shared cache that backs them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LEAST = LogitsProcessor(lambda logits, context: -logits, "least")
 
 
 def rule(position: int, last: int) -> tuple[int, ...]:
-    """Multiples of 7 at even positions; at odd ones the token behind the one before, and two more."""
+    """Return multiples of 7 at even positions; at odd ones the number after the last token, and two more."""
     return tuple(range(7, 320, 7)) if position % 2 == 0 else (last + 1, 300, 319)
 
 
@@ -141,7 +141,7 @@ def test_no_token_left_is_an_error_of_its_row_alone(runner: Runner) -> None:
 
 
 def two_rows(runner: Runner) -> tuple[Driver, list[tuple[Live, None]]]:
-    """A guided and a free row behind their prompts."""
+    """Return a driver with a guided and a free row that are past their prompts."""
     driver = Driver(runner)
     guided = add(driver, [5, 6, 7], Sampling(max_tokens=9), RuleGuide(rule))
     rows: list[tuple[Live, None]] = [(guided, None), (add(driver, [9, 10, 11], Sampling(max_tokens=9)), None)]

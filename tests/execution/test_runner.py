@@ -380,7 +380,7 @@ def test_reset_forgets_the_pages_and_goes_on(driver: Driver) -> None:
     prompt = prompt_of(71, 8)
     driver.solo(prompt, Sampling(max_tokens=5))
     for leaf in jax.tree.leaves(driver.runner._calls.kv):
-        leaf.delete()  # what a failed step leaves behind
+        leaf.delete()  # as a failed step leaves them
     with pytest.raises(Exception, match=r"deleted|donated"):
         driver.solo(prompt, Sampling(max_tokens=5))
     driver.runner.reset()

@@ -1,4 +1,4 @@
-"""Writes a file for each family beside this one: what transformers computes for its cases, of `helpers.families`.
+"""Writes a file for each family next to this one: what transformers computes for its cases, of `helpers.families`.
 
     python tests/golden/make.py [MODEL_TYPE ...]
 

@@ -1,4 +1,4 @@
-"""Writes adapters.npz beside this file: what PEFT and transformers compute for random adapters over six families.
+"""Writes adapters.npz next to this file: what PEFT and transformers compute for random adapters over six families.
 
     python tests/golden/make_adapters.py
 
@@ -55,7 +55,7 @@ def kinds(name: str) -> list[dict[str, Any]]:
 
 
 def run(base: Path, folder: Path) -> tuple[NDArray[np.float32], list[int]]:
-    """The log-probabilities of the prompt's tokens, and the greedy text behind it."""
+    """Return the log-probabilities of the prompt's tokens, and the greedy text after it."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Writes `embedders.npz` beside this file: what sentence-transformers computes for the cases of `helpers.embedders`.
+"""Writes `embedders.npz` next to this file: what sentence-transformers computes for the cases of `helpers.embedders`.
 
     python tests/golden/make_embedders.py
 

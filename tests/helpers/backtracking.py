@@ -77,7 +77,7 @@ class _Automaton:
     # From the tree to states.
 
     def _before(self, kind: Any, value: Any) -> _Part:
-        """The text before a match that is searched for, by the pattern's first item: an anchor, or a look behind."""
+        """The text before a match that is searched for, by the pattern's first item: an anchor, or a lookbehind."""
         chars = None
         if kind is op.AT and value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
             if value is op.AT_BEGINNING_STRING or not self.flags & re.M:

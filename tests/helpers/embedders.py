@@ -94,7 +94,7 @@ def write(folder: Path, name: str) -> Path:
 
 
 def _tokenizer(folder: Path) -> None:
-    """Words, with a token before and one behind each text."""
+    """Write a tokenizer of whole words, with a token before and one after each text."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 

@@ -240,9 +240,9 @@ class FakeRunner:
         states: int = 0, state_tier: DictTier | None = None,
         lose_state: Callable[[PageMove], Exception | None] = lambda move: None, tails: int = 0, window: int = 0,
     ) -> None:  # fmt: skip
-        """With `states`, slots beside the scratch one, the model continues a state: the last value of the prefix.
+        """With `states` slots besides the scratch one, the model continues a state: the last value of the prefix.
 
-        With `tails`, it has so many pages of a layer that reads the last `window` values of the prefix."""
+        With `tails`, it has that many pages of a layer that reads the last `window` values of the prefix."""
         self.states: KV = np.full((tails, page_size) if tails else states + 1, 0xDEAD, np.uint64)
         self.window = window if tails else 0
         self.lost: set[int] = set()  # pages of a window that could not be filled, and other pages, as negative numbers

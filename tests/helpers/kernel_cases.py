@@ -93,7 +93,7 @@ LATENT = (
     Case("latent_int8_pages", **MIXED, kv_heads=1, head_dim=72, value_size=64, kv_dtype="int8"),
 )
 
-# Queries that see the keys behind them: texts that are embedded, each whole in its step.
+# Queries that see the keys after them, too: texts to embed, each of them whole in one step.
 WHOLE = {"prefill": ((5, 5), (33, 33), (1, 1), (200, 200)), "idle_prefills": 1, "padding": 10, "causal": False}
 BIDIRECTIONAL = (
     Case("bidirectional", **WHOLE),
@@ -138,7 +138,7 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
     table = np.zeros((len(lengths), width), np.int32)
     for row, count in enumerate(pages_of):
         table[row, :count] = [next(shuffled) for _ in range(count)]
-    if case.causal and case.sliding_window is not None:  # pages behind every window were given back
+    if case.causal and case.sliding_window is not None:  # pages before every window were given back
         for row, first in enumerate([*case.decode, *(kv - query + 1 for query, kv in case.prefill)]):
             table[row, : max(0, first - case.sliding_window) // case.page_size] = 0
 

@@ -28,7 +28,7 @@ class Wrong(AssertionError):
 
 
 class Cut(Wrong):
-    """A stream ended amid its answer, behind this text."""
+    """A stream that ended in the middle of its answer, after this text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(f"a stream ended after {text!r} without [DONE]")

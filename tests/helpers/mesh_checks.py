@@ -153,9 +153,9 @@ def quantised(folder: Path) -> None:
 
 @check
 def four_bits(folder: Path) -> None:
-    """Parts of 4-bit matrices mean the same on a mesh, those of experts too, which XLA's products show: they round
+    """Parts of 4-bit matrices mean the same on a mesh, those of experts too. XLA's products show it: they round
     nothing. Native products round rows to 8 bits: a number between two steps goes to the other one after a sum in
-    another order, and everything behind it is rounded anew."""
+    another order, and everything computed after it is rounded anew."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
     both = {"expert": 2, "model": 2}
     for name, meshes in (("llama", (2, 4)), ("qwen3-moe", (EXPERTS, 2, both))):
@@ -244,7 +244,7 @@ def once(session: Any, prompts: Any, ask: Any, expected: Any, mesh: Any) -> None
 
 @check
 def windows(folder: Path) -> None:
-    """Pages behind a window are given back on a mesh, too: chats go on, from host memory and a snapshot as well."""
+    """Pages before a window are given back on a mesh, too: chats go on, from host memory and a snapshot as well."""
     options = mesh_models.raw("gemma4-shared-pages-and-embeddings-of-layers") | {"sliding_window": 12}
     options["max_position_embeddings"] = 256
     model = checkpoints.model(options, checkpoints.tensors(options))

@@ -33,7 +33,7 @@ class MosaicKernel:
     shared: int  # bytes per program
     ptx: str
     copies: tuple[str, ...]  # of each copy by the TMA its swizzle and box, as "swizzle 128 box 2 16 64"
-    serialized: bool  # ptxas gave up letting matrix instructions run beside others
+    serialized: bool  # ptxas gave up letting matrix instructions run alongside others
 
     def counts(self, instruction: str) -> int:
         return len(re.findall(re.escape(instruction), self.ptx))

@@ -305,7 +305,7 @@ def swapped_weights(folder: Path) -> None:
 
 @check
 def structured_text(folder: Path) -> None:
-    """The embedded model within a grammar, beside free text and drafts."""
+    """Check the embedded model within a grammar, along with free text and drafts."""
     ask: list[tuple[str, dict[str, Any]]] = [
         ("The dog was", {"choice": ["happy", "sad", "very tired"], "max_tokens": 12}),
         ("Tell me a number:", {"regex": "[0-9]{3}-[0-9]{2}", "max_tokens": 12, "temperature": 0.9, "seed": 3}),

@@ -44,7 +44,7 @@ class Loop:
         window: int = 0, tails: int = 0, programs: StepProgramsLike | None = None,
     ) -> None:  # fmt: skip
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
-        With a `window`, it has layers that give pages back, and `tails` of them beside those that are never short.
+        With a `window`, it has layers that give pages back; they have enough for all requests, and `tails` more.
 
         `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()

@@ -20,7 +20,7 @@ Change = Callable[[int, jax.Array, jax.Array], jax.Array]  # of the stream at a 
 class Inside(NamedTuple):
     """The numbers inside a model, each a line for each position."""
 
-    stream: NDArray[np.float32]  # [layers + 1, T, E]: before the first layer, and behind each
+    stream: NDArray[np.float32]  # [layers + 1, T, E]: before the first layer, and after each
     norm: NDArray[np.float32]
     logits: NDArray[np.float32]
     attended: dict[str, dict[int, NDArray[np.float32]]]  # q, k and v by layer
@@ -80,7 +80,7 @@ class Plain:
         )
 
     def generate(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The greedy tokens behind a prompt."""
+        """Return the greedy tokens after a prompt."""
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count:
             tokens.append(int(np.argmax(self.inside(tokens).logits[-1])))

@@ -1,4 +1,4 @@
-"""Releases of transformers beside each other, and what each of them saves.
+"""Releases of transformers side by side, and what each of them saves.
 
     python tests/helpers/transformers_versions.py FOLDER
 

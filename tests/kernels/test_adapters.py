@@ -129,7 +129,7 @@ def test_what_is_added_may_be_gated(implementation: str, dtype: str, outputs: tu
         near = 1e-5 if dtype == "float32" or implementation == "native" else 0.2
         np.testing.assert_allclose(got, np.asarray(gated(jnp.asarray(added), gate)), rtol=near, atol=near)
         np.testing.assert_allclose(added, arrays.expected(slots), rtol=0, atol=near)
-        plain = arrays.run(np.zeros(tokens, np.int32), implementation, gate=gate)  # to the bit, whatever is beside it
+        plain = arrays.run(np.zeros(tokens, np.int32), implementation, gate=gate)  # to the bit, whatever is next to it
         others = ~np.isin(slots, OWNERS[PLACE][OWNERS[PLACE] > 0])
         np.testing.assert_array_equal(got[others], plain[others])
 

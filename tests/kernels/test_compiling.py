@@ -1,4 +1,4 @@
-"""Numba's part of building a kernel: what it leaves behind in a process that uses numba itself."""
+"""Numba's part of building a kernel, and that a process can still use numba itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With `deterministic`, a row's result is the same to the last bit, whatever is computed beside it."""
+"""With `deterministic`, a row's result is the same to the last bit, whatever is computed along with it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ REPEATS = 6
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """Masks of rows of booleans; the bits behind the vocabulary are 1, as in a row without a guide."""
+    """Pack rows of booleans into masks; the bits after the vocabulary are 1, as in a row without a guide."""
     rows, width = allowed.shape
     bits = np.ones((rows, mask_words(width) * 32), bool)
     bits[:, :width] = allowed

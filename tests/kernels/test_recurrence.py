@@ -1,4 +1,4 @@
-"""Recurrent layers against a loop over single tokens, however a prompt is cut and whatever runs beside it."""
+"""Recurrent layers against a loop over single tokens, however a prompt is cut and whatever runs along with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests are names for ever; keys are quick and only as good as the comparison behind them."""
+"""Digests are names for ever; keys are quick, and only as good as the comparison of tokens that follows."""
 
 from __future__ import annotations
 

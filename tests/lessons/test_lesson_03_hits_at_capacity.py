@@ -1,7 +1,7 @@
 """A cache hit whose padded rest reaches over the end of the context window gives the tokens of a cold run.
 
 Upstream: https://github.com/tenstorrent/tt-metal/pull/54744
-Behind a cached prefix, the padding of a last chunk ran past the end of the KV cache.
+After a cached prefix, the padding of a last chunk ran past the end of the KV cache.
 The form tested here, a clamped update that overwrites the prefix, was read in another engine's source.
 """
 

@@ -28,7 +28,7 @@ def test_lesson_14_a_single_request_uses_every_page_and_then_ends(overlap: bool)
 
 @pytest.mark.anyio
 async def test_lesson_14_a_prompt_that_exceeds_the_pool_is_told_so() -> None:
-    with opened(num_pages=9) as session:  # eight of eight tokens, beside the scratch page
+    with opened(num_pages=9) as session:  # eight pages of eight tokens, and the scratch page
         other = session.submit("short", max_tokens=20)
         with pytest.raises(OutOfPages, match="80 tokens need 10 KV pages of 8, 8 can be used"):
             await session.generate("x" * 80, max_tokens=5)

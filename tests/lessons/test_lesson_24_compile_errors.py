@@ -1,4 +1,4 @@
-"""A program that does not compile is an error of open() that names the program; nothing stays behind.
+"""A program that does not compile is an error of open() that names the program; nothing is left running.
 
 Upstream: https://github.com/triton-inference-server/server/issues/4330
 Warm-up failed, and loading was reported as successful.

@@ -36,7 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 async def whole_lattice(session: Session) -> None:
-    """Steps of every size: 1 to 4 rows that decode beside 0 to all tokens of prefill, hits and misses, every option."""
+    """Run steps of all sizes: 0 to 4 decoding rows with 0 to all tokens of prefill, hits and misses, every option."""
     seeds = itertools.count()
     for rows in range(5):
         for tokens in (0, 1, 2, PAGE, 15, 16, 17, 31, 32, CONTEXT - 1):

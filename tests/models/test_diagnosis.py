@@ -96,7 +96,7 @@ def test_a_step_that_is_infinite_is_named(name: str, tmp_path: Path) -> None:
     model = load(gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_K"))
     assert list(diagnosis.broken_weights(model)) == []
     wanted = f"layers.1.mlp.down.{name}"
-    bits = np.frombuffer(np.float16(np.inf).tobytes(), np.int8)  # of the first output, behind eight groups of 16
+    bits = np.frombuffer(np.float16(np.inf).tobytes(), np.int8)  # of the first output, after eight groups of 16
     leaves = [
         leaf.at[0, 128:130].set(bits) if path == wanted else leaf
         for path, leaf in zip(model.graph.paths, model.leaves, strict=True)

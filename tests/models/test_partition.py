@@ -41,7 +41,8 @@ def test_the_parts_of_leaves_have_the_shapes_that_one_device_computes_with(name:
 def test_every_family_divides_all_of_its_matrices() -> None:
     """A matrix without a role would be whole on every device, and nothing else would say so."""
     whole = ("position_embed.weight", "router.weight", "shared_gate.weight", "correction", "down_bias")
-    whole += ("layer_projection.weight", "embedding_gate.weight", "embedding_out.weight")  # small beside what they need
+    # These are small compared with what they need.
+    whole += ("layer_projection.weight", "embedding_gate.weight", "embedding_out.weight")
     whole += ("narrow.weight", "widen.weight")  # between all experts and the stream
     for model_type in FAMILIES:
         for raw in checkpoints.OF_FAMILY[model_type]:

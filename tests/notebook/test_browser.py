@@ -190,7 +190,7 @@ def answered(page: Any, tokens: int) -> None:
 
 
 def the_saved_notebook_keeps_pictures(page: Any) -> None:
-    """Those that ended as HTML alone; the tree, which is still a widget, with HTML beside it for who has no kernel."""
+    """Views that ended are HTML alone; the tree is still a widget, with HTML as well for readers without a kernel."""
     page.keyboard.press("Control+s")
     page.wait_for_timeout(2000)
     for index, words in ((1, "at rest"), (2, "stopped after"), (5, "Who is Tom?")):

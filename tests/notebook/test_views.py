@@ -1,4 +1,4 @@
-"""Live views without a browser: what their widgets hold, what they leave behind, and what their buttons do."""
+"""Live views without a browser: what their widgets hold, what remains of them, and what their buttons do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages with many bytes behind them: not without the secret, and what is sealed is not changed."""
+"""Messages followed by many bytes: refused without the secret, and what is sealed is not changed."""
 
 from __future__ import annotations
 

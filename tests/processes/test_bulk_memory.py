@@ -49,7 +49,7 @@ def test_what_is_given_arrives_as_it_was(sizes: list[int]) -> None:
         two.receive_into([memoryview(slot) for slot in slots])
         sender.join(10)
         assert slots == pieces
-        two.send(Kind.WANT, b"more")  # behind the bytes that say what was copied
+        two.send(Kind.WANT, b"more")  # after the bytes that say what was copied
         assert one.receive() == (Kind.WANT, b"more")
     one.close(), two.close()
 

@@ -26,7 +26,7 @@ PROMPTS = [[5, 9, 7, 11], [21, 4, 60], [8, 8, 30, 2, 90]]
 
 
 class Around:
-    """A model that passes the residual behind each layer through a function."""
+    """A model that passes the residual after each layer through a function."""
 
     def __init__(self, model: Any, after: Callable[[int, Array], Array]) -> None:
         self._model, self._after = model, after
@@ -42,7 +42,7 @@ class Around:
 
 
 class Steering(Feature):
-    """Adds a vector to the residual behind the first layer, and returns that of each row's last token.
+    """Adds a vector to the residual after the first layer, and returns the residual of each row's last token.
 
     A request names its vector by its priority and its scale in a float; each row says where it begins.
     """
@@ -116,7 +116,7 @@ def test_rows_with_a_new_feature_run_beside_others_that_notice_nothing(driver: D
 
 def test_what_it_reads_inside_the_layers_arrives_with_its_row_alone(driver: Driver) -> None:
     same = [driver.add(PROMPTS[0], Sampling(max_tokens=2, priority=priority)) for priority in (2, 0, 1)]
-    for start in (0, len(PROMPTS[0])):  # a prompt, and a token behind it
+    for start in (0, len(PROMPTS[0])):  # a prompt, and a token after it
         rows = {row.request_id: row.pooled for row in driver.step([(live, None) for live in same]).rows}
         steered, none, zero = (rows[live.request.id] for live in same)
         assert none is None and steered is not None and zero is not None

@@ -264,7 +264,7 @@ def test_programs_of_one_size_share_their_layers() -> None:
 
 @pytest.mark.thorough
 def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
-    """What they give for a step that prefills beside a row that decodes is what whole programs give.
+    """For a step with a row that decodes and one that prefills, they give what whole programs give.
 
     Of empty rows no logits are computed, and their tokens go to the scratch slot.
     """

@@ -57,7 +57,7 @@ def allowed_by(kind: str, random: np.random.Generator) -> np.ndarray:
 
 
 class Step:
-    """One guided step over all cases, each of which has a slot of its own and six tokens behind its prompt."""
+    """One guided step over all cases; each has a slot of its own, and six tokens after its prompt."""
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)

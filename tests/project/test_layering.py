@@ -64,7 +64,7 @@ def test_no_module_reaches_into_the_privates_of_another() -> None:
 
 
 def test_packages_do_not_need_the_workshops() -> None:
-    """No installation has the folders beside the packages."""
+    """Installations have none of the folders next to the packages."""
     names = {path.name for folder in ("toolkit", "kernels") for path in (ROOT / folder).iterdir()} - set(PACKAGES)
     assert {"workshop", "kernel_workshop"} <= names
     for path in modules().values():
@@ -101,11 +101,11 @@ def test_kernels_import_nothing_of_the_toolkit() -> None:
 
 
 def test_the_toolkit_uses_kernels_by_their_operations_alone() -> None:
-    """Which implementation serves a call is decided behind the operation, so no other module names one."""
+    """The operation decides which implementation serves a call, so no other module names one."""
     found = {edge.target for edge in edges() if edge.source.startswith("rekindle.")}
     kernels = {target for target in found if target.startswith("rekindle_kernels")}
     forms = {"rekindle_kernels.int4"}  # how matrices are stored, whatever computes with them
-    files = {"rekindle_kernels.private_files", "rekindle_kernels.read_through"}  # of the cache folder, and behind it
+    files = {"rekindle_kernels.private_files", "rekindle_kernels.read_through"}  # of the cache folder and its backing
     assert kernels == {"rekindle_kernels", "rekindle_kernels.deprecated"} | files | forms
 
 

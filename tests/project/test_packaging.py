@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(util.find_spec("hatchling") is None, reason="hat
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what git tracks, since a build writes beside its sources."""
+    """A copy of what git tracks, since a build writes next to its sources."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout

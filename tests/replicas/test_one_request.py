@@ -57,7 +57,7 @@ def fleet() -> Iterator[Fleet]:
 
 @contextlib.asynccontextmanager
 async def neighbours(target: Any, count: int = 3) -> Any:
-    """Streams beside the block, one after another; each has to give the text that it gives without the block."""
+    """Run streams alongside the block, one after another; each has to give the text that it gives without the block."""
     begun, over = [anyio.Event() for _ in range(count)], anyio.Event()
 
     async def read(number: int) -> None:

@@ -110,7 +110,7 @@ def test_a_failed_step_lends_nothing() -> None:
 
 
 def test_what_came_before_is_copied_from_the_tree() -> None:
-    """Questions behind the same examples, one after the other: their pages differ in the middle."""
+    """Questions after the same examples, one at a time: their pages differ in the middle."""
     loop = opened()
     examples = "these are examples, and they are behind one another: "
     assert len(examples) % PAGE == 5

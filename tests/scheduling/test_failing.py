@@ -1,4 +1,4 @@
-"""A row that can't be prepared, and a page that can't be restored, end their own requests and nothing beside them."""
+"""A row that can't be prepared, and a page that can't be restored, end their own requests and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guided requests in the scheduler: exact beside others, through drafts of forced tokens, preemption and failures."""
+"""Guided requests in the scheduler: exact among others, through drafts of forced tokens, preemption and failures."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_anything_beside_anything(data: st.DataObject) -> None:
 
 
 def test_a_failed_step_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step behind it waits for tokens that never come, and still runs for its other rows."""
+    """The step after it waits for tokens that never come, and still runs for its other rows."""
     loop = Loop(model=MODEL, max_requests=4)
     first, second = guided("first", 30), make_request("second", max_tokens=20)
     for request in (first, second):

@@ -1,4 +1,4 @@
-"""Pages behind a window, with a fake model that checks the window of each row: what is given back, kept and lost."""
+"""Pages before a window, with a fake model that checks the window of each row: which are given back, kept and lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of models whose tokens see those behind them: each is computed in one step, and the oldest never starves."""
+"""Prompts of models whose tokens see those after them: each is computed in one step, and the oldest never starves."""
 
 from __future__ import annotations
 

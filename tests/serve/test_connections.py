@@ -53,7 +53,7 @@ def server(slow: Session, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def neighbour(server: Server, tokens: int = 60) -> Iterator[None]:
-    """A stream that has begun before the block, and ends as it should behind it."""
+    """Run a stream that begins before the block, and check that it ends as it should after it."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"content-type": "application/json", "authorization": "Bearer secret"}
     body = {"prompt": "Hello", "max_tokens": tokens, "temperature": 0, "stream": True}

@@ -1,4 +1,4 @@
-"""Disconnects, full queues, aborts, limits of bodies, draining: what a server meets beside right requests."""
+"""Disconnects, full queues, aborts, limits of bodies, draining: what a server meets besides valid requests."""
 
 from __future__ import annotations
 

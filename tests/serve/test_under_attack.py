@@ -188,7 +188,7 @@ def test_large_requests_and_large_answers(server: Server, cases: list[Case]) -> 
 
 
 def test_a_fleet_and_messages_of_any_depth(fleet: tuple[Fleet, list[LocalReplica]], cases: list[Case]) -> None:
-    """Beside 300 kB of padding; and half a surrogate pair as a salt."""
+    """Send nested messages with 300 kB of padding, and half a surrogate pair as a salt."""
     padding = "x" * 300_000
 
     async def attack(port: int) -> None:

@@ -220,7 +220,7 @@ async def test_scores_are_those_of_merged_weights_and_share_pages_with_their_own
 async def test_vectors_are_those_of_merged_weights_and_share_pages_with_their_own_alone(
     folders: list[Path], pooling: Any, keep: bool
 ) -> None:
-    """Texts of two adapters, of a sum of them, and of the base run at once, beside a generated one."""
+    """Texts of two adapters, of a sum of them, and of the base run at once, along with a generated one."""
     texts, found = [prompt(seed, 9 + 20 * seed, shared=9) for seed in range(3)], dict[str, Any]()
     expected = {}
     for name, (_, source) in mixed(folders).items():

@@ -1,4 +1,4 @@
-"""Adapters beside all else of a session: restarts, sleep, other weights, captures, and a trainer's nnx state."""
+"""Adapters and everything else in a session: restarts, sleep, other weights, captures, and a trainer's nnx state."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_an_idle_session_costs_nothing() -> None:
 
 
 def test_waiting_for_the_device_costs_little() -> None:
-    """There and back to the device thread, beside a bare queue that another thread answers."""
+    """The way to the device thread and back, compared with a bare queue that another thread answers."""
     device = DeviceThread()
     bare: queue.SimpleQueue[asyncio.Future[None] | None] = queue.SimpleQueue()
 

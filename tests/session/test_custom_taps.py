@@ -66,7 +66,7 @@ def without(*paths: str) -> Any:
 
 
 def waved(prompt: list[int], tokens: list[int]) -> Any:
-    """The change that `wave` makes behind the first layer, of a sequence of at most 96 tokens."""
+    """Return the change that `wave` makes after the first layer, for a sequence of at most 96 tokens."""
     padded = jnp.asarray([*tokens, *[0] * (96 - len(tokens))])
 
     def change(place: int, x: Any, positions: Any) -> Any:

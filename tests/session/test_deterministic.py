@@ -1,4 +1,4 @@
-"""Sessions with `deterministic`: a text depends on its prompt and its seed, and on nothing that runs beside it."""
+"""Sessions with `deterministic`: a text depends on its prompt and its seed, and on nothing that runs along with it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def text(session: Session, seed: int, tokens: int, prompt: Any = PROMPT) -
 
 
 async def compare(session: Session, seeds: int, tokens: int) -> None:
-    """Every seed alone and cold, cached, beside four others, and in a full batch with prompts coming in."""
+    """Compare every seed alone and cold, cached, along with four others, and in a full batch while prompts come in."""
     alone = {}
     for seed in range(seeds):
         await session.cache.clear(tier="memory")
@@ -130,7 +130,7 @@ async def test_chunks_and_guesses_change_nothing(session: Session, cache_dir: Pa
 
 
 def test_norms_of_heads_are_native() -> None:
-    """XLA's norms of [T, heads, size] gave 30 of 40 log-probabilities of a HunYuan other last bits behind a cut."""
+    """After a cut, XLA's norms of [T, heads, size] gave 30 of 40 log-probabilities of a HunYuan different last bits."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 32)), jnp.float32)
     weight = jnp.linspace(0.5, 2.0, 32)
 

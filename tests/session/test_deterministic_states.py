@@ -31,7 +31,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "falcon-h1-norm-before-gate": {"head_dim": 32, "mamba_d_ssm": 192, "mamba_d_head": 32, "mamba_d_state": 16},
     "granite4": {**TWO_HEADS, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_heads": 4},
     "nemotron-h": {"head_dim": 32, "mamba_head_dim": 32, "ssm_state_size": 16},
-    # Windows of 8, whose pages are given back, beside whole ones; and layers with embeddings, and with others' pages.
+    # Layers with windows of 8, whose pages are given back, along with layers that see everything; and layers with
+    # embeddings of their own, and with the pages of other layers.
     "gemma4-values-of-keys": {"head_dim": 32, "global_head_dim": 64},
     "gemma4-shared-pages-and-embeddings-of-layers": {
         "head_dim": 32,
@@ -76,13 +77,13 @@ async def test_a_text_has_the_same_bits_alone_beside_others_cut_cached_and_preem
 
         first = await session.generate(PROMPTS[2], **{**DRAWN, "max_tokens": 90})
         longer = [*PROMPTS[2], *first.token_ids]
-        cached = await session.generate(longer, **DRAWN)  # behind a state that was left while the text was generated
+        cached = await session.generate(longer, **DRAWN)  # after a state that was left while the text was generated
         assert cached.usage.cached_tokens >= 128
         prompts = [*PROMPTS[:2], longer, PROMPTS[3]]
         alone = await each(prompts, **DRAWN)
         await session.cache.clear(tier="memory")
         together = await session.generate(prompts, **DRAWN)  # each prompt is cut where the others' rows leave room
-        again = await session.generate(longer, **DRAWN)  # behind a state that was left in a prompt
+        again = await session.generate(longer, **DRAWN)  # after a state that was left in a prompt
         assert again.usage.cached_tokens >= 128 and session.stats().preemptions == 0
         assert bits([cached, again, *together]) == bits([alone[2], alone[2], *alone])
         long = await each(prompts, **{**DRAWN, "max_tokens": 80})

@@ -103,7 +103,7 @@ async def test_options_replace_the_checkpoints_own(gemma: Session) -> None:
 
 @pytest.mark.anyio
 async def test_a_text_is_computed_in_one_step_and_nothing_of_it_is_kept(gemma: Session) -> None:
-    """Tokens see those behind them, so that no part of a text can be computed before the others."""
+    """Tokens see those after them, so no part of a text can be computed before the rest."""
     assert gemma.config.max_tokens_per_step == 96  # 32 was asked for: the longest text has to fit
     ids = [list(range(5, 5 + length)) for length in (60, 30, 96, 7, 1, 2)]
     async with gemma.paused():

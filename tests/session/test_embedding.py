@@ -129,7 +129,7 @@ async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir:
 @pytest.mark.thorough
 @pytest.mark.anyio
 async def test_preempted_texts_have_the_same_vectors(cache_dir: str) -> None:
-    """Texts and long generations that don't fit beside each other: some are preempted amid their chunks."""
+    """Texts and long generations that don't fit at the same time: some are preempted partway through their chunks."""
     texts = prompts(320, [120] * 12)
     options = OPTIONS | {"device_pages": 20, "policy": "fcfs"}
     async with rekindle.open(tiny_model(), cache_dir=cache_dir, **options) as session:

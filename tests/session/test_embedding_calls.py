@@ -29,7 +29,7 @@ def plain(text: str, pooling: str = "mean") -> np.ndarray:
 @pytest.mark.parametrize("pooling", by_default(["mean", "last", "cls"]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_thousands_wait_for_places(session: Session, pooling: Any) -> None:
-    """More texts than the session has places, beside generation, which keeps its tokens."""
+    """More texts than the session has places, along with a generation, which keeps its tokens."""
     places = session.stats().places
     texts = [f"text {number} " * (1 + number % 9) for number in range(5 * places)]
     alone = (await session.generate("hello", max_tokens=60)).token_ids

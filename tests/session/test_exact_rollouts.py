@@ -1,4 +1,4 @@
-"""Log-probabilities of rollouts beside those that a trainer differentiates: to the bit, or as near as is said."""
+"""Log-probabilities of rollouts compared with those that a trainer differentiates: to the bit, or as near as stated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model() -> LoadedModel:
 
 
 def drawn(session: Session) -> RolloutBatch:
-    # More sequences than run at once, which join and leave beside each other; the second time with cached prompts.
+    # More sequences than run at once, which join and leave while others run; the second time with cached prompts.
     batch = session.rollout_sync(QUESTIONS, n=4, max_tokens=12, seed=3, pad_to=40)
     assert int(batch.completion_mask.sum()) > 60
     return batch

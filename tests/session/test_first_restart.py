@@ -79,7 +79,7 @@ def test_nothing_is_compiled_for_the_first_restored_prompt(mode: str, saving: st
 async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts serve it, and would serve the next one: nothing is compiled beside them that nobody asked for."""
+    """Parts serve it, and would serve the next one: nothing else is compiled until a save asks for it."""
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
     monkeypatch.setattr(warming, "seconds_of_parts", lambda *_: 60.0)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)

@@ -1,4 +1,4 @@
-"""Grammars on their way in: they compile beside other requests, within bounds, and never overtake a control."""
+"""Grammars on their way in: they compile while other requests run, within bounds, and never overtake a control."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rekindle._src.text.replies.families import HARMONY
 from rekindle._src.text.template_code import parsed
 
 anyio_test = pytest.mark.anyio
-# In the manner of gpt-oss's, which refuses thoughts beside content in a message with a call.
+# Like the template of gpt-oss, which refuses thoughts together with content in a message with a call.
 TEMPLATE = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
     "{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"

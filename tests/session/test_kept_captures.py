@@ -61,7 +61,7 @@ def other_weights() -> LoadedModel:
 
 @functools.cache
 def steered(scale: float) -> Plain:
-    """The model with VECTOR added behind its first layer."""
+    """Return the model with VECTOR added after its first layer."""
     return Plain(MODEL, lambda place, x, positions: x + scale * VECTOR if place == 1 else x)
 
 

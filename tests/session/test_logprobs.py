@@ -53,7 +53,7 @@ def probabilities(entry: TokenLogprobs) -> np.ndarray:
 
 
 async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option(session: Session) -> None:
-    """All options at once in one batch, beside a row that wants the model's own log-probabilities."""
+    """All options at once in one batch, along with a row that wants the model's own log-probabilities."""
     ids = prompt(3, 9)
     own = session.submit(ids, max_tokens=NEW, logprobs=2, ignore_eos=True)
     options = {"max_tokens": NEW, "ignore_eos": True, "logprobs": VOCAB, "logprobs_of": "sampled"}

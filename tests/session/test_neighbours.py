@@ -20,7 +20,7 @@ NEIGHBOUR = 3
 
 
 def beside(session: Session, offending: list[int], **options: Any) -> Any:
-    """Runs a request beside a neighbour, which has to be exact; returns what the request gave or raised."""
+    """Runs a request alongside a neighbour, which has to be exact; returns what the request gave or raised."""
     neighbour = session.submit(list(prompt(NEIGHBOUR)), max_tokens=NEW, ignore_eos=True)
     other = session.submit(offending, **options)
     assert neighbour.result_sync().token_ids == plain(NEIGHBOUR)

@@ -64,7 +64,7 @@ def test_a_model_that_is_broken_everywhere_fails_every_request(tmp_path: Any) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("quantize", ["int8", "int4-32"])
 def test_rounding_rows_to_integers_hides_nothing(quantize: str, tmp_path: Path) -> None:
-    """A norm's weights stay what they are, and the products behind them round rows."""
+    """A norm's weights stay what they are, and the products after the norm round rows."""
     raw = checkpoints.CASES["llama"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     state = dict(checkpoints.tensors(raw))
     whole = checkpoints.write(tmp_path / "whole", raw, state)

@@ -1,4 +1,4 @@
-"""Opening: what it awaits, what it raises, what it leaves behind, and the JAX contexts it takes along."""
+"""Opening: what it awaits, what it raises, what it frees, and the JAX contexts it takes along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two trained models, as files that people download: their numbers beside llama.cpp's, and what a session does.
+"""Two trained models, as files that people download: their numbers compared with llama.cpp's, and what a session does.
 
 `tests/golden/real/make.py` wrote llama.cpp's numbers. The files come from the package index.
 """
@@ -187,7 +187,7 @@ with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is resident")
 def test_a_file_in_four_bits_takes_its_size_and_400_megabytes(tmp_path: Path) -> None:
-    """The first process packs the weights, and what its compiler leaves behind counts; the second maps what is kept."""
+    """The first process packs the weights, and what its compiler keeps counts; the second maps the kept weights."""
     path = real_checkpoints.path_or_reason("gemma3")
     if isinstance(path, str):
         pytest.skip(path)

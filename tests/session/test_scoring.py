@@ -153,7 +153,7 @@ def test_texts_are_encoded_as_the_model_would_meet_them(texts: Session) -> None:
     assert scores.choose().text == " time" and scores[0].greedy
     encode = texts.tokenizer.encode
     assert scores[0].token_ids == tuple(encode("Once upon a time")[len(encode("Once upon a")) :])
-    # A prompt that ends with a space: its last token depends on the word behind it.
+    # A prompt that ends with a space: its last token depends on the word after it.
     spaced = texts.score_sync("Once upon a ", ["time", "chair"])
     assert spaced[0].token_ids[-len(scores[0].token_ids) :] == scores[0].token_ids
     assert spaced.choose().text == "time"

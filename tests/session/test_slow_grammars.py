@@ -89,7 +89,7 @@ async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
     done = await objects
     assert all(one.parsed is not None for one in done)
     assert len({text for at, text in looks if at < len(neighbours)}) == 6
-    counts = Counter(at for at, _ in looks if at < len(neighbours))  # behind its end they run alone
+    counts = Counter(at for at, _ in looks if at < len(neighbours))  # after its end the objects run alone
     # Six at a time without taking turns. What is seen here may lag behind the steps, so single counts may be higher.
     assert counts.total() <= 2 * len(counts), f"searches between two of the neighbour's tokens: {counts}"
 

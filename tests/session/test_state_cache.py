@@ -21,7 +21,7 @@ from rekindle import Completion, Session
 # Sessions with folders of their own find programs of the other tests.
 pytestmark = pytest.mark.usefixtures("shared_programs")
 EDGE = 64  # at multiples of it there may be states
-# States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
+# NAMES has a model with states and pages in each layer; these others differ in the layers' arithmetic.
 OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
 NAMES = (
     *by_default(["qwen3.5", "lfm2", "falcon-h1"]), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)

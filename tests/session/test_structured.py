@@ -1,4 +1,4 @@
-"""Structured output through the public door: objects instead of text, beside and together with every other option."""
+"""Structured output through the public door: objects instead of text, next to and together with every other option."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_free_rows_keep_their_tokens_beside_guided_ones(session: Session) 
     ids=lambda options: next(iter(options)),
 )
 async def test_other_options_meet_a_schema(session: Session, options: dict[str, Any]) -> None:
-    """The text follows the schema, and is the same alone, again, and beside others."""
+    """The text follows the schema, and is the same alone, again, and alongside others."""
     sampling = Sampling(schema=SCHEMA, max_tokens=70, **options)
     alone = await session.generate(PROMPT, sampling)
     assert alone.finish_reason is FinishReason.LENGTH or json.loads(alone.text)["kind"] in ("story", "poem")

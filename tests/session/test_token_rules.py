@@ -53,7 +53,7 @@ def test_what_may_come_never_completes_a_word_and_everything_else_may(words: lis
 
 
 class Spelling:
-    """A tokenizer that spells a word in another way behind a space."""
+    """A tokenizer that spells a word in another way after a space."""
 
     has_text, encodes_apart = True, False
     vocab_size = VOCAB

@@ -33,7 +33,7 @@ def session() -> Iterator[Session]:
 def expected(prompts: list[list[int]], completions: list[list[int]]) -> list[np.ndarray]:
     """The plain model's log-probabilities of completions."""
     model = rekindle.models.load(rekindle.tiny.folder(), dtype="float32")
-    tokens = np.zeros((len(prompts), 64), np.int32)  # of one size: what stands behind a line has no say in it
+    tokens = np.zeros((len(prompts), 64), np.int32)  # of one size: the padding after a line does not matter
     for line, prompt, completion in zip(tokens, prompts, completions, strict=True):
         line[: len(prompt) + len(completion)] = [*prompt, *completion]
     every = np.asarray(rekindle.models.token_logprobs(model, tokens))

@@ -1,4 +1,4 @@
-"""A request whose program is not compiled yet waits for it; the streams that run beside it do not (float32).
+"""A request whose program is not compiled yet waits for it; streams that run in the meantime do not (float32).
 
 The compiler stands still until the test lets it go on, so that nothing depends on how long compiling takes: the
 neighbour's text is complete before the program is.

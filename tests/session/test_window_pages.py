@@ -1,4 +1,4 @@
-"""Models whose layers give back their pages behind a window: every text is the plain loop's, and memory is less."""
+"""Models whose layers give back their pages before a window: every text is the plain loop's, and memory is less."""
 
 from __future__ import annotations
 

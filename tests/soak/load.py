@@ -81,7 +81,7 @@ class Load:
         self.errors: Counter[str] = Counter()
 
     async def neighbour(self, session: Session, until: float) -> None:
-        """Ask known prompts over and over: their tokens never change, whatever happens beside them."""
+        """Ask known prompts over and over: their tokens never change, whatever else happens."""
         while anyio.current_time() < until:
             index = self.random.randrange(NEIGHBOURS)
             salt = self.random.choice((None, "a"))

@@ -1,4 +1,4 @@
-"""Strangers at a server's port, beside streams whose texts are known.
+"""Strangers at a server's port, while streams with known texts run.
 
 Fuzzed heads, broken framing, storms of cancellations with every feature, schemas and grammars by reference, and bodies
 that are too deep, too wide or of the wrong kind.

@@ -41,7 +41,7 @@ PHASES = ("warm up", "calm", "failing disk", "pruned", "siblings killed", "every
 
 
 class Figures:
-    """What a phase leaves behind in the process."""
+    """What the process holds after a phase."""
 
     def __init__(self) -> None:
         gc.collect()

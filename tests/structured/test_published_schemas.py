@@ -1,6 +1,6 @@
 """Thousands of published schemas and instances: what a guide accepts is valid, and what the model writes is too.
 
-The data is not part of the repository: $REKINDLE_STRUCTURED_DATA, or `shared/structured` beside the checkout.
+The data is not part of the repository: $REKINDLE_STRUCTURED_DATA, or `shared/structured` next to the checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""rekindle beside llama.cpp, OpenVINO GenAI and transformers on this machine: the same weights, threads and requests.
+"""rekindle, llama.cpp, OpenVINO GenAI and transformers compared on this machine: same weights, threads and requests.
 
     python tests/bench/peers/run.py [--shape 135m] [--bits 16 8] [--rounds 5] [--python peers=PATH] [--json FILE]
     python tests/bench/peers/run.py --shape 360m --gguf q4_0 [--llama-server PROGRAM]
@@ -112,7 +112,7 @@ def setting_of(name: str, setting: Setting, scratch: Path, options: argparse.Nam
     """What one engine opens, and where it keeps its files."""
     program = str(options.llama_server or "")
     own = dataclasses.replace(setting, scratch=str(scratch), cache=str(scratch / "cache"), program=program)
-    if name == "rekindle_int8":  # beside rekindle with a file: the same weights, and what fewer bits gain
+    if name == "rekindle_int8":  # for comparison with rekindle on a file: the same weights in fewer bits
         return dataclasses.replace(own, file="", bits=8)
     if name.startswith("llama") and not setting.file:
         return dataclasses.replace(own, file=str(gguf(Path(setting.folder), KINDS[setting.bits], options, log)))

@@ -62,7 +62,7 @@ def trained(base: Path, folder: Path, options: dict[str, Any]) -> Any:
 
 
 def told(model: Any) -> tuple[np.ndarray, list[int]]:
-    """The log-probabilities of the prompt's tokens, and the greedy text behind it."""
+    """Return the log-probabilities of the prompt's tokens, and the greedy text after it."""
     import torch
 
     ids, scores = list(PROMPT), None

@@ -26,7 +26,7 @@ def written(path: Path, sizes: list[int]) -> tensor_files.Header:
         [8],
         [3 * BLOCK + 64, 64, BLOCK, 2 * BLOCK - 8],
         [BLOCK, 0, 64],
-        [64, 3, 128],  # those behind it begin amid a word
+        [64, 3, 128],  # the last one begins in the middle of a word
         [5],
         [],
     ],

@@ -111,7 +111,7 @@ BEGINNINGS = (
 
 
 def under(folder: Path, case: str, beginning: str, **more: np.ndarray[Any, Any]) -> Path:
-    """The checkpoint of a case whose tensors' names begin in this way, with others beside them."""
+    """Write the checkpoint of a case so that its tensors' names begin with `beginning`; `more` are further tensors."""
     raw = checkpoints.CASES[case]
     prefix = manifest(config_from_hf(raw)).prefix
     state = {

@@ -1,4 +1,4 @@
-"""Gates and norms beside a product follow its implementation."""
+"""Gates and norms next to a product follow its implementation."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_call_that_never_completes_leaves_no_orphan() -> None:
 
 
 def test_text_before_between_and_behind_calls_is_kept() -> None:
-    """Upstream: sglang 32958, vllm 19024 and 22917: visible text beside calls was dropped, or the calls were."""
+    """Upstream: sglang 32958, vllm 19024 and 22917: visible text around calls was dropped, or the calls were."""
     text = f"One.\n{tagged('time')}\nTwo.\n{tagged('time')}\nThree."
     reply = read("hermes", text)
     assert reply.content.split() == ["One.", "Two.", "Three."] and len(reply.tool_calls) == 2

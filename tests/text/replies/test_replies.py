@@ -111,7 +111,7 @@ def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: 
         assert said(fold(in_pieces)) == said(whole)
     assert whole == fold(events_of(format, [text], opened=opened)) == fold(events_of(format, list(text), opened=opened))
     assert scanner.feed("") == scanner.finish() == []
-    # Nothing but tags, calls and whitespace beside them is missing: what is emitted follows the text's order.
+    # Nothing but tags, calls and whitespace next to them is missing: what is emitted follows the text's order.
     emitted = "".join(event.text for event in events if isinstance(event, ContentDelta | ReasoningDelta))
     assert is_within("".join(emitted.split()), "".join(text.split()))
     if not whole.tool_calls and not opened and "think>" not in text and "<|channel|>" not in text:

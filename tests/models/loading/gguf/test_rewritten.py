@@ -36,7 +36,7 @@ def rows_of(entry: TensorEntry) -> GgufRows:
 
 
 def grouped(array: NDArray[np.float32], order: HeadOrder) -> NDArray[np.float32]:
-    """The rows of a file, whose heads are one of each group in turn, group behind group."""
+    """Return the rows of a file group after group; in the file, heads are one of each group in turn."""
     heads = array[order.first :].reshape(order.heads // order.groups, order.groups, order.size, -1)
     return np.concatenate([array[: order.first], heads.swapaxes(0, 1).reshape(-1, array.shape[1])])
 
