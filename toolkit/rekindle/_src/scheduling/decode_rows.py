@@ -22,7 +22,7 @@ from rekindle._src.core.records import Row, StepPlan, StepResult
 from rekindle._src.programs.buckets import padded_rows
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.ready_rows import AllReady
+from rekindle._src.scheduling.ready_rows import EveryRow
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
 # Up to this number of rows one more row costs little. Beyond it drafts only replace padding: that is free except with
@@ -36,8 +36,8 @@ WAIT_COST = 1.0
 class Drafts:
     """Adds draft rows to a step whose other rows are planned."""
 
-    def __init__(self, limits: Limits, ledger: PageLedger, ready_rows: AllReady | None = None) -> None:
-        self._limits, self._ledger, self._ready_rows = limits, ledger, ready_rows or AllReady()
+    def __init__(self, limits: Limits, ledger: PageLedger, ready_rows: EveryRow | None = None) -> None:
+        self._limits, self._ledger, self._ready_rows = limits, ledger, ready_rows or EveryRow()
         self.drafted = 0  # rows whose steps were committed
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:

@@ -56,7 +56,7 @@ class StepProgramsLike(Protocol):
         """Let a program be tried again when it is wanted again."""
 
 
-class AllReady:
+class EveryRow:
     """The rows of a scheduler whose steps need no programs, or wait for them: all of them join."""
 
     waiting = False  # True while sequences wait for a program
@@ -87,7 +87,7 @@ class _Row(NamedTuple):
     length: int  # of a prefill; 0 in a decode row
 
 
-class ReadyRows(AllReady):
+class ReadyRows(EveryRow):
     """Rows wait until the program that they need is ready."""
 
     def __init__(self, programs: StepProgramsLike, limits: Limits, program_wait: ProgramWait) -> None:

@@ -47,7 +47,7 @@ from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve,
 from rekindle._src.scheduling.decode_rows import Drafts, SlowRows
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
-from rekindle._src.scheduling.ready_rows import AllReady, ReadyRows, StepProgramsLike
+from rekindle._src.scheduling.ready_rows import EveryRow, ReadyRows, StepProgramsLike
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.states import NoStates, States, WholePrompts
 from rekindle._src.scheduling.tails import Tails
@@ -108,7 +108,7 @@ class Scheduler:
         self._admission = Admission(
             limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
         )
-        self._ready_rows = AllReady() if programs is None else ReadyRows(programs, limits, program_wait)
+        self._ready_rows = EveryRow() if programs is None else ReadyRows(programs, limits, program_wait)
         self._drafts = Drafts(limits, self._ledger, self._ready_rows)
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
