@@ -1,4 +1,4 @@
-"""`python -m kernel_workshop.gpu [--mosaic]`: the GPU kernels beside cuDNN and JAX's own, after a check."""
+"""`python -m kernel_workshop.gpu [--mosaic]`: check the GPU kernels, then time them against cuDNN and JAX's own."""
 
 from __future__ import annotations
 

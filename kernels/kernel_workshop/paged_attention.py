@@ -1,4 +1,4 @@
-"""The speed of paged attention beside that of the device's memory and products, and of what JAX offers."""
+"""The speed of paged attention, compared with the device's memory and products and with JAX's own attention."""
 
 from __future__ import annotations
 

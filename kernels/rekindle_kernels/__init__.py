@@ -1,4 +1,4 @@
-"""The operations of a transformer's step for JAX on CPU, GPU and TPU, each behind one call that picks a kernel."""
+"""The operations of a transformer's step for JAX on CPU, GPU and TPU, each as one call that picks a kernel."""
 
 from __future__ import annotations
 

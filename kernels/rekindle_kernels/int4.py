@@ -119,7 +119,7 @@ def _pack_six(quads: NDArray[np.uint32], packed: NDArray[np.uint32]) -> None:
     """Fill tiles [blocks, K / 16 * 3, 16] of six bits that hold words [blocks, 16, K / 4] of four integers of int8."""
     lines = packed.reshape(len(quads), -1, 3, OUTPUTS)
     # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: bits from
-    # the byte beside are masked.
+    # the neighbouring byte are masked.
     stored = (quads ^ np.uint32(0x20202020)).reshape(len(quads), OUTPUTS, -1, 4)
     fours = [np.swapaxes(stored[..., four], 1, 2) for four in range(4)]
     low = [four & np.uint32(_NIBBLES) for four in fours]

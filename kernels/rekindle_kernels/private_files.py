@@ -210,7 +210,7 @@ def checksum(name: str, *parts: bytes) -> str:
 
 
 def stored_name(name: str) -> str:
-    """Return `name`, or with a key another name, so that signed entries lie beside unsigned ones."""
+    """Return `name`; with a key, another name, so that signed and unsigned entries can lie next to each other."""
     return name if signing_key() is None else checksum(name)
 
 

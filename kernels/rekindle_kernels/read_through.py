@@ -1,4 +1,4 @@
-"""A place behind a cache folder: missing entries are fetched from there, and new entries are kept there, too.
+"""A place that backs a cache folder: missing entries are fetched from there, and new entries are kept there, too.
 
 The toolkit attaches one (`rekindle._src.core.shared_cache`); without it these functions do nothing.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Behind(Protocol):
-    """A place behind a cache. `kind` is a folder of the cache, `name` an entry of it: a file, or a folder of files."""
+    """A place that backs a cache. `kind` is a folder of the cache, `name` an entry in it: a file or folder of files."""
 
     def fetch(self, kind: str, name: str) -> bool:
         """Fetch the entry. Return True if it is in the cache folder now, complete and verified."""
@@ -26,7 +26,7 @@ _behind: dict[Path, Behind] = {}
 
 
 def attach(cache_folder: Path, behind: Behind | None) -> None:
-    """Put `behind` behind this cache folder in this process, from now on; None removes it."""
+    """Let `behind` be the place that backs this cache folder in this process, from now on; None removes it."""
     if behind is None:
         _behind.pop(cache_folder, None)
     else:
@@ -34,7 +34,7 @@ def attach(cache_folder: Path, behind: Behind | None) -> None:
 
 
 def behind(cache_folder: Path) -> Behind | None:
-    """Return the place behind this cache folder."""
+    """Return the place that backs this cache folder; None if there is none."""
     return _behind.get(cache_folder)
 
 
@@ -45,7 +45,7 @@ def fetch(path: Path) -> bool:
 
 
 def keep(path: Path) -> None:
-    """Keep a complete entry of a cache behind the cache, too."""
+    """Keep a complete entry of a cache in the place that backs it, too."""
     place = _behind.get(path.parent.parent)
     if place is not None:
         place.keep(path.parent.name, path.name)

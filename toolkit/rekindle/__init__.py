@@ -5,7 +5,7 @@
 
 Public are the names of this module, `rekindle.errors`, `rekindle.inspect_ai`, `rekindle.lm_eval`, `rekindle.models`,
 `rekindle.ray`, `rekindle.serve`, `rekindle.tiny`, `rekindle.trl`, `rekindle.tunix` and the package `rekindle_kernels`.
-Names load their modules at first use, so importing rekindle costs little beside jax.
+Names load their modules at first use, so importing rekindle costs little compared with jax.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sessions in lm-eval: `python -m rekindle.lm_eval run --model rekindle --model_args pretrained=FOLDER --tasks …`.
 
-The command is lm-eval's own, with the model `rekindle` beside its others. In code, over a session that is open:
+The command is lm-eval's own, with the model `rekindle` in addition to its others. In code, over a session that is open:
 
     from rekindle.lm_eval import RekindleLM
     results = lm_eval.simple_evaluate(model=RekindleLM(session), tasks=["hellaswag"])

@@ -35,7 +35,7 @@ def deployment(
     api_key: str | Sequence[str] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Any:
-    """Return an application for `ray.serve.run`: a model in several processes, behind OpenAI's API.
+    """Return an application for `ray.serve.run`: a model in several processes, with OpenAI's API.
 
     The ingresses take requests in. All route to the same replicas, which survive the death of an ingress and end a
     minute after the last one. `name` is the model's name for clients; requests must send an `api_key`. The other

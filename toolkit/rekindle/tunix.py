@@ -90,7 +90,7 @@ class RekindleRollout(BaseRollout):
 
         prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         pad, width = self.pad_id(), prompts.shape[1]
-        # Positions count from a prompt's first token, so padding moves from its left behind the completion.
+        # Positions count from a prompt's first token, so padding moves from its left to the completion's right.
         starts = (prompts != pad).argmax(axis=1)
         lines = np.concatenate([prompts, completions, np.full_like(prompts, pad)], axis=1)
         places = starts[:, None] + np.arange(width + completions.shape[1])

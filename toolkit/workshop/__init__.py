@@ -1,4 +1,4 @@
 """Tools of this project that no installation contains: the training of the embedded model, and studies.
 
-They run in a clone: `pip install -e .` puts this folder on Python's path, beside the package.
+They run in a clone: `pip install -e .` puts this folder on Python's path, along with the package.
 """

@@ -94,8 +94,8 @@ def rotates(wanted: RopeCall) -> str | None:
 def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy.
 
-    With `deterministic`, prefill's kernel takes all of them: it gives a query the same result whatever else is
-    computed beside it, since it passes over the keys in tiles that are counted from the first key.
+    With `deterministic`, prefill's kernel takes all of them: it gives a query the same result in any batch, since it
+    passes over the keys in tiles that are counted from the first key.
     """
     q, kv, deterministic = inputs.q, inputs.kv, options.deterministic
     (T, H, D), R = q.shape, options.decode_rows

@@ -119,7 +119,7 @@ def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None
         if reason != "ok" and not build.is_there(name):
             build.refuse(name, RuntimeError(reason))
         if name not in answers:
-            return  # those behind it were not tried: they are compiled when they are needed
+            return  # the kernels after it were not tried: they are compiled when they are needed
 
 
 @contextlib.contextmanager

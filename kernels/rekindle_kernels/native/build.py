@@ -63,7 +63,7 @@ def folder() -> Path:
 
 
 def identity() -> dict[str, str]:
-    """Return the facts that decide about machine code here, beside the sources and the processor."""
+    """Return the facts that machine code depends on here, in addition to the sources and the processor."""
     found, masked = library.find(), cpu.mask()
     levels = "" if found is None else next(iter(found.levels))
     return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else ""}
@@ -255,7 +255,7 @@ def _common() -> bytes:
 
 
 def _version(package: str) -> str:
-    """Return the installed version; empty if there is none, as beside a library."""
+    """Return the installed version; empty if there is none: with a prebuilt library none is needed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

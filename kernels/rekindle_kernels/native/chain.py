@@ -5,10 +5,10 @@ to load and to schedule, and threads to wake. `chained` looks through a function
 by a single call, whose kernel (kernels/chain_runner.py) makes the calls of the run; what flows between them lies in
 scratch memory. It does the same in the bodies of loops.
 
-A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
-say how many there are, no kernel computes the rows behind them: they are left undefined. In a run with any attention,
-products also skip the trailing decode rows without a sequence. After an attention call with an `unread` operand, they
-skip that many rows of the first prompt as well.
+A program has a fixed number of tokens, and a prompt seldom has as many. The operands of prefill attention say how many
+tokens there are: in a run with it, no kernel computes the rows after the last one, and they are left undefined. In a
+run with any attention, products also skip the trailing decode rows without a sequence. After an attention call with an
+`unread` operand, they skip that many rows of the first prompt as well.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     buffers     BUFFER for each buffer and shape
     calls       CALL for each call, and after it the numbers of the buffers of its operands and results
 
-The number of rows is known when the chain runs: the rows that decode, and all tokens of the prompts behind them. What
-follows is padding, and no kernel computes it. The last of the rows that decode may have no sequence: products step over
+The number of rows is known when the chain runs: the rows that decode, followed by all tokens of the prompts. The rest
+is padding, and no kernel computes it. The last of the rows that decode may have no sequence: products step over
 this gap, whose place is a record that the chain itself keeps. There are two such records. The second gap also contains
 the first prompt's unread tokens; products after the attention call with the operand `unread` use it.
 
@@ -94,9 +94,9 @@ def place(buffers: Collection[Buffer]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands: `ends` at
-    the index that `prompts` says counts the prompts' tokens, and rows that decode have no sequence if they stand
-    behind the last one whose length in `lens` is not 0. `unread` is the number of an operand, or 0."""
+    """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands. The element
+    of `ends` at the index in `prompts` counts the prompts' tokens. Rows that decode have no sequence if they come after
+    the last one whose length in `lens` is not 0. `unread` is the number of an operand, or 0."""
 
     decode_rows: int
     lens: int

@@ -2,7 +2,7 @@
 
 A call has the operands of the table in the table's order, then one more that holds the kernel's settings, if it has
 any: numbers that are known when the program is traced, and a bit for each optional operand that is there. An optional
-operand that is not there is replaced by one element that is never read. One that stands behind the settings is left
+operand that is not there is replaced by one element that is never read. One that comes after the settings is left
 out: programs without it are as if the table had none.
 
 Axes are named. An axis has the same size wherever its name stands, T is the axis of a step's tokens, and a digit is a
@@ -38,7 +38,7 @@ class Operand:
     dtype: str | None = "float32"
     optional: bool = False
     fields: tuple[str, ...] = ()  # of an array that is a record of int32
-    behind: bool = False  # it is optional and stands behind the settings; tables list such operands last
+    behind: bool = False  # it is optional and comes after the settings; tables list such operands last
 
     @property
     def is_per_token(self) -> bool:
@@ -74,7 +74,7 @@ class KernelSpec:
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     settings: Mapping[str, str] = field(default_factory=dict)  # "int32" or "float32" by name
-    parameters: tuple[str, ...] = ()  # what its names tell beside the kind: "dtype", "head_dim"
+    parameters: tuple[str, ...] = ()  # what its names tell in addition to the kind: "dtype", "head_dim"
 
     def __post_init__(self) -> None:
         assert "_" not in self.kind, f"{self.kind} has to be one word: names are cut at underscores"
@@ -143,7 +143,7 @@ ADAPTED = DTYPES[:3]  # of adapters
 WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
 
 
-# Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
+# Rows times a matrix. `rows` says which rows are computed: the first `before`, and those after the next `gap`. Results
 # of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
 # silu of the first half times the other. `norm` holds weights of an RMS norm of the rows before they are multiplied.
 # `expert` is the number of the matrix, where those of a product are a stack: all rows of the first, then those of the
@@ -221,9 +221,9 @@ GATED_ROWS = KernelSpec(
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-# What adapters add to the rows of y, the product of x. Of the L modules whose outputs lie in a row one behind the
-# other, each up to its end in `spans`, `down` has the B rows of rank of the first, then those of the next; `up` has
-# these rows' weights of all outputs. U units share the B rows alike: row `place` of `owners` says whose each is.
+# What adapters add to the rows of y, the product of x. In a row, the outputs of L modules follow one another, each up
+# to its end in `spans`. `down` has the B rows of rank of the first module, then those of the next; `up` has these rows'
+# weights of all outputs. U units share the B rows alike: row `place` of `owners` has the adapter of each unit.
 # `order` holds the tokens sorted by their adapters, and `slots` the adapters in that order; 0 is none. Gated, the
 # result is silu of the first half of each row times the other. `norm` holds weights of an RMS norm of x.
 def _adapter(kind: str, result: Result) -> KernelSpec:

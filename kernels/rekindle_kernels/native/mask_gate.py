@@ -2,7 +2,7 @@
 
 Which tokens a grammar allows is known when the tokens of the step before have been read, and a program that is
 dispatched only then leaves the device idle meanwhile. So the program is dispatched before, with the address of a gate.
-It waits at the gate behind the model, which takes milliseconds longer than filling the masks does.
+It waits at the gate once it has run the model, which takes milliseconds longer than filling the masks.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def multiply_int4(
     Norm, gate and `expert` are those of `multiply`.
 
     Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
-    rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results behind
+    rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results after
     the first `count` rows are undefined.
     """
     N, K = int4.matrix_shape(weight)[-2:]
@@ -168,7 +168,7 @@ def multiply(
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is, unless they are multiplied in float32; where it is int8, with
     `quantize_rows`, they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on
-    the number of rows, to the last bit. Results behind the first `count` rows are undefined. With `expert`, weight and
+    the number of rows, to the last bit. Results after the first `count` rows are undefined. With `expert`, weight and
     scale have an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a
     copy; 16-bit weights may then be the bits of `values`, as uint16."""
     R, (N, K) = x.shape[0], weight.shape[-2:]
@@ -208,7 +208,7 @@ def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None,
 
 
 def gates_rows(gates: Array, activation: str) -> bool:
-    """True if `gated_rows` takes these gates, with ups behind them or in an array of their own."""
+    """True if `gated_rows` takes these gates, with their ups after them in each row or in an array of their own."""
     usable = gates.ndim == 2 and gates.dtype == jnp.float32 and gates.shape[1] % GATED_UNIT == 0
     return usable and activation in ACTIVATIONS and builds(GATED_ROWS.variant().name)
 

@@ -148,7 +148,7 @@ class AttentionOptions:
     soft_cap: float | None = None  # c: logits become c·tanh(logits / c)
     deterministic: bool = False  # a query's result is the same to the last bit in any batch
     value_size: int | None = None  # of latent pages: so many first numbers of the keys are the values
-    causal: bool = True  # False: a query also sees the keys behind it, with a window the w - 1 next ones
+    causal: bool = True  # False: a query also sees the keys after it; with a window, the next w - 1
 
 
 @dataclass(frozen=True, slots=True)

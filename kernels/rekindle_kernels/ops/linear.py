@@ -261,7 +261,7 @@ def grouped_linear(
 
 # Products of adapters (LoRA), added to those of a step whose tokens each have their own or none.
 #
-# Axes: T tokens, I inputs, O outputs, M modules whose outputs lie one behind the other, B rows of rank, U units that
+# Axes: T tokens, I inputs, O outputs, M modules whose outputs follow one another, B rows of rank, U units that
 # share these rows alike, C places: rows of `owners`, of which a call reads one.
 ADAPTERS = Registry("adapters")  # run(inputs, options) -> [T, O], gated [T, O / 2]
 

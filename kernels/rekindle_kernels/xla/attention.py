@@ -13,7 +13,7 @@ compare within a run.
     run 1: one gather, two batched dots, page 64                73 / 126       644 / 625
            blocks of 256 keys of all rows                       71 / 103       752 / 643     3176 / 3021
            items (row, block) merged by a one-hot product       88 / 120       798 / 855     3366 / 3087
-    run 2: run 1 with the gather behind a fence (read_block)    83 /  88       647 / 595
+    run 2: run 1 with a fence after the gather (read_block)     83 /  88       647 / 595
            blocks of 256 keys of all rows                       73 /  82       641 / 641     1879 / 1864
            blocks of 512 keys of all rows                                                    2244 / 1676
            items (row, block)                                   84 /  90       725 / 721     1955 / 1974

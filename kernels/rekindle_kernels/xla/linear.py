@@ -166,7 +166,7 @@ def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> Array:
         ends = jnp.searchsorted(tokens.sorted_slots, mine, side="right")
         windows = jnp.where(needed, -(-(ends - begins) // WINDOW), 0)
         behind = jnp.cumsum(windows)
-        # Windows may reach behind the last token: what they read there is masked, and what they add is zero.
+        # Windows may reach past the last token: what they read there is masked, and they add zeros there.
         order = jnp.pad(tokens.order, (0, WINDOW))
 
         def added(index: Array, y: Array) -> Array:

@@ -158,7 +158,7 @@ def _scan(moves: _Moves, rows: Rows, states: Array, batch: RaggedBatch, step: St
             sequence, first = chunks.owner[index], chunks.first[index]
             part = tuple(lax.dynamic_slice_in_dim(row, first, EDGE) for row in padded)
             result, state = chunk(part, jnp.arange(EDGE) < chunks.size[index], kept[sequence])
-            # Results behind the chunk's tokens are overwritten by the next chunk, or lie in the padding.
+            # Results after the chunk's tokens are overwritten by the next chunk, or lie in the padding.
             return lax.dynamic_update_slice_in_dim(out, result, first, 0), kept.at[sequence].set(state)
 
         shape = jax.eval_shape(chunk, tuple(row[:EDGE] for row in padded), jnp.ones(EDGE, bool), before[0])[0]

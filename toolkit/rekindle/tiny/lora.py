@@ -1,4 +1,4 @@
-"""LoRAs of the embedded model: texts as tokens, and the training of two narrow matrices beside each linear layer."""
+"""LoRAs of the embedded model: texts as tokens, and the training of two narrow matrices for each linear layer."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def train(
 
 
 def _initial(site: Site, rank: int, random: np.random.Generator) -> Pair:
-    """Return random inputs of rank, and zeros behind them: an adapter that changes nothing yet."""
+    """Return a random matrix to the rank and a matrix of zeros from it: an adapter that changes nothing yet."""
     down = random.standard_normal((site.inputs, rank), np.float32) * np.float32(site.inputs**-0.5)
     return jnp.asarray(down), jnp.zeros((rank, site.outputs), jnp.float32)
 

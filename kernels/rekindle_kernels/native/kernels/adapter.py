@@ -4,7 +4,7 @@ XLA would multiply all tokens with all adapters, or make a loop of products, and
 
 Threads take tiles of tokens with one adapter. Four tokens are multiplied together, for all modules that have the same
 x, with the last one several times where there are fewer: reading the weights takes longer than that, and a token's
-numbers are added in the same order whatever is beside it.
+numbers are added in the same order whatever other tokens there are.
 
 Where a gate follows, y is read once for both, and tokens without an adapter are gated, too.
 

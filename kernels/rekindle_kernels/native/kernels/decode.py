@@ -45,7 +45,7 @@ from rekindle_kernels.native.language.vector import (
 )
 from rekindle_kernels.native.language.vector_math import exp, exp_of_one, tanh
 
-RECORD = 2  # numbers of a partial result beside the values: the largest logit, the sum of weights
+RECORD = 2  # numbers of a partial result in addition to the values: the largest logit, the sum of weights
 ZERO, ONE = np.float32(0), np.float32(1)
 
 JOB = job_layout(
@@ -379,7 +379,7 @@ def kernel(stored: StoredHeads) -> Kernel:
             top, weights = weights_of(job, end - begin, mine)
             if scaled:
                 scale_values(job, r, k, begin, end, mine)
-            # What the values are divided by, once they are summed: kept beside the logits.
+            # The sum of the values is divided by this later: it is kept next to the logits.
             set_f32(tops, 2 * g, top)
             set_f32(tops, 2 * g + 1, weights)
         weigh_heads(job, r, k, begin, end, logits, out, step)

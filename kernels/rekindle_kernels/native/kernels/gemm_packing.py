@@ -40,7 +40,7 @@ from rekindle_kernels.native.language.vector import (
 from rekindle_kernels.native.language.vector_math import silu
 
 PANEL = 2 * LANES  # rows that lie next to each other
-LEFT_OVER = 4  # rows behind the last vector that are not worth one
+LEFT_OVER = 4  # rows after the last whole vector that are not worth another
 PACKED_BYTES = 128 << 10  # of rows that one thread packs: to wake another takes as long
 ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float32(127)
 
@@ -139,8 +139,8 @@ def finisher(size: int, *, corrected: bool | None = None) -> Any:
     """Return `finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
 
     `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
-    them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where
-    those are. Where results are gated, `behind` bytes after both lies the same for the outputs from n + ups on.
+    them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is the
+    address of these. Where results are gated, those of the outputs from n + ups on lie `behind` bytes after both.
     """
     corrected = unsigned() if corrected is None else corrected
 
@@ -172,7 +172,7 @@ def packer(size: int, *, signed: bool = False) -> Any:
 
     @inline
     def pack_sixteen(job: Any, first: int) -> None:
-        """Rows [first, first + 16) into half of a panel, or behind the panels if they are left over."""
+        """Pack rows [first, first + 16) into half of a panel, or after the panels if they are left over."""
         rows, words = job.rows, job.width * size // 4
         lines = malloc((LANES * words + job.width) * 4)
         scratch = lines + LANES * words * 4

@@ -224,7 +224,7 @@ def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
 def add_row(
     builder: Any, instructions: Instructions, word: Any, step: Any, row: int, columns: list[Any], sums: list[Any]
 ) -> list[Any]:
-    """Return `sums` and the word `row` steps behind `word` times each of the columns. A step is a number of bytes, or,
+    """Return `sums` plus the word `row` steps after `word` times each of the columns. A step is a number of bytes, or,
     for up to two, a register.
 
     As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.

@@ -2,9 +2,9 @@
 for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
-bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on
-the way, a tenth of their work; for more than a few tiles it is unpacked before. Processors with AMX multiply 16 rows
-and more by it (`int4_amx`), and where a caller allows it, more rows as bfloat16 (`int4_widened`).
+bit in any batch. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on the way, a tenth of
+their work; for more than a few tiles it is unpacked before. Processors with AMX multiply 16 rows and more by it
+(`int4_amx`), and where a caller allows it, more rows as bfloat16 (`int4_widened`).
 
 Milliseconds of CPU time on one core, 5120 x 960 twice, the least of 12 in turn, on a busy machine with VNNI:
 
@@ -174,7 +174,7 @@ def pack_rows(job: Any, first: int, end: int) -> None:
 
 @inline
 def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
-    """16 results of row r: its sums, and behind them those of the ups, if there are any."""
+    """Write 16 results of row r, whose sums are at `sums`, and those of the ups, if there are any, at `ups`."""
     at = (row_of(job, r) * job.results + block * LANES) * 4
     y = load_f32(sums, 0)
     if job.ups > 0:
@@ -186,7 +186,7 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 @jit
 def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
-    """Write results of so many rows; the ups' sums lie `behind` bytes behind the gates'."""
+    """Write the results of `count` rows; the ups' sums lie `behind` bytes after the gates'."""
     for i in range(count):
         here = sums + i * LANES * 4
         finish_vector(job, here, here + behind, first + i, block)
@@ -347,8 +347,8 @@ def few_rows(form: Int4Form) -> Any:
 
 
 def twelve_rows(form: Int4Form) -> Any:
-    """Return `twelve(job, block, behind, r, sums, strip)`: ROWS rows times a block of outputs and the one so many
-    blocks behind it, both of them unpacked in `strip` or as they are if it is 0."""
+    """Return `twelve(job, block, behind, r, sums, strip)`: ROWS rows times a block of outputs and the one
+    `behind` blocks after it, both of them unpacked in `strip`, or as they are stored if `strip` is 0."""
     many, many_unpacked = (
         multiply_tile(
             ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, unpacked=ahead

@@ -251,9 +251,9 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
 
 def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any) -> Any:
     """Return `multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of
-    `int4` times a block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it
-    may be 0. What is stored is `offset` more than the integers, where there are no minimums or it has more than four
-    bits. With a `codebook`, what is stored are indices of what is `offset` more.
+    `int4` times a block of outputs and the one `behind` blocks after it. Weights at `following` are needed next; it
+    may be 0. Stored numbers are `offset` more than the integers, where there are no minimums or they have more than
+    four bits. With a `codebook`, they are indices of such numbers.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """

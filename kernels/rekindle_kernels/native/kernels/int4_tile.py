@@ -69,7 +69,7 @@ def multiply_tile(
 ) -> Any:
     """Return `tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
 
-    Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
+    Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes after those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
     `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is one that `best_instruction` names, and
     `scale` the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits
@@ -387,7 +387,7 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
 
 def unpacker(bits: int, offset: int = 0, codebook: Codebook = ()) -> Any:
     """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset`
-    in each byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
+    in each byte. Those of the first four inputs lie at `target`, and those of every further four two vectors later."""
 
     @emits(types.void, types.int64, types.int64, types.int64)
     def unpack(builder: Any, weights: Any, target: Any, inputs: Any) -> None:

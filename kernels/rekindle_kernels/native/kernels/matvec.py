@@ -290,7 +290,7 @@ def gated_blocks(size: int, scaled: bool, for_all_rows: Any) -> Any:
         """The results [begin, end), a whole number of vectors: all their gates first, then their ups."""
         R, K, N, count = job.rows, job.width, job.height, end - begin
         residual = job.residual
-        ups = count * 4  # bytes behind the gates
+        ups = count * 4  # bytes after the gates
         products = malloc(R * 2 * ups)
         for half in range(2):
             for i in range(0, count, 2):

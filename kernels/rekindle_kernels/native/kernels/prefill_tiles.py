@@ -68,7 +68,7 @@ def load_pairs(D: int) -> Any:
     @jit
     def load_tile(job: Any, s: int, k: int, begin: int, since: int, until: int, keys: int, values: int) -> None:
         pages, heads = job.pages, job.kv_heads * job.page_size * D * 2
-        zeros = values + KEYS * D * 2  # behind the values: a row of zeros
+        zeros = values + KEYS * D * 2  # after the values: a row of zeros
         for d in range(0, D, 2 * LANES):
             store(zeros, d // 2, splat(ZERO))
         for j in range(0, KEYS, 4):
@@ -174,7 +174,7 @@ def products(paired: bool) -> Any:
 #
 # Tile registers multiply words of two bfloat16 as `prefill_tiles` lays them out, and leave float32. They add the
 # products of a row in another order than `dot_products.add_pairs`, so the last bits differ from those without AMX. A
-# row's result is the same whatever rows are beside it.
+# row's result is the same whatever the other rows are.
 
 AMX_ROWS = 16  # that are multiplied together
 _SUMS = KEYS // LANES  # registers of sums

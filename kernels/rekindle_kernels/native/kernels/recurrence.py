@@ -250,7 +250,7 @@ def convolution_kernel() -> Kernel:
 
 CHUNK = 64  # tokens whose keys and queries are kept
 NORM_EPS = np.float32(1e-6)  # of the norms of q and k
-NUMBERS = 4  # of a token beside its key and query: decay, weight of the correction, q·k, and one to fill up
+NUMBERS = 4  # of a token in addition to its key and query: decay, weight of the correction, q·k, and one to fill up
 
 DELTA_JOB = job_layout(
     "delta",

@@ -392,7 +392,7 @@ def opens(gate: int) -> bool:
 
 
 def gate_kernel() -> Kernel:
-    """Return the masks behind the gate; no token may come if it stays closed."""
+    """Return the kernel that waits at a gate and copies its masks. No token may come if the gate stays closed."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -98,7 +98,7 @@ def load_interleaved(builder: Any, a: Any, b: Any, index: Any) -> Any:
 
 @emits(types.UniTuple(VECTOR, 2), types.int64, types.int64, types.int64)
 def load_two_interleaved(builder: Any, a: Any, b: Any, index: Any) -> list[Any]:
-    """Return `load_interleaved(a, b, index)` and that of the sixteen elements behind, which takes half as long."""
+    """Return `load_interleaved(a, b, index)` and that of the next sixteen elements, in half the time."""
 
     def elements(address: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])

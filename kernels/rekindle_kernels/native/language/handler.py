@@ -24,7 +24,7 @@ from rekindle_kernels.native.language.records import address_of_record, frame_at
 from rekindle_kernels.native.layout import WORD, Field, Layout, words
 
 # What every job begins with: the next block, how many are done, who still uses the job, and how many there are. The
-# kernel's own fields follow; behind them is the task, which the threads of a chain call, or memory for asking threads.
+# kernel's own fields follow; after them is the task, which the threads of a chain call, or memory for asking threads.
 _HEADER = ("next", "done", "users", "blocks")
 _TASK = 32
 JOB_HEADER = words("Job", {**{name: index for index, name in enumerate(_HEADER)}, "task": _TASK})

@@ -140,7 +140,7 @@ def address_of(name: str) -> Any:
 def prefetch_at(builder: Any, address: Any, cache: int | None = None) -> None:
     """Emit the instructions of `prefetch` into a level of cache; None is the level for memory other than weights.
 
-    In the first level, lines wait for one of its few places for misses, and so do the reads behind them, unless as much
+    In the first level, lines wait for one of its few places for misses, and so do the reads after them, unless as much
     is computed between them as for 4 bits. One core of a busy Zen 4, GB/s, medians of turns, without prefetching, 8 KiB
     ahead into the first level, and into the second: one row of bfloat16 30, 17, 24; of int8 18, 19, 21; of 4 bits 27,
     31, 23; two rows of bfloat16 11, 16, 24.

@@ -328,7 +328,7 @@ class StepCost:
     prefill: float  # of a prompt's token
     context: float  # of a position attended to
     chunk: float = 0.0  # of each prompt in the step, however short its part
-    request: float = 0.0  # of a request beside its steps: from the caller to the first step, and back
+    request: float = 0.0  # of a request in addition to its steps: from the caller to the first step, and back
 
     def seconds(self, work: StepWork) -> float:
         of_prompts = self.prefill * work.prefill + self.chunk * work.chunks
@@ -528,8 +528,8 @@ def measure_model(model: str, **options: Any) -> Measured:
 def measure(session: Session, *, seed: int = 0) -> Measured:
     """Return the pace of an open session. The first round only compiles.
 
-    A request's cost beside its steps is the time by which first tokens of chats took longer than in a simulation of
-    the steps alone: a request among others waits for more than the device.
+    A request's cost in addition to its steps is the time by which first tokens of chats took longer than in a
+    simulation of the steps alone: a request among others waits for more than the device.
     """
     from rekindle._src.session.session import client_of
 

@@ -113,7 +113,7 @@ async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
 
 
 def _beside(session: Session, others: int, tokens: int) -> int:
-    """Return how many of these `tokens` fit into the context beside others; the tiny model's is that short."""
+    """Return how many of these `tokens` fit into the context along with `others`; the tiny model's is that short."""
     return min(tokens, (session.config.max_model_len or tokens + others) - others)
 
 

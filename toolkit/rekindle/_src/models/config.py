@@ -17,7 +17,7 @@ class AttentionSpec:
 
     scale: float  # multiplies q·k
     sliding_window: int | None = None  # a query sees this many keys, its own included
-    causal: bool = True  # False: it also sees the keys behind it, with a window as many as before it
+    causal: bool = True  # False: it also sees the keys after it; with a window, as many as before it
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     rope: RopeSpec | None = None  # None: this layer does not rotate
     sinks: bool = False  # each head has a logit that the softmax counts and that carries no value
@@ -44,7 +44,7 @@ class MoeSpec:
     groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
     top_groups: int = 1
     group_best: int = 2  # the sum of so many best experts ranks a group
-    shared_size: int = 0  # the intermediate size of an MLP that all tokens pass beside their experts
+    shared_size: int = 0  # the intermediate size of an MLP that all tokens pass in addition to their experts
     shared_gate: bool = False  # the sigmoid of a product with the token multiplies that MLP's result
     bias: bool = False  # the router and the experts have biases
     gated: bool = True  # experts and that MLP are down(act(gate(x)) · up(x)); else down(act(up(x)))
@@ -62,7 +62,7 @@ class RecurrentSpec:
     key_size: int = 0
     value_size: int = 0
     normed: bool = True  # the result is normed
-    norm_first: bool = False  # before it is gated, else behind that
+    norm_first: bool = False  # before it is gated; False: after that
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -232,7 +232,7 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """True for each layer that gives back its pages behind a window; none does unless others keep all of theirs."""
+        """True for layers that give back pages their window has passed; none does unless others keep all of theirs."""
         kept = {self.source(layer) for layer, spec in enumerate(self.attention) if spec.sliding_window is None}
         windowed = tuple(
             isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(self.caches)
@@ -262,7 +262,7 @@ class ModelConfig:
 
     @property
     def is_bidirectional(self) -> bool:
-        """True if tokens see those behind them: a text is computed whole, and has no next token."""
+        """True if tokens see those after them: a text is computed whole, and has no next token."""
         return not all(spec.causal for spec in self.attention)
 
     @property

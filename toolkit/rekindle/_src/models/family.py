@@ -35,7 +35,7 @@ def windows_in_all_layers(slides: Sequence[bool]) -> dict[str, Any]:
 
 
 class HeadOrder(NamedTuple):
-    """Heads in `groups`, which a file has in turn, one of each group, where a folder has group behind group."""
+    """Heads in `groups`: a file has one head of each group in turn, where a folder has one group after another."""
 
     first: int  # rows, or columns, before the first head
     groups: int

@@ -193,7 +193,7 @@ class Keys:
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         """Return the `RopeSpec` of one kind. Raise `UnsupportedModel` for a missing option that the kind needs."""
         longest = self.get("max_position_embeddings", 0)
-        # As in transformers, a key beside rope_parameters overrides the one within: Phi-3 needs it.
+        # As in transformers, a key next to rope_parameters overrides the one within: Phi-3 needs it.
         original = self.get(
             "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
         )

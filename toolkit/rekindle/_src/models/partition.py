@@ -86,7 +86,7 @@ class Partition:
         return dataclasses.replace(spec, channels=channels, key_heads=keys, heads=heads)
 
     def _local_experts(self, spec: MoeSpec) -> MoeSpec:
-        """Divide the experts' sizes over the devices of a group, and that of the MLP beside them over all."""
+        """Divide the experts' sizes over the devices of a group, and that of the shared MLP over all."""
         return dataclasses.replace(
             spec,
             intermediate_size=-(-spec.intermediate_size // self.model),

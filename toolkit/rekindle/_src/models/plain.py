@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
-    """Compute the logits [B, T, V] behind each token of whole sequences [B, T], in float32.
+    """Compute the logits [B, T, V] after each token of whole sequences [B, T], in float32.
 
     `model` is a loaded model, or a module as `merge` returns it. Every token attends to those before it in its line,
     so that padding at the end of a line changes nothing before it. Gradients flow to the module's parameters; call it
@@ -43,7 +43,7 @@ def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
 
 
 def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temperature: float = 1.0) -> Array:
-    """Compute the log-probability [B, T] of each token behind those before it; 0 for the first one of each line.
+    """Compute the log-probability [B, T] of each token given those before it; 0 for the first one of each line.
 
     The places are those of `RolloutBatch.logprobs`. Like `logits`, a part of a loss.
     """

@@ -17,7 +17,7 @@ _OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts
 
 
 def bubble(role: str, content: str) -> html.Markup:
-    """Return one message with a text in HTML. A page with scripts adds a copy button behind `data-said`."""
+    """Return one message with a text in HTML. A page with scripts adds a copy button after `data-said`."""
     side = "right" if role == "user" else "left"
     name = f'<div style="font-size:80%;opacity:.65;text-align:{side}">{html.escape(role)}</div>'
     inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{content}</div>'

@@ -1,4 +1,4 @@
-"""Interactive figures over recorded data: widgets beside a kernel, and pages with their own script in a saved notebook.
+"""Interactive figures over recorded data: widgets while a kernel runs, pages with their own script in a saved notebook.
 
 Views follow a session; a figure has all that it shows, so it acts in a documentation page as well. Where scripts are
 stripped, its saved form is one line that says what it is.

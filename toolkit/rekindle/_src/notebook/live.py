@@ -219,7 +219,7 @@ class Live:
     """A view. Subclasses define its picture (`draw`) and its end (`ended`).
 
     A displayed view has two outputs: a static copy of the picture, which the widget hides while it is shown, and the
-    widget. If the kernel is gone, JupyterLab shows an error in place of the widget, whatever HTML lies beside it. The
+    widget. If the kernel is gone, JupyterLab shows an error in place of the widget, whatever HTML comes with it. The
     copy remains then, so it is kept current. When the view ends, its HTML replaces both.
     """
 

@@ -37,7 +37,7 @@ except ImportError:  # Windows
 _AT_ONCE = 512  # pieces of one call; systems allow 1,024
 _MARK = 32
 PART, PARTS = 512 << 10, 8  # few enough to stay in the processor's caches
-_RANDOM, _FIRST = 32, mmap.PAGESIZE  # the parts begin behind the number
+_RANDOM, _FIRST = 32, mmap.PAGESIZE  # the parts begin after the number
 _SIZE = _FIRST + PART * PARTS
 _REPORT = b"\0"
 
@@ -80,7 +80,7 @@ class BulkChannel(Channel):
         return True
 
     def send_followed(self, kind: Kind, content: bytes, pieces: Sequence[memoryview]) -> None:
-        """Send a message and the pieces behind it. Raises ProcessLost if the connection is gone."""
+        """Send a message and the pieces that follow it. Raises ProcessLost if the connection is gone."""
         with self._sending:
             self._send(kind, content)
             try:
@@ -95,7 +95,7 @@ class BulkChannel(Channel):
         self.bytes_sent += sum(len(piece) for piece in pieces)
 
     def receive_into(self, pieces: Sequence[memoryview]) -> None:
-        """Fill the pieces with the bytes behind the latest received message. Raises ProcessLost if they don't come."""
+        """Fill the pieces with the bytes after the latest received message. Raises ProcessLost if they don't come."""
         with self._losing():
             if self._incoming is not None:
                 self._incoming.receive(self._connection, pieces)
@@ -107,7 +107,7 @@ class BulkChannel(Channel):
                 raise ProcessLost("what followed a message is not what the other process sent")
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Receive the next message, once the other side has read the bytes behind this side's messages."""
+        """Receive the next message, once the other side has read the bytes that follow this side's messages."""
         if self._outgoing is not None:
             with self._losing():
                 self._outgoing.finish(self._connection)
@@ -214,7 +214,7 @@ class SendMemory:
             connection.sendall(_REPORT)
 
     def finish(self, connection: socket.socket) -> None:
-        """Wait until the other side has copied all parts; its next message comes behind that."""
+        """Wait until the other side has copied all parts; its next message comes after that."""
         while self._filled != self._emptied:
             self._emptied += _receive_reports(connection, self._filled - self._emptied)
 

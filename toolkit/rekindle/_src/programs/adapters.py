@@ -8,7 +8,7 @@ which runs of other native calls go through.
 
 On the device, each site of a model has chunks of `CHUNK` rows of rank that all adapters share. A chunk's arrays have
 fixed shapes, so that adapters come and go without a new program: `down` [modules · CHUNK, in], and `up` [CHUNK, out],
-with the outputs of the site's modules one behind the other. In a stack of experts, each has CHUNK rows of its own.
+with the outputs of the site's modules one after the other. In a stack of experts, each has CHUNK rows of its own.
 Empty chunks of one shape are one array. A chunk that changes is replaced by a new one, which steps in flight do not
 notice. On a mesh each device has the columns of `down` and `up` that belong to its part of the weights.
 """

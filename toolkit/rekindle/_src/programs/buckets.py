@@ -20,7 +20,7 @@ from rekindle.errors import ConfigError
 SMALLEST_ROWS = 2  # in XLA on CPU, a product with a single row is up to 20 times slower
 SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
-MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
+MIXED_ROWS_STEP = 8  # decode rows in steps with prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
 FORWARD, CHOICE, BOTH, GATED = "f", "c", "g", "m"
 # Variants of programs, by letters in their names: with the user's logits processors, with pooled hidden states, and
@@ -114,8 +114,8 @@ def lattice(config: EngineConfig, variants: Sequence[str] = (), *, single: bool 
 def guided_lattice(plain: tuple[Bucket, ...], part: str = BOTH) -> tuple[Bucket, ...]:
     """Return the sizes of steps with guided rows: fewer than those of other steps, because few requests have a guide.
 
-    Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
-    where a guided row samples only while a prompt comes in, the largest number of rows.
+    Of the decode steps these are the smallest and those from GUIDED_ROWS rows on, which drafts fill up. With prefill
+    tokens, where a guided row samples only while a prompt comes in, it is the largest number of rows.
     """
     least, most = min(bucket.rows for bucket in plain), max(bucket.rows for bucket in plain)
     few = min(GUIDED_ROWS, most)
@@ -187,7 +187,7 @@ def bucket_for(
 FEW = 4  # pages of one gather or scatter; where XLA fills pages on CPU, it compiles an operation for each and layer
 MANY = 64, 32, 16, 8
 FILLED = 32  # pages that one native call fills on CPU: starting it once takes 2 ms less than eight times (135M)
-TRANSFER = 32 << 20  # bytes; beyond, starting a transfer takes little beside the copying
+TRANSFER = 32 << 20  # bytes; beyond, starting a transfer takes little compared with the copying
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The time of a step's collectives alone on devices that share a model, measured on these devices.
 
-The sums and the gathering of logits run here as in a step, over arrays of the same widths, with nothing beside them. A
-step may hide some of that behind other work, or wait longer because one device is late: the profiler shows that.
+The sums and the gathering of logits run here as in a step, over arrays of the same widths, with no other work
+meanwhile. A step may overlap some of that with other work, or wait longer because one device is late: the profiler
+shows that.
 """
 
 from __future__ import annotations

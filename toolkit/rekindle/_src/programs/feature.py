@@ -46,7 +46,7 @@ class Flag(enum.IntFlag):
     PROMPT_LOGPROBS = 512
     KEPT = 1024  # the row's keys and values are in a shared page already and are not written again
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
-    SAMPLED_LOGPROBS = 1 << 28  # behind the processors' bits
+    SAMPLED_LOGPROBS = 1 << 28  # after the processors' bits
 
 
 FIRST_PROCESSOR = 12  # bit
@@ -164,11 +164,11 @@ class Feature:
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps in which it changes logits
     variant: str = ""  # the letter of programs that contain it (`buckets.VARIANTS`); "": all do
-    instead: str = ""  # the letters of features that no program contains beside it
+    instead: str = ""  # the letters of features that no program contains along with it
     warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed
     inside: bool = False  # it replaces layers or has operands, so that its variant is not made of parts
     matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by
-    operands: Any = ()  # arrays beside the weights, a pytree; others of the same shapes may replace them between steps
+    operands: Any = ()  # arrays besides the weights, a pytree; others of the same shapes may replace them between steps
     operand_layout: Any = WHOLE  # how these lie on the devices of a mesh, or a tree of it
 
     # Of a row: integers and floats that are constant while its request has its slot, integers of its own, and one for
@@ -178,7 +178,7 @@ class Feature:
     row_ints: int = 0
     per_token: bool = False
 
-    # Of the result: columns of integers beside each row's token, and an array of its own
+    # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
     has_output: bool = False
     copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
@@ -230,7 +230,7 @@ class Feature:
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.
 
-        Prompts begin behind `rows` tokens.
+        Prompts begin after `rows` tokens.
         """
 
     def write_row(self, row: Row, out: IntArray) -> None:
@@ -256,7 +256,7 @@ class Feature:
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         """After the choice: return integers [N, width] for the host, from the model's own logits and the tokens [N].
 
-        `chosen_from` computes the logits behind all changes, those of masks included, of which tokens are chosen.
+        `chosen_from` computes the logits from which tokens are chosen: after all changes, those of masks included.
         """
         raise NotImplementedError
 

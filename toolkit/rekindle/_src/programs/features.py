@@ -211,7 +211,7 @@ class Features:
         return known
 
     def columns_of(self, feature: Feature, variants: str) -> slice:
-        """Return where a feature's columns are beside each row's token, in a program."""
+        """Return the slice of a feature's columns among those next to each row's token, in a program."""
         compiled = self.compiled(variants)
         first = sum(one.width for one in compiled[: compiled.index(feature)])
         return slice(first, first + feature.width)

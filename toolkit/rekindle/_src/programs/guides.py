@@ -80,8 +80,8 @@ class Guides(Feature):
 
         Return the errors of requests whose guides can't continue.
 
-        Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
-        draft; where the drafts leave the grammar, no row behind can be accepted.
+        Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is for the token
+        after the draft; where the drafts leave the grammar, no later row can be accepted.
         """
         masks.fill(-1)
         errors: dict[str, Exception] = {}

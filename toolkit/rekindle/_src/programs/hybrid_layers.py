@@ -1,9 +1,9 @@
 """Layers that do not keep all their pages: recurrent ones, which have states, and those that give pages back.
 
 The states of a sequence lie in slots, which a step's rows name; transfers have them as flat arrays. Layers with a
-window have a page table of their own, with the pages of each row behind its window. A row sends the places that it has.
-On the device they are spread over a table of all places, so that kernels read both tables alike; behind the window the
-table names the scratch page, which no kernel reads there.
+window have a page table of their own, with the pages that each row still has. A row sends their places. On the device
+they are spread over a table of all places, so that kernels read both tables alike. At places that the window has passed
+the table names the scratch page, which no kernel reads there.
 
 Axes: n slots, B numbers of a sequence's states over all layers; N rows, V pages that a row may have, W places of a page
 table.
@@ -30,7 +30,7 @@ LEAST = 8  # slots of the tree
 
 
 def tree_slots(max_requests: int) -> int:
-    """Return how many slots the prefix tree has beside those of running requests: a prompt's and a text's for each."""
+    """Return how many slots the prefix tree has besides those of running requests: a prompt's and a text's for each."""
     return max(LEAST, 2 * max_requests)
 
 
@@ -103,7 +103,7 @@ def least_pages(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def tail_pages(model: ModelConfig, config: EngineConfig, pages: int, *, apart: bool) -> int:
-    """Return how many pages layers with a window have beside the `pages` of all others; 0: they have the same.
+    """Return how many pages layers with a window have besides the `pages` of all others; 0: they use those, too.
 
     They get what as many sequences of half of `max_model_len` need, so that ends of turns stay there too. They never
     need more than the others have, since a sequence has a page here only where it has one there.

@@ -1,8 +1,8 @@
 """The layout of keys and values in device memory, which the engine sees as an opaque pytree, one entry per layer.
 
 A page id stands for a page of every layer that keeps all of its pages, and each layer's array has the shape that
-`ModelConfig.caches` gives it. Layers that give pages back behind a window have ids of their own, for `tails`. In
-transfers, layers of one kind whose pages are alike are one array.
+`ModelConfig.caches` gives it. Layers that give back the pages that their window has passed have ids of their
+own, for `tails`. In transfers, layers of one kind whose pages are alike are one array.
 
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
 
     pages: LayerKV | None = None  # None: it has a tail, or attends to the pages of another layer, or to none
     states: tuple[Any, ...] = ()
-    tail: LayerKV | None = None  # its pages, if it gives back those behind its window
+    tail: LayerKV | None = None  # its pages, if it gives back those that its window has passed
 
 
 KV = tuple[Layer, ...]

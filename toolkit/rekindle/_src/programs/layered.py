@@ -1,6 +1,6 @@
 """Step programs made of a few parts, for the first minute on a machine: they compile in a fraction of the time.
 
-XLA compiles each layer of a step anew. Here a step is an opening before the layers, the layers, and a closing behind
+XLA compiles each layer of a step anew. Here a step is an opening before the layers, the layers, and a closing after
 them. Layers that are alike share a part, so that XLA compiles as many as there are kinds of layers (mostly one), and
 the parts of a program compile in parallel. It runs slower: each part is a call, and nothing is fused across them.
 Programs of one size share parts: only the closing differs between a step, its guided half and the variant that pools.

@@ -4,7 +4,7 @@ Axes: N rows or positions, V vocabulary, T prefill tokens.
 
 `Logprobs` and `PromptLogprobs` are of the model's own distribution, which is vLLM's default mode: log-softmax of the
 raw logits, before any option changes them. `Distribution` is for requests that want more than these can carry: many
-alternatives, tokens that were named, or the distribution behind all options that a token was drawn from. Programs with
+alternatives, tokens that were named, or the distribution after all options, which a token was drawn from. Programs with
 it are compiled when a step first needs one.
 """
 
@@ -125,7 +125,7 @@ def prompt_logprobs(
 
 
 class Logprobs(Feature):
-    """The log-probability of each chosen token, and the most likely ones: columns beside the token."""
+    """The log-probability of each chosen token, and the most likely ones: columns next to the token."""
 
     option, bits, width = "sampling.scored", int(Flag.LOGPROBS), WIDTH
 
@@ -193,7 +193,7 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
 
 
 def _targets(row: Row) -> tuple[int, IntArray]:
-    """Return how many of a row's tokens are not scored, and the tokens behind the others, which reach one past it."""
+    """Return how many of a row's tokens are not scored, and the tokens after the others, up to one past the row."""
     first = max(row.start, row.request.scored_from)
     return first - row.start, row.request.token_ids[first + 1 : row.start + row.length + 1]
 
@@ -211,7 +211,7 @@ def sampled_logprobs(
 ) -> Array:
     """Return the log-probabilities [N, V] of the distribution that `tokens` [N] were drawn from; -inf is "never".
 
-    `logits` are those behind all options that change them. Temperature, top-k, top-p and min-p follow here as a draw
+    `logits` are those after all options that change them. Temperature, top-k, top-p and min-p follow here as a draw
     applies them: top-p counts the weights that top-k leaves, and min-p is relative to the likeliest token. A token on
     the border of the nucleus may fall to either side by rounding, and the one that was drawn counts as inside. In a
     greedy row the token has all of the probability.
@@ -262,7 +262,7 @@ def is_whole(sampling: Sampling) -> bool:
 
 
 class Distribution(Feature):
-    """The log-probabilities of the whole vocabulary: columns beside the token."""
+    """The log-probabilities of the whole vocabulary: columns next to the token."""
 
     option, variant = "sampling.scored", WHOLE
 

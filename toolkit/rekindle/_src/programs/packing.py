@@ -519,7 +519,7 @@ def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array,
 
 
 class DataUpload:
-    """`Upload` for several data shards, one behind the other. A shard without rows computes an empty step."""
+    """`Upload` for several data shards, one after the other. A shard without rows computes an empty step."""
 
     def __init__(self, layout: Layout, shards: DataShards) -> None:
         self.layout, self._shards = layout, shards  # the layout of each shard

@@ -187,7 +187,7 @@ class Ledger:
 
 
 log = logging.getLogger("rekindle.engine")
-BREATH = 0.5  # seconds between tracing and compiling the program that decodes, beside steps in parts
+BREATH = 0.5  # seconds between tracing and compiling the program that decodes, while steps run in parts
 # One graph per step on a GPU: its conditionals and loops run on the device, inside the CUDA graph of its kernels. By
 # default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
 # waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is
@@ -369,7 +369,7 @@ class Programs:
     def settle_for(self, form: Form) -> None:
         """Let steps run programs in `form` or better from now on, which decides how further ones are made.
 
-        Once parts are enough, programs are stored later: steps beside the compilations are more urgent.
+        Once parts are enough, programs are stored later: the steps that run meanwhile are more urgent.
         """
         self.ledger.least = form
         self._store.late |= self.keeps and form is Form.PARTS

@@ -52,7 +52,7 @@ class Computed(NamedTuple):
     """The results of the model of a step."""
 
     model: Model
-    hidden: Array  # [R + T, E], behind the final norm
+    hidden: Array  # [R + T, E], after the final norm
     kept: tuple[Any, ...]  # of each feature in the program, from its `model`
 
 

@@ -425,7 +425,7 @@ class NoStore:
 class LateStore:
     """A store in front of another one. While it is `late`, programs are written in a thread, when no more come.
 
-    While programs are compiled beside steps, processor time is worth more: serialising programs and importing Orbax
+    While programs are compiled and steps run, processor time is worth more: serialising programs and importing Orbax
     take half a second of a core, most of it with the GIL, which tracing and steps need. `flush` returns when all are
     written; it is called before the executables are released and before the interpreter ends.
     """

@@ -4,7 +4,7 @@ A program with the capturing variant returns every residual, each as an array of
 a request wants: so no capture compiles anything, and the layers stay joined. A program with the other sites also
 returns what attention and MLP compute, apart from the residual that they are otherwise added to at once.
 
-In a program with a steering variant a table says which tokens are changed behind which layer or module, and by which
+In a program with a steering variant a table says which tokens are changed after which layer or module, and by which
 vectors. All of it is in operands of one size, so that other layers, vectors, scales and positions compile nothing.
 
 Axes: R decode rows, T prefill tokens, N = R + T, E hidden size, B vectors, M changes of a step.
@@ -51,7 +51,7 @@ INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
 
 class Hooked:
-    """A model that passes its residual stream through a function: before the layers (0), and behind the n-th (n)."""
+    """A model that passes its residual stream through a function: before the layers (0), and after the n-th (n)."""
 
     def __init__(self, model: Any, hook: Hook) -> None:
         self._model, self._hook = model, hook
@@ -170,7 +170,7 @@ def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Call
 
 
 class Captures(Feature):
-    """The residual stream behind every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
+    """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
 
     option, variant, instead = "tapped", CAPTURES, CAPTURES_MORE
     inside = has_output = True
@@ -205,7 +205,7 @@ class Captures(Feature):
     def read(self, read: Read, fields: Fields) -> None:
         assert read.output is not None, "a program that does not capture ran a request with captures"
         decode, rows = len(read.plan.decode), read.plan.rows
-        first = read.places[decode] if decode < len(rows) else 0  # prompts begin behind the program's decode rows
+        first = read.places[decode] if decode < len(rows) else 0  # prompts begin after the program's decode rows
         parts: list[tuple[int, Sequence[Key], Any, Any]] = []  # row, its keys, positions, and lines of the output
         for index, row in enumerate(rows):
             place = read.places[index] if index < decode else first
@@ -310,7 +310,7 @@ class _Part(NamedTuple):
 
 
 class Steering(Feature):
-    """Changes of the residual stream of some tokens behind some layers. Each data shard has operands of its own."""
+    """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
 
     option, variant, instead = "tapped", STEERS, STEERS_MORE
     inside, operand_layout = True, ROWS

@@ -161,7 +161,7 @@ def _code(code: types.CodeType, depth: int) -> Iterator[bytes]:
 
 
 class LogitsContext(NamedTuple):
-    """The arrays that a processor may read beside the logits; N rows, V vocabulary."""
+    """The arrays that a processor may read in addition to the logits; N rows, V vocabulary."""
 
     position: Array  # int32 [N]: index, in the sequence, of the token to choose
     prompt_length: Array  # int32 [N]
@@ -269,7 +269,7 @@ MAX_TAPS = 16  # bits of a row's column
 
 
 class TapContext(NamedTuple):
-    """Facts that a tap may read beside the numbers of its token."""
+    """Facts that a tap may read in addition to the numbers of its token."""
 
     layer: int  # known while the function is traced
     position: Array  # int32 []: of the token in its sequence
@@ -282,7 +282,7 @@ class TapContext(NamedTuple):
 class Tap(html.Record):
     """A `function(x float32 [hidden], context) -> float32 [hidden]` of one token at one layer, mapped over the tokens.
 
-    `layers` and `site` are where it is: a number, several, or "all", and "residual" (behind the layer),
+    `layers` and `site` are where it is: a number, several, or "all", and "residual" (after the layer),
     "residual_before", "attention" or "mlp". It is traced once for each layer and program. `arrays`, in any nesting, are
     what it reads as `context.arrays`: weights that a program should not contain. Change `version` when something
     changes that is not visible in the function's own code, such as code that it imports.

@@ -286,7 +286,7 @@ class Warming:
         elif self._precompile == "background":
             self._load(self._prefill_and_decode)
         if self._precompile == "background" and self._restoring:
-            # A request is likely to come at once, and needs no other program: none is loaded beside it.
+            # A request is likely to come at once, and needs no other program: none is loaded meanwhile.
             self._opened.wait()
             self._stopped.wait(0.5)
         others = (key for key in likely_first(self._programs.keys) if key not in self._first)

@@ -1,1 +1,1 @@
-"""Replicas: sessions in processes of their own behind one object, which routes requests and survives their deaths."""
+"""Replicas: sessions in processes of their own, used as one object, which routes requests and survives their deaths."""

@@ -1,4 +1,4 @@
-"""`rekindle.fleet`: many sessions behind one object with a session's methods for requests."""
+"""`rekindle.fleet`: many sessions used as one object, with a session's methods for requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
     It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `score`, `serve`. This
     process tokenizes prompts and detokenizes results, so a request survives the death of its replica: another replica
-    continues behind the tokens so far, with the same seed.
+    continues after the tokens so far, with the same seed.
     """
 
     _host: Host

@@ -52,7 +52,7 @@ Opening = Callable[[], Session]  # blocks until the session is open
 
 
 class Replica:
-    """Serves any number of fleets. All methods run on one event loop, and `run` must run beside them."""
+    """Serves any number of fleets. All methods run on one event loop, and `run` must run there meanwhile."""
 
     def __init__(self, opening: Opening, *, role: Role = "both", listen: str | None = "127.0.0.1") -> None:
         """Make a replica. Others take its pages at the host address `listen`; None shares no pages."""

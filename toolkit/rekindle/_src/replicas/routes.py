@@ -107,7 +107,7 @@ class Live:
         return len(self.deaths) >= DEATHS
 
     def resumed(self, wire: str) -> Request:
-        """Return the request to send, which continues behind the tokens that have arrived."""
+        """Return the request to send, which continues after the tokens that have arrived."""
         request = dataclasses.replace(self.request, id=wire, group=wire)
         if self.first:
             request = prompt_only(request)
@@ -275,7 +275,7 @@ class Routes:
         self._backlog.appendleft(live)  # at the front: it has waited before
 
     def lost(self, link: LinkLike, why: str) -> None:
-        """Move the requests of a lost replica. They continue elsewhere, behind the tokens that have arrived.
+        """Move the requests of a lost replica. They continue elsewhere, after the tokens that have arrived.
 
         If only one request can have caused this death and earlier ones, it is quarantined instead of moved. If replicas
         also die without it, it takes that many more deaths; deaths that seem caused by another submission count as one.

@@ -50,7 +50,7 @@ class RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
     def build(self, grammar: GrammarLike) -> Guide:
-        """Return the guide itself, behind the covered tokens. Raise `InvalidRequest` if they don't match."""
+        """Return the guide itself, advanced past the covered tokens. Raise `InvalidRequest` if they don't match."""
         guide: Guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         for token in self.covered:
             if guide.consume(token).problem:
@@ -61,7 +61,7 @@ class RemoteGuide:
                     f"does not follow the {kind} of what is forked, or nothing may follow it",
                     f"Change it, fork earlier, or pass {kind}=None",
                 )
-        guide.consumed, guide.ended = 0, False  # behind a complete text, the end may come
+        guide.consumed, guide.ended = 0, False  # after a complete text, the end may come
         return guide
 
 
@@ -207,7 +207,7 @@ class ReplicaGone(Exception):
 
 
 class Received(NamedTuple):
-    """A request as a replica decodes it. Its guide, if any, is built from the description beside it."""
+    """A request as a replica decodes it. Its guide, if any, is built from the description that comes with it."""
 
     request: Request
     guide: RemoteGuide | None

@@ -87,9 +87,9 @@ def app(
         body_limit: the most bytes of a request.
         max_queued_tokens: the most prompt tokens that may wait; beyond it, requests get 429.
         cors_origins: origins whose web pages may use the server.
-        allowed_hosts: names that the Host header may have, such as "llm.example.org", "*.example.org" or "*", beside
-            addresses and localhost. By default any name is allowed, except in requests from this machine to a server
-            without keys.
+        allowed_hosts: names that the Host header may have, such as "llm.example.org", "*.example.org" or "*", in
+            addition to addresses and localhost. By default any name is allowed, except in requests from this machine to
+            a server without keys.
         trust_request_chat_template: let requests send a chat template, which is code.
         adapter_loading: let requests load adapters from folders of the server, and unload them:
             /v1/load_lora_adapter and /v1/unload_lora_adapter.

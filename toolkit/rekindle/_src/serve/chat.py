@@ -270,7 +270,7 @@ class _Writer(generation.Writer):
         return contents
 
     async def _extra(self, delta: TextDelta) -> str:
-        """Return the members of the first chunk beside its choices, as JSON text."""
+        """Return the members of the first chunk other than its choices, as JSON text."""
         extra = ""
         if "prompt_logprobs" in self._fields:
             extra += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'

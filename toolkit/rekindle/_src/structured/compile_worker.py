@@ -1,8 +1,8 @@
 """Conversion of grammars to llguidance's form, and the program of the processes that try untrusted grammars first.
 
 llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. So this file
-is run by itself, in a process that may die: it imports the standard library and llguidance alone. A message is JSON
-behind its length in four bytes; the first one holds the settings of `main`, each of the others a grammar.
+is run by itself, in a process that may die: it imports the standard library and llguidance alone. A message is its
+length in four bytes, then JSON; the first one holds the settings of `main`, each of the others a grammar.
 """
 
 from __future__ import annotations

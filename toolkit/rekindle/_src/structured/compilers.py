@@ -53,7 +53,7 @@ _NAMED = frozenset(("properties", "$defs", "definitions"))
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minimum", "maximum"))
 _WORDS = frozenset(("title", "description", "default", "examples", "$schema", "$comment", "deprecated", "readOnly"))
 _VALUES = frozenset(("type", "required", "enum", "const"))
-_ALONE = frozenset(("anyOf", "$ref"))  # keywords beside them would be merged into each part
+_ALONE = frozenset(("anyOf", "$ref"))  # keywords next to them would be merged into each part
 
 # Where strings, regexes, classes and comments begin in Lark's and in llama.cpp's notation, and where those end that do.
 _LARK, _GBNF = re.compile(r'["/]'), re.compile(r'["\[#]')

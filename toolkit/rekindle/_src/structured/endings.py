@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.records import Mask, mask_words
 
-DIGITS = 18  # of a number, before and behind its point: any integer of so many is an int64
+DIGITS = 18  # of a number, before and after its point: any integer of so many is an int64
 EXPONENT = 2  # digits; a float of 18 digits and this exponent is finite
 _SPARE = 6  # tokens beyond the shortest end that an escape, a sign or an exponent may need
 _FARTHEST = 128  # tokens beyond the shortest end from which on structure is limited
@@ -206,7 +206,7 @@ class Ending:
         mask[first >> 5] |= _bit(first)
 
     def _fits(self, matcher: Any, token: int, room: int, limit: int) -> bool:
-        """True if the text can end within `room` tokens behind this one. False once `limit` tokens were tried."""
+        """True if the text can end within `room` tokens after this one. False once `limit` tokens were tried."""
         if self._tried > limit:
             return False
         ahead = matcher.deep_copy()

@@ -34,7 +34,7 @@ AHEAD = 16  # most forced tokens that are reported
 
 
 class Reasoning(NamedTuple):
-    """Tokens around a model's reasoning before its answer; a grammar begins behind it."""
+    """Tokens around a model's reasoning before its answer; a grammar begins after it."""
 
     opens: int
     closes: int

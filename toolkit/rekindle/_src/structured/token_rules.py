@@ -14,7 +14,7 @@ from rekindle.errors import InvalidRequest
 
 
 class TokenRules(NamedTuple):
-    """Tokens that are always forbidden, and those forbidden behind other tokens. Sequences share it."""
+    """Tokens that are always forbidden, and those forbidden after other tokens. Sequences share it."""
 
     always: Mask  # the tokens that may come at all
     behind: tuple[tuple[tuple[int, ...], int], ...]  # tokens, and the one that may not follow them
@@ -26,7 +26,7 @@ class TokenRules(NamedTuple):
         return max((len(before) for before, _ in self.behind), default=0)
 
     def apply(self, mask: Mask, latest: tuple[int, ...]) -> None:
-        """Remove from `mask` the tokens that may not come behind the `latest` ones."""
+        """Remove from `mask` the tokens that may not come after the `latest` ones."""
         mask &= self.always
         for before, token in self.behind:
             if latest[len(latest) - len(before) :] == before:
@@ -55,7 +55,7 @@ def rules_of(sampling: Sampling, tokenizer: TokenizerLike, vocab: int) -> TokenR
 
 
 def _spellings(words: Iterable[str], tokenizer: TokenizerLike) -> Iterable[Sequence[int]]:
-    """Yield the tokens of each word at the beginning of a text, and behind a space where that is another spelling."""
+    """Yield the tokens of each word at the beginning of a text, and after a space where that is another spelling."""
     for word in words:
         bare = tokenizer.encode(word.strip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.strip(), add_special_tokens=False)

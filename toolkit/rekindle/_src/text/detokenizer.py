@@ -69,7 +69,7 @@ class Detokenizer:
         self._decoded = 0
         self._delivered = 0
         self.stopped: str | None = None
-        self.tokens = 0  # pushed so far, except those behind a completed stop string
+        self.tokens = 0  # pushed so far, except those after a completed stop string
         self.released = 0
 
     def push(self, token_ids: Sequence[int]) -> Pushed:

@@ -3,7 +3,7 @@
 Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
 the tokenizer, and is started again after it was ended.
 
-Run as a program, this file is that process. Beside Python's own modules it imports the tokenizers library alone.
+Run as a program, this file is that process. Apart from Python's own modules it imports only the tokenizers library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EncodingFailed(Exception):
 
 
 class EncodingProcess:
-    """A tokenizer behind a process. It encodes one text at a time; other threads wait."""
+    """A tokenizer in a process of its own. It encodes one text at a time; other threads wait."""
 
     def __init__(self, definition: Callable[[], bytes]) -> None:
         """Keep the function that returns the tokenizer.json from which the process makes its tokenizer."""

@@ -92,7 +92,7 @@ class Tokenizer:
         special = special_tokens(folder)
         model, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
         # Chat checkpoints differ in where they name the end-of-turn token, so the tokenizer's own eos token always
-        # counts, beside generation_config.json's list (config.json's in its absence).
+        # counts, in addition to generation_config.json's list (config.json's in its absence).
         eos = generation.get("eos_token_id", model.get("eos_token_id"))
         bos = generation.get("bos_token_id", model.get("bos_token_id"))
         return cls(

@@ -150,8 +150,8 @@ _PARTS = 32
 _CHARSMAP = b'"precompiled_charsmap"'
 _LETTER_ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:[46][1-9a-fA-F]|[57][0-9aA])")
 
-# Regexes of real tokenizers beside those above. They consume every run of characters that they look at, so that their
-# time is in proportion to the text.
+# Regexes of real tokenizers, in addition to those above. They consume every run of characters that they look at, so
+# that their time is in proportion to the text.
 _KNOWN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",

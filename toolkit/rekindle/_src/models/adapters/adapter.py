@@ -93,7 +93,7 @@ def adapter_of(name: str, products: Mapping[str, Sequence[Product | None]]) -> A
 def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
     """Return the sum of adapters, each times its weight, as one adapter whose rank is the sum of theirs.
 
-    Raise InvalidRequest for weights with which its numbers are not finite: rows beside it would have them, too.
+    Raise InvalidRequest if its numbers are not finite with these weights: other rows of a step would get them, too.
     """
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]

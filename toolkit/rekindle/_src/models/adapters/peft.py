@@ -1,4 +1,4 @@
-"""Adapters in the format of the PEFT library: `adapter_config.json` beside `adapter_model.safetensors`.
+"""Adapters in the format of the PEFT library: `adapter_config.json` and `adapter_model.safetensors`.
 
 What a folder asks for and is not done here is refused by its name. Every tensor has to land in the model, and every
 module that the config names has to have its tensors, so that no adapter does nothing, or half, in silence.

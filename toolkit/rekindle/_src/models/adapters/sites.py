@@ -18,7 +18,7 @@ _USUAL_RANK = 256  # small models have adapters of such ranks, too
 class Site(NamedTuple):
     """One matrix [out, in] of the layers, or a stack of them, one for each expert.
 
-    Several modules of a checkpoint may lie in a matrix, one behind the other.
+    Several modules of a checkpoint may lie in a matrix, one after the other.
     """
 
     path: str  # "layers.0.attention.qkv"

@@ -1,4 +1,4 @@
-"""Cohere (Command R) and Cohere2 (Command R7B, Command A): attention and MLP side by side behind one layer norm.
+"""Cohere (Command R) and Cohere2 (Command R7B, Command A): attention and MLP in parallel after one layer norm.
 
 In Cohere2 three of four layers have windows, and only those rotate.
 """

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite: attention over latent pages, and experts from a layer on with an MLP beside them.
+"""DeepSeek-V2 and V2-Lite: attention over latent pages, and from a layer on experts alongside a shared MLP.
 
 GLM-4.7-Flash is the same with experts that are chosen with a correction.
 """

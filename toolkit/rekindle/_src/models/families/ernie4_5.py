@@ -1,6 +1,6 @@
 """ERNIE 4.5 (0.3B): Llama with rotated pairs of neighbours, and one key for all biases.
 
-21B-A3B has experts from a layer on, chosen with a correction, and an MLP beside them.
+21B-A3B has experts from a layer on, chosen with a correction, alongside a shared MLP.
 """
 
 from __future__ import annotations

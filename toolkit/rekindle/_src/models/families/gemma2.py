@@ -45,7 +45,7 @@ def config3(keys: Keys) -> ModelConfig:
     scale = keys.get("query_pre_attn_scalar", 256) ** -0.5
     keys.only("use_bidirectional_attention", False, True)
     causal, window = not keys.get("use_bidirectional_attention", False), keys.window(4096)
-    if not causal and window is not None:  # it is the width of the whole window then, before and behind a token
+    if not causal and window is not None:  # it is the width of the whole window then, before and after a token
         window = window // 2 + 1
     rope = keys.rope(head_dim, theta=1_000_000.0, layer_type="full_attention")
     everywhere = AttentionSpec(scale=scale, causal=causal, rope=rope)

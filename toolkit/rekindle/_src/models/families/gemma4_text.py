@@ -1,4 +1,4 @@
-"""Gemma 4 (text): wider heads in full layers, layers that share pages, embeddings of layers, experts beside an MLP.
+"""Gemma 4 (text): wider heads in full layers, layers that share pages, embeddings of layers, experts alongside an MLP.
 
 The 12B model, whose model of images has no tower, has neither embeddings of layers nor experts.
 """

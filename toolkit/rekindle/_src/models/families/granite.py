@@ -1,6 +1,6 @@
 """Granite 3: Llama with a factor for embeddings, scores, what each half of a block adds, and logits.
 
-With experts all of a layer are one tensor, and in one of these families there is an MLP beside them.
+All experts of a layer are one tensor, and one of the families with experts has a shared MLP alongside them.
 """
 
 from __future__ import annotations

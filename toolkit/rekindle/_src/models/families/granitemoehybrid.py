@@ -1,4 +1,4 @@
-"""Granite 4: Granite 3 with Mamba-2 in most layers or in none, and with experts beside each layer's MLP or without."""
+"""Granite 4: Granite 3 with Mamba-2 in most layers or in none, with or without experts alongside each layer's MLP."""
 
 from __future__ import annotations
 

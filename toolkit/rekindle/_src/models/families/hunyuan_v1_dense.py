@@ -1,4 +1,4 @@
-"""HunYuan (dense): Llama with norms over each head of q and k behind the rotation."""
+"""HunYuan (dense): Llama with norms over each head of q and k after the rotation."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def usual_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def shared_sources(config: ModelConfig, layer: int, shared: str, gate: str | None = None) -> dict[str, Source]:
-    """Return the sources of the MLP beside a layer's experts, and of its `gate`."""
+    """Return the sources of the shared MLP alongside a layer's experts, and of its `gate`."""
     spec = config.moe[layer]
     if spec is None or not spec.shared_size:
         return {}

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows.
 
-Qwen2-MoE and Qwen1.5-MoE have experts in some or all layers, and beside them an MLP with a gate.
+Qwen2-MoE and Qwen1.5-MoE have experts in some or all layers, alongside a shared MLP with a gate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Qwen3.5, 3.6 and 3.8 (text): a gated delta rule in three of four layers, and gated attention in the others.
 
-Some have experts in all layers, and beside them an MLP with a gate.
+Some have experts in all layers, alongside a shared MLP with a gate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
-DRAFTING = 4  # layers behind the last one that may draft tokens
+DRAFTING = 4  # layers after the last one that may draft tokens
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -100,8 +100,8 @@ def describe(
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and on a CPU
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
     matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
-    there is room for them beside pages of `device_memory`. `seen` is the result of `look`, if there is
-    one already.
+    there is room for them in addition to pages of `device_memory`. `seen` is the result of `look`, if there is one
+    already.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen

@@ -4,7 +4,7 @@ Small folders (up to 16 MiB of weights) are hashed in full. A larger one would t
 its config, its safetensors headers (names, dtypes, shapes), and per file the size and
 
 - in the hub's own cache, the blob's name, which is the content's own SHA-256: exact, and the same on every machine;
-- behind a link to a file that is only named as such a blob is, the content's SHA-256, computed once and remembered. The
+- for a link to a file that is merely named like such a blob, the content's SHA-256, computed once and remembered. The
   name alone would let one checkpoint pass for another;
 - elsewhere the modification time and sampled blocks, 64 in all. Every way of writing new weights changes the time.
   A copy that does not keep times gets a new name, which costs one reload; the opposite mistake, old pages matched

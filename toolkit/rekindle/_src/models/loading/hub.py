@@ -39,7 +39,7 @@ def readable_name(model: str | Path) -> str:
 def locate(model: str | Path) -> Path:
     """Return the folder or GGUF file of `model`: a path, or a download if no such path exists.
 
-    Hub ids are `owner/name` and `owner/name/file.gguf`, each with `@revision` behind it or without.
+    Hub ids are `owner/name` and `owner/name/file.gguf`, each with or without `@revision` after it.
     """
     request = hub_id(model)
     if request is None:

@@ -43,7 +43,7 @@ def keeps_groups(seen: Stored, dtype: str, quantize: str | None) -> bool:
 
 
 def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool:
-    """True if a checkpoint's weights would fit into memory as floats, beside pages of `device_memory` bytes."""
+    """True if a checkpoint's weights would fit into memory as floats, in addition to pages of `device_memory` bytes."""
     itemsize, numbers = 4 if dtype == "float32" else 2, 0
     for entry in (entry for header in seen.headers for entry in header.entries):
         # Integers of other formats than GGUF may have two numbers in a byte.

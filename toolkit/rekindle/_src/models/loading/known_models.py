@@ -1,10 +1,10 @@
 """Descriptions of models, kept in a cache folder: all that a start has to know of a model, in a few KB.
 
 A start that compiles nothing needs neither flax nor the model's module then, which take a quarter of a second to
-import. A description has the model's graph as JSON: its config, its precision and the paths of its leaves. That of a
-checkpoint whose laid-out weights are kept lies beside them. In a shared cache it is also an entry of its own, so that
-a fresh machine has it at once and loads its programs while the weights are on their way. That of a small checkpoint,
-whose weights are not kept, also says where each leaf is read.
+import. A description has the model's graph as JSON: its config, its precision and the paths of its leaves. If the
+laid-out weights of a checkpoint are kept, its description lies next to them. In a shared cache it is also an entry of
+its own, so that a fresh machine has it at once and loads its programs while the weights are on their way. The weights
+of a small checkpoint are not kept; its description also says where each leaf is read.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _sum(text: bytes) -> bytes:
 
 
 def _shared(kept: Path) -> Store | None:
-    """Return the descriptions beside kept weights; None without a shared cache."""
+    """Return the store that also has the descriptions of kept weights; None without a shared cache."""
     cache = kept.parent.parent
     return None if read_through.behind(cache) is None else store(cache / FOLDER)
 

@@ -70,7 +70,7 @@ class FusedExperts(NamedTuple):
 class Manifest:
     """A family's checkpoint: parameter path → source.
 
-    Paths are those of `Graph.paths` without quantisation; a matrix `…weight` that is quantised has `…scale` beside it,
+    Paths are those of `Graph.paths` without quantisation; a matrix `…weight` that is quantised comes with `…scale`,
     which has no source of its own.
     """
 

@@ -7,7 +7,7 @@ The page cache has small pages, though: decoding one to eight sequences with wei
 than on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system
 put these in the place of the file's, in one go: readers notice nothing.
 
-A lease keeps other processes from writing to the file and from cutting it off: reading mapped memory behind the end of
+A lease keeps other processes from writing to the file and from cutting it off: reading mapped memory past the end of
 a file that was cut off ends the process (SIGBUS). A process that opens the file for writing or truncates it has to
 wait, 45 s unless /proc/sys/fs/lease-break-time says otherwise, and `is_breaking` tells the holder. Removing or
 renaming the file needs no lease: what is mapped stays. No signal handler takes part.

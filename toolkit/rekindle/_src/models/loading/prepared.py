@@ -3,7 +3,7 @@
 Orbax commits a checkpoint as a whole or not at all; in it lies one safetensors file. A CPU device computes with that
 file where it is mapped; for others the reader of checkpoints reads it. Measured on 400 MB of int8 leaves, 2 cores:
 Orbax's own array format saved at 150 MB/s, loaded at 540 MB/s and needed five times the weights' memory; this one is
-written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Beside it lies a
+written at the speed of the disk. Orbax is not imported to load it, which takes 0.12 s and more. Next to it lies a
 description of the model as JSON: a start that compiles nothing then needs neither flax nor the model's module, which
 take 0.2 s.
 
@@ -50,9 +50,9 @@ from rekindle_kernels import private_files, unavailable_reason
 MIN_BYTES = kept_weights.MIN_BYTES
 MAX_ENTRIES = 4  # sets of weights kept per cache folder; the least recently used is removed first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
-# Seconds before weights are written: a user waits for the first answer, and programs are compiled beside it.
+# Seconds before weights are written: a user waits for the first answer, and programs are compiled meanwhile.
 DELAY = 5.0
-PIECE, PAUSES = 4 << 20, 3  # bytes written at once, and the pause behind each of them, in times that it took
+PIECE, PAUSES = 4 << 20, 3  # bytes written at once, and the pause after each write, in multiples of its time
 IN_ALL = 3.0  # seconds of pauses: other writes to the cache wait meanwhile
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
@@ -191,7 +191,7 @@ def wait(timeout: float | None = None) -> bool:
 def _finish() -> None:
     """Wait a moment for unfinished writes before the process ends, and remove what is still unfinished then."""
     if not wait(AT_EXIT):
-        _hurry.set()  # programs are written behind it, before the interpreter ends
+        _hurry.set()  # programs are written after it, before the interpreter ends
         abandon()
 
 

@@ -26,7 +26,7 @@ from rekindle_kernels import int4
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
 UNPACKED = 4 << 20  # bytes of values that a worker unpacks at a time, where they are not stored as plain numbers
-WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
+WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed besides an accelerator's own
 SQUARE = 32  # side of the pieces that a matrix is transposed in
 Place = Callable[[str, NDArray[Any]], Array]
 

@@ -1,4 +1,4 @@
-"""The files of sentence-transformers beside a checkpoint: pooling, projections, prompts.
+"""The files of sentence-transformers next to a checkpoint: pooling, projections, prompts.
 
 `modules.json` lists the modules, each with a folder of its own: the transformer, a pooling, perhaps linear layers, and
 a norm. What is not implemented is refused by its name, since another vector would be wrong and look right.

@@ -27,7 +27,7 @@ _LAYERS = frozenset(("layers", "h"))
 _HEAD = "lm_head."  # stands anywhere above the language model, or in it
 _DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
 _COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
-MODULES = "modules.json"  # of sentence-transformers, beside a model that embeds
+MODULES = "modules.json"  # of sentence-transformers, next to a model that embeds
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 

@@ -2,8 +2,8 @@
 
 The reader is our own, because loading needs the bytes in memory that already is the final array.
 Measured on 537 MB of float32:
-`safetensors.safe_open` peaked at 1025 MiB resident, since mapped pages count beside the arrays, and took 0.21 s of CPU
-time (1.1 s with a copy into aligned memory); reading straight into the arrays peaked at 512 MiB and took 0.07 s.
+`safetensors.safe_open` peaked at 1025 MiB resident, since mapped pages count in addition to the arrays, and took 0.21 s
+of CPU time (1.1 s with a copy into aligned memory); reading straight into the arrays peaked at 512 MiB and took 0.07 s.
 """
 
 from __future__ import annotations

@@ -447,7 +447,7 @@ class LayerNormBlock(nnx.Module):
 
 
 class LayerNormDecoder(Decoder):
-    """A decoder with a layer norm behind its blocks."""
+    """A decoder with a layer norm after its blocks."""
 
     biased = True
 
@@ -517,9 +517,9 @@ class NormedValuesAttention(QkNormAttention):
 
 
 class LayerEmbeddingBlock(SandwichBlock):
-    """A sandwich block, then the layer's embedding of the token behind a gate, then a factor for all of it.
+    """A sandwich block, then the layer's embedding of the token times a gate, then a factor for all of it.
 
-    With experts, they and the MLP read the same input, each behind norms of its own, and their results are summed.
+    With experts, they and the MLP read the same input, each with norms of its own, and their results are summed.
     """
 
     attention_type = NormedValuesAttention

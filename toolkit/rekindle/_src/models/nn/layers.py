@@ -39,7 +39,7 @@ class Attend(Protocol):
 
 
 class Recur(Protocol):
-    """The place of each sequence's states, which the caller supplies beside `Attend` to models that have some.
+    """The place of each sequence's states, which the caller supplies in addition to `Attend` to models that have some.
 
     `compute(states, batch)` gets arrays of states, and how the step's tokens belong to sequences, and these to states.
     It returns its result and the arrays after it.
@@ -67,7 +67,7 @@ class LayerNorm(nnx.Module):
 class RopeTables:
     """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers.
 
-    `own` has beside them what each layer reads alone, such as its embeddings of the tokens; in most models, nothing.
+    `own` also has arrays that one layer alone reads, such as its embeddings of the tokens; in most models, none.
     """
 
     own: tuple[Array, ...] = ()  # one per layer

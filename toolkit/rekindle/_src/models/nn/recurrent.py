@@ -1,4 +1,4 @@
-"""Layers with a state that each token changes, and attention with a gate, which models have beside them.
+"""Layers with a state that each token changes, and the gated attention that such models also have.
 
 T tokens, N sequences, E hidden size, C channels, H heads of values, K heads of keys, D size of a key, V of a value.
 """
@@ -84,7 +84,7 @@ def _state(config: ModelConfig, layer: int) -> RecurrentSpec:
 
 
 class GatedDeltaNet(Recurrent):
-    """A gated delta rule behind the convolution, with a gated norm before the output projection."""
+    """A gated delta rule after the convolution, with a gated norm before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         spec, fixed = _state(config, layer), precision.deterministic
@@ -106,7 +106,7 @@ class GatedDeltaNet(Recurrent):
 
 
 class StateSpace(Recurrent):
-    """Mamba-2: a selective scan behind the convolution, with a gate and a norm before the output projection."""
+    """Mamba-2: a selective scan after the convolution, with a gate and a norm before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         self.spec = spec = _state(config, layer)
@@ -163,7 +163,7 @@ class ShortConvolution(Recurrent):
 
 
 class GatedAttention(QkNormAttention):
-    """Attention whose output is multiplied by a sigmoid of what its query projection computes beside each head."""
+    """Attention whose output is multiplied by the sigmoid of gates that the query projection computes for each head."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)

@@ -60,7 +60,7 @@ class Sums:
         return hashes
 
     def joined(self, starts: Any, places: Any, ends: Any) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the hashes of the bytes before and behind the one at `places`, and of both without that byte."""
+        """Return the hashes of the bytes before and after the one at `places`, and of both without that byte."""
         left, right, lengths = self.hashes(starts, places), self.hashes(places + 1, ends), places - starts
         return left, right, left + _powers(_BASE, int(lengths.max(initial=0)) + 1)[lengths] * right
 

@@ -170,7 +170,7 @@ def _stops(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _around(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the flags for a token before a text and for one behind it."""
+    """Return the flags for a token before a text and for one after it."""
     ids = tokenizer.encode("a")
     bare = len(tokenizer.encode("a", add_special_tokens=False))
     before = len(ids) > bare and ids[0] == tokenizer.bos_id

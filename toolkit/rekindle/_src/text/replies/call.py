@@ -21,7 +21,7 @@ MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: t
 
 
 class Malformed(Exception):
-    """The text behind a marker is not a call."""
+    """The text after a marker is not a call."""
 
 
 class Source:

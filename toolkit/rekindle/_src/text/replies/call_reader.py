@@ -32,7 +32,7 @@ from rekindle._src.text.replies.call import (
 
 _STOPS = re.compile(r'\\.?|["\x00-\x1f]', re.DOTALL)
 
-ReadValue = Callable[[str], Reading[bool]]  # reads the value behind a key, or returns False and leaves it unread
+ReadValue = Callable[[str], Reading[bool]]  # reads the value after a key, or returns False and leaves it unread
 MAX_DEPTH = 64
 MAX_WORD = 400  # characters of a number; Python refuses to read whole numbers of more than 4,300 digits
 _PLAIN = re.compile(r'[^"\\]+')  # raw line breaks match too: models write them, and `json_calls` escapes them

@@ -1,6 +1,6 @@
 """The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi, OLMo and gpt-oss.
 
-A reader begins behind its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
+A reader begins after its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
 is none; text read since the last whole call is then part of the answer.
 
 Replies of gpt-oss are in harmony: messages, each with a channel, and perhaps a tool as its recipient.
@@ -105,7 +105,7 @@ class HarmonyScanner(ReplyScanner):
                 return
 
     def _role(self) -> Reading[None]:
-        """Read the role behind the beginning of a message, unless it is part of a text."""
+        """Read the role after the beginning of a message, unless it is part of a text."""
         source = self.source
         while (match := _NO_ROLE.search(source.text, source.at)) is None and not source.ended:
             if len(source.text) - source.at > _LONGEST:
@@ -229,7 +229,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
 
 
 def _marked_json(calls: Calls) -> Reading[None]:
-    """Read JSON objects behind `<|python_tag|>`, where any name counts."""
+    """Read JSON objects after `<|python_tag|>`, where any name counts."""
     while True:
         calls.emit((yield from read_json_call(calls)))
         if not (yield from _another(calls)):

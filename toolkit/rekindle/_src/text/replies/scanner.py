@@ -2,7 +2,7 @@
 
 By default a call is emitted once it is complete. With `pieces`, a call of a known tool starts as soon as its name is
 known, and its arguments follow as they come; an event drops one that turns out to be none.
-Whitespace beside tags and calls belongs to them. Text that looks like a call and is none is emitted as content.
+Whitespace next to tags and calls belongs to them. Text that looks like a call and is none is emitted as content.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class ReplyScanner:
         self._emit(ContentDelta, self._sayable(text))
 
     def _sayable(self, text: str) -> str:
-        """Return the content to emit; whitespace at its end waits, and beside tags and calls it is dropped."""
+        """Return the content to emit; whitespace at its end waits, and next to tags and calls it is dropped."""
         if not text:
             return ""
         line = text.rpartition("\n")[2]
@@ -272,7 +272,7 @@ class ReplyScanner:
         return content
 
     def _without_gap(self, text: str) -> str:
-        """Return `text` behind the whitespace that waited for it. The whitespace at its own end waits in turn."""
+        """Return `text` after the whitespace that waited for it. The whitespace at its own end waits in turn."""
         content = text.rstrip(SPACE)
         gap = text[len(content) :]
         if not content:

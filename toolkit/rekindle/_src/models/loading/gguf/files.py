@@ -13,7 +13,7 @@ from rekindle.errors import CheckpointError
 SUFFIX, MAGIC = ".gguf", b"GGUF"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files that lie beside a model and are none
+_OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files next to a model that are not models
 
 
 def is_gguf(path: Path) -> bool:

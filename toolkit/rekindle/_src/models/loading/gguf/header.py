@@ -82,7 +82,7 @@ class Cursor:
 
     @property
     def left(self) -> int:
-        """The bytes of the file behind the position."""
+        """The bytes of the file after the position."""
         return self.size - self.position
 
     def digest(self) -> bytes:
@@ -153,7 +153,7 @@ class Cursor:
     def _seen(self, most: int) -> NDArray[np.int64]:
         """Pass over strings, at most `most`, that one search finds; return where they begin.
 
-        Each begins behind the zeros of its length, and the lengths have to lead from one to the next: an empty string,
+        Each begins after the zeros of its length, and the lengths have to lead from one to the next: an empty string,
         or one with zeros in it, ends the search.
         """
         first = self.position

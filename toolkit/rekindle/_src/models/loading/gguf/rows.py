@@ -218,7 +218,7 @@ class RewrittenRows(_Runs):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinedRows(_Runs):
-    """Matrices of which a folder has one, the rows of one behind those of the other, and of stacks each such matrix."""
+    """Matrices that a folder stores as one, their rows one after the other; in stacks, each matrix is joined so."""
 
     parts: tuple[GgufRows, ...]
 
