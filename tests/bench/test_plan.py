@@ -137,6 +137,6 @@ def test_the_doctor_tells_what_each_data_shard_has(capsys: pytest.CaptureFixture
     told = capsys.readouterr().out
     found = make_plan(CONFIG, Partition(4), DEVICES["H100"], context=8192, shards=2)
     assert "70b on 8 × H100 in 2 data shards of 4: weights take 35.3 GB on each device, of 72.0 GB" in told
-    assert f"{found.kv_tokens:,} tokens fit beside them (81,920 bytes of each on a device)" in told
+    assert f"{found.kv_tokens:,} tokens fit next to them (81,920 bytes of each on a device)" in told
     assert f"in {found.pages:,} pages of 64 of each data shard, {2 * found.kv_tokens:,} in all" in told
     assert f"{found.contexts:,} requests of 8,192 tokens" in told

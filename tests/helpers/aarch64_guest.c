@@ -1,7 +1,7 @@
 // Calls kernels of a library as XLA would, in a process of its own: one request after another comes over stdin, and its
 // results go to stdout. tests/helpers/aarch64.py is the other side; it runs this under an emulator of the processor.
 //
-// Each buffer ends at a page that must not be touched, as in tests/kernels/guard_pages.c, so an access behind it ends
+// Each buffer ends at a page that must not be touched, as in tests/kernels/guard_pages.c, so an access after it ends
 // the process. The layouts are those of xla/ffi/api/c_api.h, as far as kernels read them.
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
 // Allocations whose last byte lies before a page that must not be touched (or, with GUARD_FRONT, whose first one lies
-// behind such a page). Preloaded, it makes of each access outside of an XLA buffer a segmentation fault.
+// after such a page). Preloaded, it makes of each access outside of an XLA buffer a segmentation fault.
 //
 // Only aligned allocations are guarded: these are XLA's buffers. The ends of sizes that the alignment does not divide
 // leave a few bytes unguarded. Freed ones stay unmapped, so an access after the end of life faults, too.
@@ -88,7 +88,7 @@ static int release(void *at) {  // whether it was one of ours
     gone = *found;
     found->base = NULL;
     live--;
-    // Entries behind the hole must stay reachable from their own slots.
+    // Entries after the hole must stay reachable from their own slots.
     for (unsigned hole = found - table, i = (hole + 1) % SLOTS; table[i].base; i = (i + 1) % SLOTS) {
       unsigned home = slot_of(table[i].at);
       if ((i - home) % SLOTS >= (i - hole) % SLOTS) {

@@ -90,7 +90,7 @@ def test_a_query_is_the_same_in_a_chunk_and_alone(case: Case) -> None:
 
 def test_what_is_not_deterministic_is_refused() -> None:
     problem = build(CASES[0])
-    with pytest.raises(ValueError, match="depend on what is computed beside it"):
+    with pytest.raises(ValueError, match="depend on what is computed with it"):
         paged_attention(problem.inputs, replace(problem.options, deterministic=True), implementation="xla")
     odd = build(Case("odd", decode=(9,), head_dim=13))
     with pytest.raises(ValueError, match="no implementation of attention can serve this call on cpu: native: the head"):

@@ -193,7 +193,7 @@ def test_what_cannot_be_normed_or_gated_in_a_product_is_refused() -> None:
     x = jnp.ones((2, 48))
     with pytest.raises(AssertionError, match="normed before"):
         products.multiply(x, jnp.ones((64, 48)), norm=jnp.ones((48,)))
-    with pytest.raises(AssertionError, match="gated behind"):
+    with pytest.raises(AssertionError, match="gated afterwards"):
         products.multiply(x, jnp.ones((80, 48)), gated=True)
 
 

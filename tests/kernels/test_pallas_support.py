@@ -31,7 +31,7 @@ CALL = AttentionCall(
 def test_gpu_kernels_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pallas_gpu.supports(CALL) is None
     assert "512" in str(pallas_gpu.supports(replace(CALL, head_dim=512)))
-    assert "behind" in str(pallas_gpu.supports(replace(CALL, causal=False)))
+    assert "after them" in str(pallas_gpu.supports(replace(CALL, causal=False)))
     assert "int4" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("int4"))))
     assert "float64" in str(pallas_gpu.supports(replace(CALL, q_dtype=jnp.dtype("float64"))))
     monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
@@ -70,7 +70,7 @@ def test_tpu_kernel_refuses_with_a_reason() -> None:
     assert pallas_tpu.supports(CALL) is None
     assert "int8" in str(pallas_tpu.supports(replace(CALL, kv_dtype=jnp.dtype("int8"))))
     assert "float16" in str(pallas_tpu.supports(replace(CALL, q_dtype=jnp.dtype("float16"))))
-    assert "behind" in str(pallas_tpu.supports(replace(CALL, causal=False)))
+    assert "after them" in str(pallas_tpu.supports(replace(CALL, causal=False)))
     assert "page size 4" in str(pallas_tpu.supports(replace(CALL, page_size=4)))
     assert pallas_tpu.supports(replace(CALL, sequences=256, table_width=8192)) is None, "it is read in parts"
     assert "40000 pages" in str(pallas_tpu.supports(replace(CALL, table_width=40000)))

@@ -278,7 +278,7 @@ def test_a_deterministic_call_is_not_computed_by_xla() -> None:
     batch, t = batch_of([7], []), {key: jnp.asarray(value) for key, value in tokens(1, seed=1).items()}
     weights, options = ScanWeights(*map(jnp.asarray, (STEP_BIAS, LOG_RATE, SKIP))), ScanOptions(GROUPS, STEP, True)
     states = jnp.zeros((1, *MATRIX))
-    with pytest.raises(ValueError, match="depend on what is computed beside it"):
+    with pytest.raises(ValueError, match="depend on what is computed with it"):
         selective_scan(t["channels"], t["projected"], weights, states, batch, options, implementation="rows")
     odd = {"channels": t["channels"][:, :-8], "projected": t["projected"], "weights": weights, "batch": batch}
     with pytest.raises(ValueError, match=r"no implementation of selective_scan .* states of 14 x 32 are not whole"):

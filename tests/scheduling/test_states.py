@@ -39,7 +39,7 @@ def test_a_longer_match_of_pages_leaves_a_state_where_it_ends() -> None:
     assert 16 in positions(model)
     explanation = model.scheduler.explain(second.id)
     assert explanation is not None
-    assert "pages of 16 more were there, but no state behind them" in explanation.text
+    assert "pages of 16 more were there, but no state after them" in explanation.text
     (third,) = answered(model, text(18, 94, 95, 96, 97, 98, 99))
     assert cached(model, third) == 16
 
@@ -72,7 +72,7 @@ def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None
     assert cached(model, again) == 16
     explanation = model.scheduler.explain(again.id)
     assert explanation is not None
-    assert "the state behind them was in host memory" in explanation.text
+    assert "the state after them was in host memory" in explanation.text
     assert model.cache.statistics().states_restored == 1
     small = loop(states=1)
     answered(small, text(20), max_tokens=2)

@@ -176,7 +176,7 @@ def test_a_causal_one_generates_too_unless_it_has_no_head(cache_dir: str, tmp_pa
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason="no native kernels")
 def test_the_last_bits_of_attention_in_both_directions_are_not_promised(cache_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"deterministic.*tokens behind a query"):
+    with pytest.raises(ConfigError, match=r"deterministic.*tokens after a query"):
         rekindle.open_sync(embedders.write(tmp_path, "gemma3"), cache_dir=cache_dir, deterministic=True, **OPTIONS)
 
 

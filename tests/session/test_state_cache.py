@@ -84,13 +84,13 @@ def test_prompts_that_branch_leave_a_state_where_they_do(session: Session, model
     assert ask(session, model, first).usage.cached_tokens == 0
     known = session.cache.explain(second)
     assert (known.cached_tokens, known.stateless_tokens) == (0, 128)
-    assert "128 more are, without a state behind them" in str(known)
+    assert "128 more are, without a state after them" in str(known)
     done = ask(session, model, second)
     assert done.usage.cached_tokens == 0
-    assert "pages of 128 more were there, but no state behind them" in session.explain(done).text
+    assert "pages of 128 more were there, but no state after them" in session.explain(done).text
     done = ask(session, model, third)
     assert done.usage.cached_tokens == 128
-    assert "the state behind them was on the device" in session.explain(done).text
+    assert "the state after them was on the device" in session.explain(done).text
     assert ask(session, model, second).usage.cached_tokens == 192, "its prompt's last edge"
 
 
@@ -174,7 +174,7 @@ def test_a_chat_goes_on_after_a_restart(model: Any, tmp_path: Path) -> None:
         with rekindle.open_sync(model, **options, restore=name) as session:
             done = ask(session, model, [*system, *tokens(12, seed=1000)])
             assert done.usage.cached_tokens == 128
-            assert "the state behind them was " in session.explain(done).text
+            assert "the state after them was " in session.explain(done).text
             assert "on the device" not in session.explain(done).text
             session.cache.clear(tier="device").result_sync()
             assert ask(session, model, [*system, *tokens(12, seed=1000)]).usage.cached_tokens in (0, 128)

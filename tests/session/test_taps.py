@@ -507,7 +507,7 @@ async def test_attention_weights_are_those_that_made_the_output(session: Session
     assert part.positions.tolist() == [3, 20, 23]
     np.testing.assert_allclose(part.weights, weights[:, [3, 20, 23]], rtol=1e-5, atol=1e-7)
     assert part._repr_html_().count("<svg") == 1 + q.shape[1]
-    with pytest.raises(InvalidRequest, match="behind the prompt, which has 24 tokens"):
+    with pytest.raises(InvalidRequest, match="after the prompt, which has 24 tokens"):
         await session.view.attention(prompt, layer=-1, positions=[24])
     with pytest.raises(InvalidRequest, match="layer=5: is not among the model's 2 layers"):
         await session.view.attention(prompt, layer=5)

@@ -144,7 +144,7 @@ def supports(wanted: AttentionCall) -> str | None:
     if wanted.kv_dtype.name not in DTYPES:
         return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if not wanted.causal:
-        return "queries see the keys behind them"
+        return "queries see the keys after them"
     if wanted.value_size is not None:
         return "values are a part of the keys"
     if wanted.head_dim % LANES:

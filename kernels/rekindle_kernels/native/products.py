@@ -129,7 +129,7 @@ def _product(
     """Return the rows of `each` times a matrix of N outputs, or one of a stack, which `matrix` has as arrays."""
     x, gated = each.x, settings["gated"]
     assert each.norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
-    assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
+    assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated afterwards"
     if each.expert is not None:  # the axis of matrices is joined with that of their rows
         matrix = {name: None if one is None else one.reshape(-1, *one.shape[2:]) for name, one in matrix.items()}
     operands = {
@@ -325,7 +325,7 @@ def _multiplies(wanted: LinearCall) -> str | None:
     if wanted.norm and not norms(like(wanted.x)):
         return f"rows of {wanted.x.dtype.name} {list(wanted.x.shape)} have to be normed before"
     if wanted.gate is not None and (wanted.gate != "silu" or wanted.outputs % GATED_UNIT):
-        return f"{wanted.gate} of {wanted.outputs} outputs has to be applied behind"
+        return f"{wanted.gate} of {wanted.outputs} outputs has to be applied afterwards"
     return None
 
 

@@ -38,7 +38,7 @@ class Implementation:
     def reason_against(self, call: Facts) -> str | None:
         """Return why it can't serve a call; None if it can."""
         if getattr(call, "deterministic", False) and not self.deterministic:
-            return "its results for a row depend on what is computed beside it"
+            return "its results for a row depend on what is computed with it"
         return self.supports(call)
 
 

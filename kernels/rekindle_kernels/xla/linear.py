@@ -73,7 +73,7 @@ def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> Array:
     """Implement `ops.linear.linear`; every row is computed, whatever `count` says."""
     x, weight, scale, minimum, residual, _, norm, expert = operands
     assert norm is None, "the operation norms before"
-    assert options.gate is None, "the operation gates behind"
+    assert options.gate is None, "the operation gates afterwards"
     assert expert is None, "the operation takes the matrix out of the stack"
     y = multiply(x, weight, scale, options.quantize, dtype, minimum)
     return y if residual is None else residual + y

@@ -10,7 +10,7 @@ from rekindle_kernels.native.language.records import dim, take
 
 ROW_FIELDS = {  # of jobs that `describe_rows` fills
     "x": "[tokens, width]",
-    "rows": "that are multiplied: the first `before`, and those behind the gap",
+    "rows": "that are multiplied: the first `before`, and those after the gap",
     "gap": "rows that are stepped over",
     "norm": "[width] of the rows, or 0",
     "residual": "[tokens, results], or 0",

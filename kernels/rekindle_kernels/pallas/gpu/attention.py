@@ -32,7 +32,7 @@ def supports(call: AttentionCall) -> str | None:
     if call.kv_dtype.name not in PAGE_TYPES:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(PAGE_TYPES)}"
     if not call.causal:
-        return "queries see the keys behind them"
+        return "queries see the keys after them"
     if call.value_size is not None:
         return "values are a part of the keys"
     if call.head_dim > 256:

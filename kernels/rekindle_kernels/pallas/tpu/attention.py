@@ -37,7 +37,7 @@ def supports(call: AttentionCall) -> str | None:
     if call.page_size % 8:
         return f"page size {call.page_size} is not a multiple of 8, the rows of a tile"
     if not call.causal:
-        return "queries see the keys behind them"
+        return "queries see the keys after them"
     if call.value_size is not None:
         return "values are a part of the keys"
     if call.head_dim > 256:

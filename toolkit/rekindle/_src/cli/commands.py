@@ -235,7 +235,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         print(f"{len(requests)} requests in {seconds:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
         parts = [f"{1e3 * cost.step:.2f} ms a step", f"{1e6 * cost.row:.0f} µs a row"]
         parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]
-        parts += [f"{1e3 * cost.request:.2f} ms a request beside its steps"] if cost.request else []
+        parts += [f"{1e3 * cost.request:.2f} ms a request in addition to its steps"] if cost.request else []
         print(f"A device takes {', '.join(parts)}. Times below are in ms.")
         print(f"{'replicas':>8} {'router':12} {HEAD}")
     fleets: list[tuple[str, dict[str, Any]]] = [(str(count), {"replicas": count}) for count in arguments.replicas]

@@ -314,7 +314,7 @@ def plan_checks(plan: Plan, title: str) -> Iterator[Check]:
     if plan.free_bytes <= 0:
         return
     tokens = (
-        f"{plan.kv_tokens:,} tokens fit beside them ({plan.token_bytes:,} bytes of each on a device), in "
+        f"{plan.kv_tokens:,} tokens fit next to them ({plan.token_bytes:,} bytes of each on a device), in "
         f"{plan.pages:,} pages of {plan.page_size}"
         + (f" of each data shard, {plan.shards * plan.kv_tokens:,} in all" if plan.shards > 1 else "")
         + f": {plan.contexts:,} requests of {plan.context:,} tokens"

@@ -228,7 +228,7 @@ def _simulate(simulate: Parser) -> None:
     simulate.add("--row-us", "of a row that decodes (default 30)", type=float, default=30.0)
     simulate.add("--prefill-us", "of a prompt's token (default 40)", type=float, default=40.0)
     simulate.add("--context-us", "of a position looked back at (default 0.05)", type=float, default=0.05)
-    simulate.add("--request-ms", "of a request beside its steps (default 0)", type=float, default=0.0)
+    simulate.add("--request-ms", "of a request in addition to its steps (default 0)", type=float, default=0.0)
     simulate.add("--max-requests", "that one replica runs at once (default 64)", type=int, default=64)
     simulate.add("--max-tokens-per-step", None, type=int, default=1024)
     simulate.add("--max-model-len", None, type=int, default=32768)
@@ -315,7 +315,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "N", "help": "speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     },
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
-    "shared_cache": {"metavar": "URL", "help": "a folder or URL behind that one, which machines share"},
+    "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},
     "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},
     "restore": {"help": "a snapshot to restore, or 'auto' for what the last session left"},
     "precompile": {

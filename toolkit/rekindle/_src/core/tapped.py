@@ -247,7 +247,7 @@ def _check_size(edits: Sequence[Edit]) -> None:
         covers = sum(start <= first < stop for edit in edits if edit.each for start, stop in edit.runs)
         beyond += max(0, covers - MAX_PATCHES) * (last - first)
     if beyond > MAX_VECTORS:
-        problem = f"are over {MAX_VECTORS}, beside {MAX_PATCHES} for each position"
+        problem = f"are over {MAX_VECTORS}, in addition to {MAX_PATCHES} for each position"
         raise InvalidRequest("steer", f"{beyond} vectors", problem, "Change fewer layers or positions in one request")
 
 

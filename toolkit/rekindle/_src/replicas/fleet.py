@@ -130,7 +130,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
             raise ConfigError(
                 "replicas",
                 replicas,
-                f"leaves none to decode beside {prefill} that prefill",
+                f"leaves none to decode in addition to {prefill} that prefill",
                 f"Use {prefill + 1} or more",
             )
         drain = _seconds("drain", drain)

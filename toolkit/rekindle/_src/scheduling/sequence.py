@@ -561,9 +561,9 @@ def _states(sequence: Sequence) -> list[str]:
     """Describe the state that a sequence continued, and what it computed again because that was not further on."""
     trail, tail, words = sequence.trail, sequence.tail, []
     if trail is not None and trail.source:
-        words.append(f"the state behind them was {trail.source}")
+        words.append(f"the state after them was {trail.source}")
     if trail is not None and trail.again > 0:
-        words.append(f"pages of {trail.again} more were there, but no state behind them: they were computed again")
+        words.append(f"pages of {trail.again} more were there, but no state after them: they were computed again")
     if tail is not None and tail.source:
         words.append(f"the window before their end was {tail.source}")
     if tail is not None and tail.again > 0:

@@ -49,7 +49,7 @@ class Tails(OnTree):
         tail = _tail(sequence)
         for _ in range(pages_for(end, self._page_size) - tail.end):
             page = self._tree.take()
-            assert page, f"{sequence.id} has no page behind a window"
+            assert page, f"{sequence.id} has no page after a window"
             tail.pages.append(page)
             tail.changed()
 

@@ -87,7 +87,7 @@ def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str,
     options: dict[str, Any] = {}
     variables: dict[str, Any] = dict(fields.get("chat_template_kwargs") or {})
     for name in _OWN_FIELDS & variables.keys():
-        raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} beside it")
+        raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} next to it")
     options |= {name: fields[name] for name in _OF_CHAT if name in fields}
     options |= tool_options(options)
     if fields.get("continue_final_message"):

@@ -85,7 +85,7 @@ def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     members = {name: value for name, value in (fields.get("structured_outputs") or {}).items() if value is not None}
     if format is not None and format.get("type") != "text":
         if members:
-            raise wrong("structured_outputs", members, "is given beside response_format", "Send one of the two")
+            raise wrong("structured_outputs", members, "is given together with response_format", "Send one of the two")
         return format_options(format, "response_format")
     options: dict[str, Any] = {}
     for name, value in members.items():

@@ -174,7 +174,7 @@ class Models:
     def __init__(self, sessions: Any, name: str | None = None) -> None:
         if isinstance(sessions, Mapping):
             if name is not None:
-                raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
+                raise ConfigError("name", name, "is given together with a mapping of names to sessions", "Leave it out")
             if not sessions:
                 raise ConfigError("sessions", sessions, "does not map names to sessions", 'Pass {"name": session}')
             names = [checked_name("sessions", name, colons=True) for name in sessions]

@@ -106,7 +106,7 @@ class AdapterShelf:
         self._check_rank(value, adapter.rank)
         if self._dtype == "float16" and (largest := adapter.largest) > float(np.finfo(np.float16).max):
             problem = (
-                f"has numbers up to {largest:.3g}, and float16 holds up to 65504: rows beside it would be NaN, too"
+                f"has numbers up to {largest:.3g}, and float16 holds up to 65504: the rows next to it would be NaN, too"
             )
             raise ConfigError("adapter", value, problem, 'Open the model with dtype="bfloat16"')
         return adapter

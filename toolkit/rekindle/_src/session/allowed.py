@@ -71,7 +71,7 @@ def allowed_tokens(front: Front, source: Completion | Any, at: int | None) -> Al
     mask = np.zeros(mask_words(front.vocab_size), np.int32)
     for token in _behind_reasoning(prefix, front.think_ids, at):
         if guide.ended or guide.consume(token).problem:
-            raise InvalidRequest("at", at, "lies behind the end of the structured text", "Use a smaller one")
+            raise InvalidRequest("at", at, "lies after the end of the structured text", "Use a smaller one")
     ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)
     texts = tuple(decode([token], skip_special_tokens=False) for token in ids)
     may_end = guide.ended or bool(eos & set(ids))

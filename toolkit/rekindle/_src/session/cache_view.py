@@ -212,7 +212,7 @@ class PrefixExplanation:
         text = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens are cached"
         text += f" ({where})" if where else ""
         if self.stateless_tokens:
-            lacks = "the window before their end" if self.windows else "a state behind them"
+            lacks = "the window before their end" if self.windows else "a state after them"
             text += f"; {self.stateless_tokens} more are, without {lacks}, and would be computed again"
         if self.host_tokens + self.disk_tokens:
             choice = "copied" if self.copies else "computed again"

@@ -35,7 +35,7 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 def _say_untrained(model: str) -> None:
     log.warning(
         "%s is a chat model: the mean of its hidden states tells texts apart, but it was not trained to bring texts of "
-        'one meaning together. For a search open a model that embeds, such as "BAAI/bge-small-en-v1.5", beside it; '
+        'one meaning together. For a search open a model that embeds, such as "BAAI/bge-small-en-v1.5", in addition; '
         'pooling="mean" says that the mean is meant',
         model,
     )

@@ -208,7 +208,7 @@ def _positions_in(positions: Positions, count: int) -> NDArray[np.int32]:
     every, runs = np.arange(count, dtype=np.int32), runs_of("positions", positions, count)
     for start, stop in runs:
         if stop > count and stop != END:
-            problem = f"has a position behind the prompt, which has {count} tokens"
+            problem = f"has a position after the prompt, which has {count} tokens"
             raise InvalidRequest("positions", (start, stop), problem, f"Use positions below {count}")
     return np.concatenate([every[:0], *(every[start:stop] for start, stop in runs)])
 

@@ -563,7 +563,7 @@ class Puller:
                 for index, payload in source.fetch(digests, keys(source.lookup), tiers.host.memory):
                     tiers.host.put(digests[index], payload, owned=True)
         except RekindleError as error:
-            log.debug("pages came without what is beside them: %s", error)
+            log.debug("pages came without their states or windows: %s", error)
 
     def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size

@@ -234,10 +234,10 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
     if any(pages.latent for pages in model.kinds_of_pages):
         return "XLA attends to latent pages, for which nothing is promised"
     if model.is_bidirectional:
-        return "XLA attends to tokens behind a query, for which nothing is promised"
+        return "XLA attends to tokens after a query, for which nothing is promised"
     for state in (spec for spec in model.states if spec is not None):
         if state.channels % KEYS or state.key_size % KEYS or state.value_size % VALUES:
-            sizes = f"states of {state.key_size} x {state.value_size} beside {state.channels} channels"
+            sizes = f"states of {state.key_size} x {state.value_size} with {state.channels} channels"
             return f"{sizes} are not whole vectors, and XLA takes a prompt through them in another order than a token"
     uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % HEAD_DIM]
     if uneven:

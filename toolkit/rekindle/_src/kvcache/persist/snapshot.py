@@ -165,7 +165,7 @@ def pages_of_snapshot(folder: Path, identity: Identity, name: str) -> list[Page]
     if reason is not None:
         raise SnapshotRefused(
             f'snapshot {name!r} can\'t be restored: {reason}. restore="auto" has every page that is kept for this '
-            f"session's model and options; save({name!r}) then adds a snapshot beside the other"
+            f"session's model and options; save({name!r}) then adds a second snapshot"
         )
     try:
         verify(identity, index.records, None)

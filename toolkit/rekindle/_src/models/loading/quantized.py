@@ -100,7 +100,7 @@ def scaled(
     outputs, inputs = weight.shape
     _expect(weight, (outputs, inputs), *dtypes)
     if scale is None:
-        raise CheckpointError(f"{weight.file}: {base}.weight has no scale beside it. Download it again.")
+        raise CheckpointError(f"{weight.file}: {base}.weight has no scale. Download it again.")
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (outputs,), (outputs, 1)]
     if block is not None:
         shapes = [(-(-outputs // block[0]), -(-inputs // block[1]))]
