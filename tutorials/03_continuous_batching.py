@@ -208,13 +208,13 @@ axis.legend()
 plt.show()
 
 # %% [markdown]
-# Each talker got a token in every step until it ended, while the prompt was worked off beside it: at half the budget first, then
+# Each talker got a token in every step until it ended, while the prompt was worked off alongside: at half the budget first, then
 # at the whole.
 #
 # ## The price and the choice
 #
 # Smaller chunks mean shorter pauses for the talkers, and more steps until the reader has its first token. Below, a prompt of 900
-# tokens arrives beside one talker, under four budgets: tokens in the largest step, steps to the first token, and the
+# tokens arrives next to one talker, under four budgets: tokens in the largest step, steps to the first token, and the
 # times that follow from them.
 
 # %%

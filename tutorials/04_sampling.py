@@ -271,7 +271,7 @@ for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")},
 # runs in, not on the slot, not on a restart in between. Every completion reports its seed.
 #
 # The logits are another matter. By default the fastest kernel for each number of rows computes them, and kernels add in
-# different orders, so the last bits of a logit depend on what runs beside it. Where two tokens are almost equally likely, that can
+# different orders, so the last bits of a logit depend on what runs with it. Where two tokens are almost equally likely, that can
 # decide between them, and from there on the text is another one: of 200 seeds, 4 gave another text in a batch than alone. With `open(..., deterministic=True)` every number is
 # computed in the same order whatever the batch, the chunks of the prompt and the cache are, and the same prompt and seed give the
 # same tokens. It is slower, and needs the native CPU kernels.

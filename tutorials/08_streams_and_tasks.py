@@ -200,7 +200,7 @@ assert session.stats().aborted - before == 2, "leaving a scope aborts what it ho
 # %% [markdown]
 # ## Backpressure
 #
-# A session bounds what it takes in: `max_queue` requests may wait beside those that run. Awaiting calls wait for a place. `submit`
+# A session bounds what it takes in: `max_queue` requests may wait in addition to those that run. Awaiting calls wait for a place. `submit`
 # can't wait, so it raises.
 #
 # **Predict.** How many submissions does a session with `max_requests=2, max_queue=2` take before it refuses one?

@@ -19,7 +19,7 @@
 #                               (loop)     (device thread)
 # ```
 #
-# None of them knows the others, and the device side is behind a contract of two methods. So we can build an engine without a
+# None of them knows the others, and the device side is reached by a contract of two methods. So we can build an engine without a
 # model: all real parts around a fake runner. All names from `rekindle._src` are private; they are shown here for teaching and
 # may change.
 
@@ -320,7 +320,7 @@ assert shouted == POEM[1:7].upper(), "an engine runs any runner that keeps the c
 # %% [markdown]
 # ## In production
 #
-# The loop is the same; it spans processes. Tokenizing, scheduling and detokenizing run beside each other, because Python holds one lock, and plans travel to workers over shared memory. The one step of lateness is what vLLM calls asynchronous scheduling.
+# The loop is the same; it spans processes. Tokenizing, scheduling and detokenizing run side by side, because Python holds one lock, and plans travel to workers over shared memory. The one step of lateness is what vLLM calls asynchronous scheduling.
 #
 # ## Further reading
 #

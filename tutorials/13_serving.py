@@ -8,7 +8,7 @@
 # **Also called:** the API = OpenAI's, as vLLM, SGLang, llama.cpp and Ollama speak it; events = server-sent events (SSE); `/metrics` = Prometheus' format.
 #
 # Editors, agents and evaluation suites speak OpenAI's API: they want a URL. A session has one, if you ask for it. The server
-# runs in a thread beside the cells and works on the same session, so that both share its programs, its prefix cache
+# runs in a thread alongside the cells and works on the same session, so that both share its programs, its prefix cache
 # and its dashboard. It needs the extra `serve`: `pip install "rekindle[serve]"`.
 #
 # ![Cells and HTTP clients share one session](pictures/13_serving.svg)

@@ -144,7 +144,7 @@ assert after.steps - before.steps < len(again.token_ids), "forced tokens save st
 
 # %% [markdown]
 # The mask is found on the host, with [llguidance](https://github.com/guidance-ai/llguidance), while the device computes the
-# model's next step: what a grammar costs disappears behind it. Requests without a grammar, in the same batch, don't notice.
+# model's next step: what a grammar costs is hidden by it. Requests without a grammar, in the same batch, don't notice.
 #
 # ## A fork stays in its form
 #

@@ -58,7 +58,7 @@ plt.show()
 # %% [markdown]
 # ## The logit lens
 #
-# The last layer's stream goes through a norm and the head, and that gives the next token. The same norm and head can be put behind
+# The last layer's stream goes through a norm and the head, and that gives the next token. The same norm and head can be put after
 # any layer: what would the model say if it had to stop there? (nostalgebraist, 2020)
 
 # %%
@@ -153,7 +153,7 @@ plt.colorbar(label="1: it says Tom")
 plt.show()
 
 # %% [markdown]
-# Blue is where Tom was. Behind layer 0 that is at his name, above all where it is read for the second time. Behind layer 1 nothing is left
+# Blue is where Tom was. After layer 0 that is at his name, above all where it is read for the second time. After layer 1 nothing is left
 # to find there: the name has moved to the last position, where it will be needed. Attention carried it. `session.view.attention` shows how much
 # each position reads of the others, here in layer 3.
 
@@ -163,7 +163,7 @@ await session.view.attention(other, layer=3)
 # %% [markdown]
 # ## Steering: he or she
 #
-# A direction can be found from examples, and added anywhere. Here: prompts that end behind a sentence about a boy, and the same about a
+# A direction can be found from examples, and added anywhere. Here: prompts that end after a sentence about a boy, and the same about a
 # girl. The mean difference of their streams is the vector (Turner et al., 2023).
 
 # %%
@@ -203,7 +203,7 @@ plt.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# Behind the last layer one vector turns the pronoun both ways, from 15 in favour of *He* to 10 in favour of *She*. Below it the same
+# After the last layer one vector turns the pronoun both ways, from 15 in favour of *He* to 10 in favour of *She*. Below it the same
 # experiment does next to nothing, and that is a finding, too: the last position has not read yet who is meant, and it reads that from words
 # which the vector did not touch. A vector added in a lower layer changes other things; with a large one, the kind of text:
 
@@ -217,7 +217,7 @@ for scale in (-3.0, 0.0, 3.0):
 # ## What the engine does
 #
 # Steps in which some row captures run a program that returns every layer's stream, each as an array, and the host takes the rows that
-# are wanted. Steps in which some row is changed run a program with a table: which tokens, behind which layer, by which vectors. All of it is
+# are wanted. Steps in which some row is changed run a program with a table: which tokens, after which layer, by which vectors. All of it is
 # data, so that a sweep compiles nothing, and other steps run what they always ran.
 #
 # And the cache stays right. A page of keys and values depends on what was changed below it, so the change is part of its name: a prompt

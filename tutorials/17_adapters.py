@@ -7,10 +7,10 @@
 #
 # **Also called:** LoRA = low-rank adaptation; rank = `r` (PEFT); many adapters over one base = multi-LoRA (vLLM), S-LoRA; base = parent (`/v1/models`).
 #
-# ![Beside a matrix stand two narrow ones for each adapter; each row uses its own](pictures/17_adapters.svg)
+# ![Next to a matrix stand two narrow ones for each adapter; each row uses its own](pictures/17_adapters.svg)
 #
-# A LoRA leaves a model as it is. Beside each matrix it puts two narrow ones, and only these are trained: 3.3 % of the numbers here. What
-# comes out is an *adapter*, small enough to have many of over one base. Here two are trained, loaded beside each other and served.
+# A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 3.3 % of the numbers here. What
+# comes out is an *adapter*, small enough to have many of over one base. Here two are trained, loaded together and served.
 
 # %%
 import json

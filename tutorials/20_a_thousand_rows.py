@@ -102,7 +102,7 @@ assert by_margin[:50].mean() < by_margin[50:500].mean(), (
 
 # %% [markdown]
 # That curve is what you decide by: keep the labels above a margin, and send the others to a larger model or to a person. Look at its
-# beginning, too: a smaller share of the fifty rows with the largest margins is right than of the 450 behind them, so a large margin does
+# beginning, too: a smaller share of the fifty rows with the largest margins is right than of the 450 after them, so a large margin does
 # not guarantee a right label.
 #
 # ## What does quantising cost, on my task?

@@ -10,7 +10,7 @@
 # ![The model writes a call, your code runs it, its result becomes a message, and again](pictures/21_agent.svg)
 #
 # A model writes text, and nothing else. It "calls a function" by writing something that your code recognises; your code stops it there,
-# runs the function, writes the result behind the call, and lets the model go on. An agent is that loop.
+# runs the function, writes the result after the call, and lets the model go on. An agent is that loop.
 
 # %%
 import dataclasses
@@ -53,7 +53,7 @@ assert sum(right) < 5, "it can't write what it has hardly ever seen"
 # ## One call
 #
 # Its answers do one thing well: they copy the numbers. So let `=` be the sign of a call. A `stop` string ends the text there; our
-# function adds; and the model goes on behind the result. Never give a model's text to `eval`: read exactly the form that
+# function adds; and the model goes on after the result. Never give a model's text to `eval`: read exactly the form that
 # you expect, and answer everything else with an error.
 
 
@@ -91,7 +91,7 @@ for turn in turns:
     print(turn)
 
 # %% [markdown]
-# The second turn's prompt is the first one's with more behind it. So most of it is in the cache: a loop of $k$ turns whose prompts grow to
+# The second turn's prompt is the first one's with more after it. So most of it is in the cache: a loop of $k$ turns whose prompts grow to
 # $n$ tokens computes about $n$ of them, where without a cache it would compute
 #
 # $$n_1 + n_2 + \ldots + n_k \approx \frac{k \cdot n}{2}$$

@@ -11,7 +11,7 @@
 #
 # A decode step reads all weights for one token. Reading them for eight tokens takes hardly longer. But the eighth depends on the
 # seventh, so somebody has to guess. *Prompt lookup* guesses that the text repeats itself: it looks for the last few tokens earlier in the
-# text, and proposes what came behind them then. One step computes all proposals; those that the model would have chosen stay, the first that
+# text, and proposes what came after them then. One step computes all proposals; those that the model would have chosen stay, the first that
 # it would not ends the run.
 
 # %%
@@ -90,7 +90,7 @@ assert drawn[0][0].text == drawn[1][0].text, "nor one that is drawn"
 #
 # $$E = 1 + \alpha + \alpha^2 + \ldots + \alpha^k = \frac{1 - \alpha^{k+1}}{1 - \alpha}$$
 #
-# tokens: the accepted ones and the model's own behind them.
+# tokens: the accepted ones and the model's own after them.
 #
 # **Predict.** Half of the drafts are right, and there are 7 in each step. How many tokens does a step give: about 2, 4 or 8?
 #
@@ -177,7 +177,7 @@ if smollm2:
 # %% [markdown]
 # ## Exercise
 #
-# Write `lookup(tokens, count, size)`: find the last `size` tokens earlier in the text, latest first, and return up to `count` tokens that came behind them. How many of 40 tokens of the loop's text does it guess, if it proposes one token at each position?
+# Write `lookup(tokens, count, size)`: find the last `size` tokens earlier in the text, latest first, and return up to `count` tokens that came after them. How many of 40 tokens of the loop's text does it guess, if it proposes one token at each position?
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]

@@ -118,7 +118,7 @@ prompt = rng.integers(3, 500, 150).tolist()
 #
 # <details><summary>Answer</summary>
 #
-# **128**: the last multiple of 64. Sixteen cached tokens behind it are of no use without a state.
+# **128**: the last multiple of 64. Sixteen cached tokens after it are of no use without a state.
 #
 # </details>
 

@@ -154,7 +154,7 @@ else:
 # %% [markdown]
 # ## Exercise
 #
-# Write a router that looks at two replicas drawn at random and takes the one with fewer requests (*power of two choices*). How even is it, beside `affinity`?
+# Write a router that looks at two replicas drawn at random and takes the one with fewer requests (*power of two choices*). How even is it, compared with `affinity`?
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]

@@ -1,4 +1,4 @@
-"""`python tutorials/build.py [01 05 …]`: execute tutorials from a fresh kernel and keep their outputs beside them.
+"""`python tutorials/build.py [01 05 …]`: execute tutorials from a fresh kernel and keep their outputs next to them.
 
 The `.py` files are the source. A notebook holds no widget state (nothing could revive it), no cell's execution time and
 no machine's paths, so that building it twice on one machine changes little but the measured numbers. Its metadata has

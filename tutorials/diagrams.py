@@ -1,4 +1,4 @@
-"""`python tutorials/diagrams.py`: the course's diagrams, as SVG files beside the pictures.
+"""`python tutorials/diagrams.py`: the course's diagrams, as SVG files next to the pictures.
 
 Each has a background of its own and follows the reader's light or dark theme, so it can be read on any page. Viewers
 that know no style sheets, variables or themes draw the light one.
@@ -100,7 +100,7 @@ def generation() -> Drawing:
 
 
 def step() -> Drawing:
-    """02: a prefill and two decode steps beside the cache."""
+    """02: a prefill and two decode steps next to the cache."""
     d = Drawing("Prefill computes all prompt positions, decode one position that reads all keys and values", 700, 190)
     for row, (label, first, last) in enumerate((("prefill", 0, 4), ("decode", 4, 5), ("decode", 5, 6))):
         y = 30 + row * 50
@@ -393,8 +393,8 @@ def rollouts() -> Drawing:
 
 
 def adapters() -> Drawing:
-    """17: a matrix with two narrow ones beside it, and rows that choose."""
-    d = Drawing("Beside a matrix W stand two narrow matrices per adapter; each row of the batch uses its own", 700, 170)
+    """17: a matrix with two narrow ones next to it, and rows that choose."""
+    d = Drawing("Next to a matrix W stand two narrow matrices per adapter; each row of the batch uses its own", 700, 170)
     for y, words, fill in ((20, "row: base", "n"), (68, "row: pirate", "a"), (116, "row: butler", "d")):
         d.box(15, y, 110, 34, words, fill=fill)
         d.arrow(125, y + 17, 178, 85)
@@ -493,7 +493,7 @@ def drafts() -> Drawing:
 
 
 def states() -> Drawing:
-    """23: a growing cache beside a state of one size."""
+    """23: a growing cache next to a state of one size."""
     d = Drawing("Attention keeps keys and values of every token; a recurrent layer keeps one state", 700, 170)
     d.words(80, 20, "attention")
     for index in range(12):
