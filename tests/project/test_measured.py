@@ -38,8 +38,6 @@ ALLOWED = {
     ("checkpoints", "64 MB"): "a bound of the code",
     ("checkpoints", "269 MB"): "a message, as page 10 has it",
     ("checkpoints", "378 MiB"): "a file's size",
-    ("checkpoints", "1,171 MiB"): "measured: the table below has its parts, with 235 that were freed",
-    ("checkpoints", "838 MiB"): "measured: the sum of a column of the table below",
     ("fleets", "15 seconds"): "a bound of the code",
     ("fleets", "2 seconds"): "a rule of the code",
     ("install", "1 minutes"): "an estimate for two cores of any kind; the bound is five minutes",
