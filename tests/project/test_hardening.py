@@ -1,4 +1,4 @@
-"""hardening.md, next to this file, names tests that exist, and has a row for each defect and each sentence about trust."""
+"""hardening.md names tests that exist, and has a row for each defect and each sentence about trust."""
 
 from __future__ import annotations
 
