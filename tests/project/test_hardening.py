@@ -1,4 +1,4 @@
-"""The page about hardening names tests that exist, and has a row for each defect and each sentence about trust."""
+"""hardening.md names tests that exist, and has a row for each defect and each sentence about trust."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / ".github" / "docs" / "pages" / "hardening.md").read_text()
+PAGE = (Path(__file__).parent / "hardening.md").read_text()
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
 
 
