@@ -21,6 +21,7 @@ from rekindle.errors import NoTokenLeft, RekindleError
 from rekindle_kernels import gated_masks
 
 NO_TOKEN = -2  # read by the host in place of a token where mask and options together leave none
+QUICK = 0.0001  # seconds that a guide's mask takes at most, or its token, unless it is slow
 SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
@@ -101,13 +102,12 @@ class Guides(Feature):
                 problem = "" if ahead is None else ahead.fill(masks[index])
             except BaseException as raised:
                 problem, error = "it failed", _own_failure(row, raised)
-            clock.took(guide)
+            guide.spent += clock.lap()
             if problem:
                 if not row.draft:
                     errors[row.request.id] = error or _guide_error(row, problem)
                 masks[index].fill(-1)
                 ahead = None
-        clock.stop()
         return errors
 
     def advance(
@@ -115,10 +115,9 @@ class Guides(Feature):
     ) -> tuple[RowResult, ...]:
         """Return the results of a step with each guide's report on its token. `errors` are those of `fill`."""
         updated: list[RowResult] = []
-        reports: list[tuple[int, Row, GuideLike, Guided]] = []  # by the row's index
         follows = False  # True while all rows of the request so far were right
         clock = _Clock()
-        for index, (row, result) in enumerate(zip(plan.rows, results, strict=True)):
+        for row, result in zip(plan.rows, results, strict=True):
             guide = row.request.guide
             if guide is None or not row.samples:
                 updated.append(result)
@@ -130,19 +129,19 @@ class Guides(Feature):
                 follows = guide.consumed == row.generated
             if follows and errors and row.request.id in errors:
                 result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
-            follows = follows and result.token_id is not None and not guide.ended
-            if follows and (token := result.token_id) is not None:
+            if follows and result.token_id is not None and not guide.ended:
                 try:
-                    reports.append((index, row, guide, guide.consume(token)))
+                    report = guide.consume(result.token_id)
                 except BaseException as raised:
-                    result, follows = dataclasses.replace(result, token_id=None, error=_own_failure(row, raised)), False
-                clock.took(guide)
+                    updated.append(dataclasses.replace(result, token_id=None, error=_own_failure(row, raised)))
+                    follows = False
+                    continue
+                report = _with_time(report, guide.spent + clock.lap())
+                guide.spent = 0.0
+                result = result.following(report, _guide_error(row, report.problem) if report.problem else result.error)
+            else:
+                follows = False
             updated.append(result)
-        clock.stop()
-        for index, row, guide, report in reports:
-            report, guide.spent = _with_time(report, guide.spent), 0.0
-            problem = _guide_error(row, report.problem) if report.problem else updated[index].error
-            updated[index] = updated[index].following(report, problem)
         return tuple(updated)
 
     def no_token(self, row: Row) -> RekindleError:
@@ -162,32 +161,29 @@ class Guides(Feature):
 
 
 class _Clock:
-    """Divides this thread's CPU time among guides, by the wall time that each took.
+    """Measures the CPU time of one guide after the other.
 
-    Reading the CPU time takes as long as a quick mask, ten times as long as reading the wall time, so it is read twice
-    for all rows of a step. Where the thread is held up, its guides share what CPU time they took together.
+    Reading a thread's CPU time takes as long as a quick mask, ten times as long as reading the wall time. So it is read
+    only where a guide took longer than most: it may have been slow, or the thread was held up.
     """
 
-    __slots__ = ("_before", "_began", "_times")
+    __slots__ = ("_before", "_cpu", "_quick")
 
     def __init__(self) -> None:
-        self._times: list[tuple[GuideLike, float]] = []
-        self._began, self._before = time.thread_time(), time.perf_counter()
+        self._cpu, self._before = time.thread_time(), time.perf_counter()
+        self._quick = 0.0  # seconds of laps since the CPU time was read
 
-    def took(self, guide: GuideLike) -> None:
-        """Note that a guide took the time since the last call."""
+    def lap(self) -> float:
+        """Return the seconds since the last lap."""
         now = time.perf_counter()
-        self._times.append((guide, now - self._before))
-        self._before = now
-
-    def stop(self) -> None:
-        """Add to what each guide spent."""
-        if not self._times:
-            return
-        wall = sum(seconds for _, seconds in self._times)
-        share = min(1.0, (time.thread_time() - self._began) / wall) if wall else 0.0
-        for guide, seconds in self._times:
-            guide.spent += share * seconds
+        seconds, self._before = now - self._before, now
+        if seconds < QUICK:
+            self._quick += seconds
+            return seconds
+        cpu = time.thread_time()
+        seconds = max(0.0, cpu - self._cpu - self._quick)
+        self._cpu, self._quick = cpu, 0.0
+        return seconds
 
 
 def _with_time(report: Guided, seconds: float) -> Guided:
