@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rekindle._src.core.records import mask_words
+from rekindle._src.programs import guides
 from rekindle._src.programs.guides import NO_TOKEN, Guides
 from rekindle._src.programs.sampling import plainly
 from rekindle_kernels import greedy
@@ -35,3 +39,15 @@ def test_a_row_without_a_token_is_told_and_no_other() -> None:
     tokens, values = Guides().take(jnp.asarray(masks))(logits, greedy)
     told = Guides().mark(tokens, jnp.asarray(masks), values)
     assert np.asarray(told).tolist() == [NO_TOKEN, 0, 0, NO_TOKEN]
+
+
+def test_a_guide_answers_for_its_own_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread is held up for a second amid the second of four guides; the third one takes a second itself."""
+    wall = cpu = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: wall, thread_time=lambda: cpu)
+    monkeypatch.setattr(guides, "time", clock)
+    laps, found = guides._Clock(), []
+    for waits, works in ((0.0, 1e-5), (1.0, 2e-5), (0.0, 1.0), (0.0, 1e-5)):
+        wall, cpu = wall + waits + works, cpu + works
+        found.append(laps.lap())
+    assert found == pytest.approx([1e-5, 2e-5, 1.0, 1e-5])

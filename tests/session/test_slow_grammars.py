@@ -28,12 +28,14 @@ def session() -> Iterator[Session]:
 
 
 class Clock:
-    """The processor's time of a guide, as `guides` reads it."""
+    """The time of a guide, as `guides` reads it."""
 
     now = 0.0
 
     def thread_time(self) -> float:
         return self.now
+
+    perf_counter = thread_time
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from rekindle.errors import NoTokenLeft, RekindleError
 from rekindle_kernels import gated_masks
 
 NO_TOKEN = -2  # read by the host in place of a token where mask and options together leave none
+QUICK = 0.0001  # seconds that a guide's mask takes at most, or its token, unless it is slow
 SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
@@ -86,7 +87,7 @@ class Guides(Feature):
         masks.fill(-1)
         errors: dict[str, Exception] = {}
         ahead: GuideLike | None = None
-        before = time.thread_time()  # read once a row: it takes as long as a quick mask
+        clock = _Clock()
         for index, row, guide in _guided(plan, rows):
             error: RekindleError | None = None
             try:
@@ -101,12 +102,10 @@ class Guides(Feature):
                 problem = "" if ahead is None else ahead.fill(masks[index])
             except BaseException as raised:
                 problem, error = "it failed", _own_failure(row, raised)
-            now = time.thread_time()
-            guide.spent += now - before
-            before = now
-            if problem and not row.draft:
-                errors[row.request.id] = error or _guide_error(row, problem)
+            guide.spent += clock.lap()
             if problem:
+                if not row.draft:
+                    errors[row.request.id] = error or _guide_error(row, problem)
                 masks[index].fill(-1)
                 ahead = None
         return errors
@@ -117,7 +116,7 @@ class Guides(Feature):
         """Return the results of a step with each guide's report on its token. `errors` are those of `fill`."""
         updated: list[RowResult] = []
         follows = False  # True while all rows of the request so far were right
-        before = time.thread_time()
+        clock = _Clock()
         for row, result in zip(plan.rows, results, strict=True):
             guide = row.request.guide
             if guide is None or not row.samples:
@@ -128,7 +127,7 @@ class Guides(Feature):
                 follows = follows and updated[-1].token_id == row.token_ids[0]
             else:
                 follows = guide.consumed == row.generated
-            if follows and row.request.id in errors:
+            if follows and errors and row.request.id in errors:
                 result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
             if follows and result.token_id is not None and not guide.ended:
                 try:
@@ -137,9 +136,8 @@ class Guides(Feature):
                     updated.append(dataclasses.replace(result, token_id=None, error=_own_failure(row, raised)))
                     follows = False
                     continue
-                now = time.thread_time()
-                report = _with_time(report, guide.spent + now - before)
-                guide.spent, before = 0.0, now
+                report = _with_time(report, guide.spent + clock.lap())
+                guide.spent = 0.0
                 result = result.following(report, _guide_error(row, report.problem) if report.problem else result.error)
             else:
                 follows = False
@@ -160,6 +158,32 @@ class Guides(Feature):
             f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
             f"{options} allow. Change one of them."
         )
+
+
+class _Clock:
+    """Measures the CPU time of one guide after the other.
+
+    Reading a thread's CPU time takes as long as a quick mask, ten times as long as reading the wall time. So it is read
+    only where a guide took longer than most: it may have been slow, or the thread was held up.
+    """
+
+    __slots__ = ("_before", "_cpu", "_quick")
+
+    def __init__(self) -> None:
+        self._cpu, self._before = time.thread_time(), time.perf_counter()
+        self._quick = 0.0  # seconds of laps since the CPU time was read
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._before = now - self._before, now
+        if seconds < QUICK:
+            self._quick += seconds
+            return seconds
+        cpu = time.thread_time()
+        seconds = max(0.0, cpu - self._cpu - self._quick)
+        self._cpu, self._quick = cpu, 0.0
+        return seconds
 
 
 def _with_time(report: Guided, seconds: float) -> Guided:

@@ -218,8 +218,7 @@ class Scheduler:
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
             if not self._ready_rows.takes(admitted, length):
-                self._admission.abandon(admitted)  # as above
-                continue
+                continue  # those that share its prompt wait with it rather than compute it again
             if admitted.fresh:
                 self._count_admission(admitted)
             if admitted.decodes:
