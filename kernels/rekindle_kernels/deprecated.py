@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ KNOWN = (
     r"The Pallas Triton backend is deprecated"
     r"|jax\.experimental\.pallas\.ops\.gpu\.paged_attention is deprecated"
 )
+_FILTER = ("ignore", re.compile(KNOWN), DeprecationWarning, None, 0)
 _lock = threading.Lock()
 _inside = 0
 
@@ -23,12 +25,13 @@ def known() -> Iterator[None]:
     """Silence the warnings that match KNOWN while GPU kernels may be lowered, and leave all others as they are.
 
     `warnings.catch_warnings` would put back a list that another thread has changed meanwhile, and programs are lowered
-    in several threads at once. Here the last of them removes the one filter.
+    in several threads at once. Here the last of them removes the one filter. Lists are replaced and not changed:
+    a thread that is searching one would skip an entry. IPython's completions failed so, where "ignore" hides "error".
     """
     global _inside
     with _lock:
         if not _inside:
-            warnings.filterwarnings("ignore", KNOWN, DeprecationWarning)
+            warnings.filters = [_FILTER, *_others()]
         _inside += 1
     try:
         yield
@@ -36,9 +39,11 @@ def known() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside:
-                for entry in [*warnings.filters]:
-                    if getattr(entry[1], "pattern", None) == KNOWN:
-                        warnings.filters.remove(entry)  # type: ignore[attr-defined]
+                warnings.filters = _others()
+
+
+def _others() -> list[Any]:
+    return [entry for entry in warnings.filters if entry is not _FILTER]
 
 
 @functools.cache

@@ -71,3 +71,21 @@ for package in (rekindle, rekindle_kernels):
 
 def test_jax_own_kernel_is_found_where_it_is_measured() -> None:
     assert callable(deprecated.jax_paged_attention())
+
+
+def test_a_thread_that_looks_for_its_filter_finds_it() -> None:
+    """IPython ignores a warning while Tab completes a name, and raises it at other times."""
+    silence = deprecated.known()
+
+    class Ending:
+        """A pattern during whose search another thread has lowered its program."""
+
+        def match(self, text: str) -> None:
+            silence.__exit__(None, None, None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.filters.insert(0, ("default", Ending(), UserWarning, None, 0))  # type: ignore
+        silence.__enter__()
+        warnings.warn("provisional", UserWarning, stacklevel=1)
