@@ -394,7 +394,9 @@ def rollouts() -> Drawing:
 
 def adapters() -> Drawing:
     """17: a matrix with two narrow ones next to it, and rows that choose."""
-    d = Drawing("Next to a matrix W stand two narrow matrices per adapter; each row of the batch uses its own", 700, 170)
+    d = Drawing(
+        "Next to a matrix W stand two narrow matrices per adapter; each row of the batch uses its own", 700, 170
+    )
     for y, words, fill in ((20, "row: base", "n"), (68, "row: pirate", "a"), (116, "row: butler", "d")):
         d.box(15, y, 110, 34, words, fill=fill)
         d.arrow(125, y + 17, 178, 85)
