@@ -194,7 +194,7 @@ tokens = [*plain.tokenizer.encode(TEXTS["a loop"]), *done.token_ids]
 guessed = sum(lookup(tokens[:at], 1) == [tokens[at]] for at in range(len(tokens) - 40, len(tokens)))
 print(f"{guessed} of 40 tokens guessed")
 assert guessed > 30, "a loop is easy to guess"
-assert lookup([1, 2, 3, 1, 2], 2) == [3, 1], "what came behind the same two tokens"
+assert lookup([1, 2, 3, 1, 2], 2) == [3, 1], "what came after the same two tokens"
 
 # %% [markdown]
 # ## In production

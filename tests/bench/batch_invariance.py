@@ -96,7 +96,7 @@ async def compare(session: rekindle.Session, seeds: int, tokens: int = 60) -> di
         for seed in range(seeds):
             tasks.start_soon(crowd, seed)
         tasks.start_soon(prompts_beside)
-    kinds = {"cached": cached, "in a batch of 5": five, "in one of 16, prefill beside": crowded}
+    kinds = {"cached": cached, "in a batch of 5": five, "in one of 16, with prefill": crowded}
     return {
         kind: f"{sum(found[seed] == alone[seed] for seed in range(seeds))} of {seeds}" for kind, found in kinds.items()
     }

@@ -52,7 +52,7 @@ def test_a_step_that_hangs_is_reported_while_it_hangs(caplog: pytest.LogCaptureF
     release = threading.Event()
     with caplog.at_level(logging.WARNING, "rekindle.steps"), opened(HASTY, gate=release) as session:
         assert session.stats().stalled == ""
-        handles = [session.submit(text, max_tokens=3, ignore_eos=True) for text in ("this hangs", "and this beside it")]
+        handles = [session.submit(text, max_tokens=3, ignore_eos=True) for text in ("this hangs", "and this with it")]
         try:
             eventually(lambda: session.stats().stalled != "")
             stats = session.stats()

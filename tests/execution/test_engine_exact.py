@@ -172,7 +172,7 @@ SETUPS = {
     "pages of 16, two at once, short chunks": {
         "page_size": 16, "device_pages": 7, "max_tokens_per_step": 8, "max_requests": 2,
     },
-    "guesses beside every row that is free": {
+    "guesses in every row that is free": {
         "page_size": 8, "device_pages": 20, "max_tokens_per_step": 24, "prompt_lookup": 3,
     },
 }  # fmt: skip

@@ -26,7 +26,7 @@ from rekindle.errors import ConfigError
 def test_a_single_row_has_a_program_where_that_pays() -> None:
     buckets = lattice(EngineConfig(), single=True)
     assert [bucket.name for bucket in buckets[:2]] == ["r1t0", "r2t0"]
-    assert len(buckets) == len(lattice(EngineConfig())) + 1, "beside prefill tokens it would save nothing"
+    assert len(buckets) == len(lattice(EngineConfig())) + 1, "with prefill tokens it would save nothing"
     assert bucket_for(buckets, 16, rows=1, tokens=0, prefills=0) == Bucket(1, 0)
 
 

@@ -7,6 +7,9 @@ begins with a verb, or with "True if".
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -72,3 +75,38 @@ def test_docstrings_begin_with_a_verb() -> None:
     left = set(LEFT_BEGINNINGS.strip().splitlines())
     assert not beginnings - left, 'begin with a verb, or with "True if"'
     assert not left - beginnings, "rewritten: take it off the list"
+
+
+# Places in a room. In text: after, following; next to, in addition to, along with, compared with, while it runs.
+PLACES = re.compile(r"(?<![\w{-])(?:behind|beside)\b(?![\w}-])", re.IGNORECASE)
+RIGHT = re.compile(
+    r"\b(?:left|leaves?|lags?|falls?|fallen|versions|lived) (?:\S+ ){0,3}?(?:behind|beside)\b", re.IGNORECASE
+)
+NAMES_AND_DATA = ("before behind silu", "from behind", "they are behind one another", "beside it", "states of 12 x 16")
+MOST = 20
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    """Yield the lines of comments, strings and pages, without what is code in them."""
+    for folder in ("toolkit", "kernels", "tests", "tutorials"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if path.name == "test_words.py" or path.parent.name == "tiny" or not PLACES.search(text):  # tiny: stories
+                continue
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                if token.type in (tokenize.COMMENT, tokenize.STRING) and not token.string[1:-1].isidentifier():
+                    yield from ((path.name, line) for line in token.string.splitlines())
+    for folder in (".github", "tests", "tutorials", "kernels"):
+        for path in sorted((ROOT / folder).rglob("*.md")):
+            yield from ((path.name, line) for line in path.read_text().splitlines())
+    yield from (("README.md", line) for line in (ROOT / "README.md").read_text().splitlines())
+
+
+def test_what_follows_is_not_behind_and_what_is_added_is_not_beside() -> None:
+    lines = ((name, re.sub(r"`[^`]*(`|$)", "", line)) for name, line in prose())
+    found = [
+        (name, line.strip())
+        for name, line in lines
+        if PLACES.search(line) and not RIGHT.search(line) and not any(words in line for words in NAMES_AND_DATA)
+    ]
+    assert len(found) <= MOST, found

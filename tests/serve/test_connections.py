@@ -105,7 +105,7 @@ ENDLESS = {
         + b"Authorization: Bearer secret\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n2;",
         b"a" * 16_384,
     ),
-    "a trailer behind an answer": (
+    "a trailer after an answer": (
         b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-Trailer: ",
         b"a" * 16_384,
     ),

@@ -94,7 +94,7 @@ async def compare(session: Session, seeds: int, tokens: int) -> None:
         for seed in range(seeds):
             tasks.start_soon(one, seed)
         tasks.start_soon(prompts)
-    assert found == alone, "in a batch of 16 with prefill beside"
+    assert found == alone, "in a batch of 16 with a prefill"
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it

@@ -60,7 +60,7 @@ async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, sl
     done = await session.generate("hello", max_tokens=60, ignore_eos=True)
     made = sum(len(one.token_ids) for one in slow) - sum(before)
     assert len(done.token_ids) == 60
-    assert 0 < made <= 60, f"{made} slow tokens beside 60 others: each row of each step would make 180"
+    assert 0 < made <= 60, f"{made} slow tokens next to 60 others: each row of each step would make 180"
     for one in slow[1:]:
         one.cancel()
     assert len((await slow[0]).token_ids) == 150, "it goes on, and faster where nothing else runs"

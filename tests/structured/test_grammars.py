@@ -279,7 +279,7 @@ def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars) -> None:
         at_once.consume(token)
     assert opens not in allowed(at_once)
     at_once.consumed = 0
-    assert opens not in allowed(at_once), "nor behind what a fork continues"
+    assert opens not in allowed(at_once), "nor after what a fork continues"
     optional.consume(opens)
     assert len(allowed(optional)) > 1000
     assert optional.consume(closes).ahead

@@ -153,7 +153,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "rekindle-peers", help="weights, logs"
     )
-    parser.add_argument("--json", type=Path, help="where every round's figures go, beside the medians and ratios")
+    parser.add_argument(
+        "--json", type=Path, help="where every round's figures go, in addition to the medians and ratios"
+    )
     parser.add_argument("--plot", type=Path, help="where a picture of the ratios goes; needs matplotlib")
     options = parser.parse_args()
     if options.shape is None:

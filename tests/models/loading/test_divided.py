@@ -155,7 +155,7 @@ def test_no_whole_matrix_is_in_memory(
         tracemalloc.stop()
     held = {id(part): part.nbytes for leaf in parts.values() for part in leaf.values()}
     largest = 16384 * 256 * np.dtype("int8" if quantize else dtype if dtype == "float32" else "uint16").itemsize
-    assert peak - sum(held.values()) < largest / 2, "beside the parts there is room for pieces alone"
+    assert peak - sum(held.values()) < largest / 2, "next to the parts there is room for pieces alone"
 
 
 def test_kept_weights_are_read_in_parts_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

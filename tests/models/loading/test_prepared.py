@@ -221,7 +221,7 @@ def test_steps_beside_writing_have_pauses_until_the_end(
     monkeypatch.setattr(prepared, "IN_ALL", 1e-3)
     before = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     assert prepared.wait(60)
-    assert len(pauses) > sum(leaf.nbytes for leaf in before.leaves) >> 10, "one behind each piece"
+    assert len(pauses) > sum(leaf.nbytes for leaf in before.leaves) >> 10, "one after each piece"
     assert sum(pauses) < 1.1e-3, "others wait for the cache meanwhile"
     assert any(pauses) is on_host, "leaves of an accelerator are gone when the session is"
     after = checkpoint.load(folder, quantize="int8", cache_dir=cache)
