@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
+from rekindle_kernels.deprecated import KNOWN
+
 
 class Text(NamedTuple):
     """The text that a pattern or a call reads."""
@@ -47,6 +49,9 @@ def _ignored() -> list[str]:
 
 
 PATTERNS: dict[str, dict[str, Text]] = {
+    "kernels/rekindle_kernels/deprecated.py": {
+        "_FILTER": US("a warning of a package", "a line", lambda: [KNOWN]),
+    },
     "kernels/rekindle_kernels/native/build.py": {
         r"\d+": US("the version of a compiler's package", "a version"),
         "PREFIX.encode() + b'([a-z][a-z0-9_]*)'": US(

@@ -26,7 +26,7 @@ _NO_PAGES: IntArray = np.empty(0, np.int32)
 
 
 class Need:
-    """What a row needs of the programs of its step. There is one object for each combination."""
+    """The needs that a row has of the programs of its step. There is one object for each combination."""
 
     __slots__ = ("helpers", "late", "letters", "options")
 
