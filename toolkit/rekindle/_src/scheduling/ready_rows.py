@@ -122,6 +122,8 @@ class ReadyRows(AllReady):
     def takes(self, sequence: Sequence, length: int) -> bool:
         if self._now:
             return True
+        if any(row.sequence is sequence for row in self._held):
+            return False  # its prompt's last token is a decode row, which had its turn
         if sequence.decodes:
             row = _Row(sequence, _decoding(self._programs, sequence), 0)
         else:
@@ -173,7 +175,7 @@ class ReadyRows(AllReady):
         limits, needs, (count, prefills, tokens) = self._limits, set(self._needs), self._size
         for _, need, length in rows:
             room = limits.max_tokens_per_step - count - tokens
-            if room <= 0 or (length and prefills >= limits.max_prefill_rows):
+            if room <= 0 or (prefills >= limits.max_prefill_rows if length else count >= limits.max_requests):
                 break
             needs.add(need)
             if length:
@@ -184,7 +186,8 @@ class ReadyRows(AllReady):
 
     def _blamed(self) -> tuple[Any, ...]:
         """Let each row fail whose own program could not be made. Return the programs that the others need."""
-        wanted, failed = [], []
+        wanted = list[Any]()
+        failed = list[Any]()
         for row in self._held:
             own = self._programs.fit(*self._with([row])).wanted
             error = next((error for each in own if (error := self._programs.error(each)) is not None), None)

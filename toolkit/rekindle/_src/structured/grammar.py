@@ -120,7 +120,7 @@ class Guide:
         if self._first is not None:
             mask[:] = self._first.mask
         else:
-            data = ctypes.addressof(ctypes.c_int32.from_buffer(mask))  # an eighth of the time of `mask.ctypes`
+            data = ctypes.addressof(ctypes.c_int32.from_buffer(mask.data))  # a fifth of the time of `mask.ctypes`
             self._matcher.unsafe_compute_mask_ptr(data, mask.nbytes)
             if self._matcher.is_error():
                 return first_line(self._matcher.get_error())
