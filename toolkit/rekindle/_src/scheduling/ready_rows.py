@@ -95,12 +95,12 @@ class ReadyRows(AllReady):
         self._streams: frozenset[Sequence] = frozenset()  # those that decoded in the step before
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
-        self._now = False
+        self._now = self._making = False
         self._clear()
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
-        return bool(self._waits)
+        return self._making and bool(self._waits)
 
     def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
         self._clear()
@@ -147,6 +147,7 @@ class ReadyRows(AllReady):
         if any(self._programs.error(each) is not None for each in wanted):
             wanted = self._blamed()
         self._programs.want(tuple(dict.fromkeys(wanted + self._wanted)))
+        self._making = bool(wanted)
         self._note([row.sequence for row in self._held], wanted[0].name if wanted else "")
         self._streams = frozenset(self._decoding)
 
