@@ -39,12 +39,13 @@ class Programs:
     made: set[Program] = dataclasses.field(default_factory=set)
     errors: dict[Program, Exception] = dataclasses.field(default_factory=dict)
     wanted: tuple[Program, ...] = ()
+    rows: int = 0  # the most decode rows of a step that was asked about
 
     def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> str:
         return "plain" if request.sampling.logprobs is None else f"{request.sampling.logprobs} logprobs"
 
     def fit(self, needs: frozenset[str], size: StepSize) -> Fit:
-        program = Program(needs, size.prefills > 0)
+        program, self.rows = Program(needs, size.prefills > 0), max(self.rows, size.rows)
         return Fit(True) if program in self.made else Fit(False, (program,))
 
     def want(self, wanted: tuple[Program, ...]) -> None:
@@ -207,3 +208,26 @@ def test_a_step_that_is_to_run_now_has_all_rows() -> None:
     assert {row.request.id for row in plan.rows} == {stream.id, other.id}
     assert not programs.wanted
     assert not loop.scheduler.held
+
+
+def test_one_whose_prompt_is_cached_but_for_a_token_waits_once() -> None:
+    """Its last token is a decode row: it is among those that decode, and among those that prefill."""
+    programs = Programs()
+    programs.make("plain")
+    loop = Loop(programs=programs)
+    prompt = list(range(17))  # two pages and a token
+    loop.submit(first := make_request(prompt, max_tokens=30))
+    for _ in range(4):
+        loop.step()
+    others = [make_request(prompt, max_tokens=3, logprobs=2) for _ in range(2)]
+    for request in others:
+        loop.submit(request)
+    for _ in range(5):
+        loop.step()
+    assert explained(loop, others[0]).cached_tokens == 16
+    assert programs.wanted == (Program(frozenset({"plain", "2 logprobs"}), False),)
+    assert programs.rows == 3
+    programs.make("plain", "2 logprobs")
+    programs.make("2 logprobs")
+    loop.run()
+    exact(loop, first, *others)

@@ -95,12 +95,12 @@ class ReadyRows(EveryRow):
         self._streams: frozenset[Sequence] = frozenset()  # those that decoded in the step before
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
-        self._now = False
+        self._now = self._making = False
         self._clear()
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
-        return bool(self._waits)
+        return self._making and bool(self._waits)
 
     def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
         self._clear()
@@ -122,6 +122,8 @@ class ReadyRows(EveryRow):
     def takes(self, sequence: Sequence, length: int) -> bool:
         if self._now:
             return True
+        if any(row.sequence is sequence for row in self._held):
+            return False  # its prompt's last token is a decode row, which had its turn
         if sequence.decodes:
             row = _Row(sequence, _decoding(self._programs, sequence), 0)
         else:
@@ -145,6 +147,7 @@ class ReadyRows(EveryRow):
         if any(self._programs.error(each) is not None for each in wanted):
             wanted = self._blamed()
         self._programs.want(tuple(dict.fromkeys(wanted + self._wanted)))
+        self._making = bool(wanted)
         self._note([row.sequence for row in self._held], wanted[0].name if wanted else "")
         self._streams = frozenset(self._decoding)
 
@@ -173,7 +176,7 @@ class ReadyRows(EveryRow):
         limits, needs, (count, prefills, tokens) = self._limits, set(self._needs), self._size
         for _, need, length in rows:
             room = limits.max_tokens_per_step - count - tokens
-            if room <= 0 or (length and prefills >= limits.max_prefill_rows):
+            if room <= 0 or (prefills >= limits.max_prefill_rows if length else count >= limits.max_requests):
                 break
             needs.add(need)
             if length:
