@@ -231,3 +231,30 @@ def test_one_whose_prompt_is_cached_but_for_a_token_waits_once() -> None:
     programs.make("2 logprobs")
     loop.run()
     exact(loop, first, *others)
+
+
+def test_rows_wait_for_their_own_programs_though_the_one_that_they_share_is_ready() -> None:
+    programs = Programs()
+    programs.make("1 logprobs", "2 logprobs")
+    loop = Loop(programs=programs)
+    requests = [make_request([count] * 9, max_tokens=3, logprobs=count) for count in (1, 2)]
+    for request in requests:
+        loop.submit(request)
+    loop.step()
+    assert programs.wanted, "nothing is made, and both wait for ever"
+    programs.make("1 logprobs")
+    programs.make("2 logprobs")
+    loop.run()
+    exact(loop, *requests)
+
+
+def test_rows_that_wait_for_nothing_run() -> None:
+    """Whatever the programs say: a step waits for its program then, with all of its rows."""
+    programs = Programs()
+    programs.fit = lambda needs, size: Fit(False)  # type: ignore[method-assign]
+    loop = Loop(programs=programs)
+    loop.submit(request := make_request([1] * 9, max_tokens=3))
+    for _ in range(40):  # every other step has no plan
+        loop.step()
+    assert not loop.scheduler.has_work
+    exact(loop, request)

@@ -95,7 +95,7 @@ class ReadyRows(EveryRow):
         self._streams: frozenset[Sequence] = frozenset()  # those that decoded in the step before
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
-        self._now = self._making = False
+        self._now = self._making = self._stuck = False
         self._clear()
 
     @property
@@ -104,7 +104,7 @@ class ReadyRows(EveryRow):
 
     def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
         self._clear()
-        self._now = now
+        self._now = now = now or self._stuck
         if now:
             self._decoding.update(sequences)
             return sequences
@@ -144,10 +144,15 @@ class ReadyRows(EveryRow):
 
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()
+        if not wanted:  # the program of all of them together may be ready, and those of each of them not
+            each = (self._programs.fit(*self._with([row])).wanted for row in self._held)
+            wanted = next(filter(None, each), ())
         if any(self._programs.error(each) is not None for each in wanted):
             wanted = self._blamed()
         self._programs.want(tuple(dict.fromkeys(wanted + self._wanted)))
         self._making = bool(wanted)
+        # Nothing runs and nothing is made: the next step has all rows, and waits for its program.
+        self._stuck = bool(self._held) and not wanted and self._size == StepSize()
         self._note([row.sequence for row in self._held], wanted[0].name if wanted else "")
         self._streams = frozenset(self._decoding)
 
