@@ -111,20 +111,26 @@ def test_a_stream_has_a_token_in_every_step_while_another_request_waits() -> Non
     assert all(one is not other for one, other in itertools.pairwise(phases)), "a phase that nothing interrupted is one"
 
 
-def test_where_nothing_else_runs_no_step_is_planned() -> None:
+def test_where_nothing_else_runs_the_step_waits_for_its_program() -> None:
     programs = Programs()
     loop = Loop(programs=programs)
-    request = make_request("alone", max_tokens=5)
-    loop.submit(request)
-    assert not loop.step()
-    assert loop.scheduler.held
-    later = make_request("later", max_tokens=5)
-    loop.submit(later)
-    assert not loop.step()
-    programs.make("plain")
+    loop.submit(request := make_request("alone", max_tokens=5, logprobs=2))
+    assert loop.step()
+    assert not programs.wanted and not loop.scheduler.held
     loop.run()
-    assert not loop.scheduler.held
-    exact(loop, request, later)
+    exact(loop, request)
+
+
+def test_further_rows_of_the_same_kind_do_not_wait() -> None:
+    """They need a larger program, which the step makes."""
+    programs = Programs()
+    loop, stream = started(programs)
+    programs.made = {Program(frozenset({"plain"}), False)}  # none with prompts
+    loop.submit(other := make_request("another", max_tokens=5))
+    loop.step()
+    assert explained(loop, other).timeline[-1].kind is PhaseKind.PREFILL
+    loop.run()
+    exact(loop, stream, other)
 
 
 def test_a_senior_that_comes_later_does_not_stop_a_stream() -> None:
@@ -173,9 +179,6 @@ def test_one_that_fails_alone_is_failed() -> None:
 
     again = make_request("a 1", max_tokens=5, logprobs=1)  # is tried again
     loop.submit(again)
-    loop.step()
-    assert programs.wanted == (Program(frozenset({"1 logprobs"}), True),)
-    programs.make("1 logprobs")
     loop.run()
     exact(loop, again)
 
@@ -235,17 +238,19 @@ def test_one_whose_prompt_is_cached_but_for_a_token_waits_once() -> None:
 
 def test_rows_wait_for_their_own_programs_though_the_one_that_they_share_is_ready() -> None:
     programs = Programs()
-    programs.make("1 logprobs", "2 logprobs")
-    loop = Loop(programs=programs)
+    loop, stream = started(programs)
+    programs.make("plain", "1 logprobs", "2 logprobs")
     requests = [make_request([count] * 9, max_tokens=3, logprobs=count) for count in (1, 2)]
     for request in requests:
         loop.submit(request)
     loop.step()
     assert programs.wanted, "nothing is made, and both wait for ever"
-    programs.make("1 logprobs")
-    programs.make("2 logprobs")
+    for count in (1, 2):
+        programs.make("plain", f"{count} logprobs")
+        programs.make(f"{count} logprobs")
+    programs.make("1 logprobs", "2 logprobs")
     loop.run()
-    exact(loop, *requests)
+    exact(loop, stream, *requests)
 
 
 def test_rows_that_wait_for_nothing_run() -> None:
@@ -253,8 +258,9 @@ def test_rows_that_wait_for_nothing_run() -> None:
     programs = Programs()
     programs.fit = lambda needs, size: Fit(False)  # type: ignore[method-assign]
     loop = Loop(programs=programs)
+    programs.make("plain")
     loop.submit(request := make_request([1] * 9, max_tokens=3))
-    for _ in range(40):  # every other step has no plan
+    for _ in range(40):
         loop.step()
     assert not loop.scheduler.has_work
     exact(loop, request)

@@ -22,7 +22,6 @@ from rekindle._src.core.records import Row, StepPlan, StepResult
 from rekindle._src.programs.buckets import padded_rows
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.ready_rows import EveryRow
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
 # Up to this number of rows one more row costs little. Beyond it drafts only replace padding: that is free except with
@@ -36,8 +35,8 @@ WAIT_COST = 1.0
 class Drafts:
     """Adds draft rows to a step whose other rows are planned."""
 
-    def __init__(self, limits: Limits, ledger: PageLedger, ready_rows: EveryRow | None = None) -> None:
-        self._limits, self._ledger, self._ready_rows = limits, ledger, ready_rows or EveryRow()
+    def __init__(self, limits: Limits, ledger: PageLedger) -> None:
+        self._limits, self._ledger = limits, ledger
         self.drafted = 0  # rows whose steps were committed
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
@@ -93,10 +92,8 @@ class Drafts:
         counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
         if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
             return {}
-        padded = padded_rows(rows + sum(counts.values()), max_rows, mixed=mixed)
-        if not self._ready_rows.takes_drafts(padded):
-            return {}
-        return _shared(bounds, min(room, padded - rows))
+        first = sum(counts.values())
+        return _shared(bounds, min(room, padded_rows(rows + first, max_rows, mixed=mixed) - rows))
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
         """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""

@@ -1,7 +1,8 @@
 """Rows whose program is ready: those of a step that can run now, while others wait for a program that is being made.
 
 A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
-rows of the step before come first: a stream never waits because of a row that came later.
+rows of the step before come first: a stream never waits because of a row that came later and needs what it doesn't,
+such as log-probabilities. Where no stream runs, and for further rows of the same kind, the step waits for its program.
 """
 
 from __future__ import annotations
@@ -69,10 +70,6 @@ class EveryRow:
         """True if a row of `length` tokens joins the step."""
         return True
 
-    def takes_drafts(self, rows: int) -> bool:
-        """True if the step may have so many decode rows, drafts included."""
-        return True
-
     def end(self) -> None:
         """End a step: its rows are planned."""
 
@@ -88,7 +85,7 @@ class _Row(NamedTuple):
 
 
 class ReadyRows(EveryRow):
-    """Rows wait until the program that they need is ready."""
+    """Rows with other needs than the streams that run wait until the program that they need is ready."""
 
     def __init__(self, programs: StepProgramsLike, limits: Limits, program_wait: ProgramWait) -> None:
         self._programs, self._limits, self._program_wait = programs, limits, program_wait
@@ -96,6 +93,7 @@ class ReadyRows(EveryRow):
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
         self._now = self._making = self._stuck = False
+        self._usual: frozenset[Any] = frozenset()  # the needs of the streams
         self._clear()
 
     @property
@@ -104,11 +102,13 @@ class ReadyRows(EveryRow):
 
     def begin(self, sequences: list[Sequence], *, now: bool) -> list[Sequence]:
         self._clear()
-        self._now = now = now or self._stuck
+        alone = not self._waits and self._streams.isdisjoint(sequences)
+        self._now = now = now or self._stuck or alone
         if now:
             self._decoding.update(sequences)
             return sequences
         rows = [_Row(sequence, _decoding(self._programs, sequence), 0) for sequence in sequences]
+        self._usual = frozenset({row.need for row in rows if row.sequence in self._streams})
         if not self._join(rows):
             streams = [row for row in rows if row.sequence in self._streams]
             others = [row for row in rows if row.sequence not in self._streams]
@@ -134,13 +134,6 @@ class ReadyRows(EveryRow):
             return True
         self._held.append(row)
         return False
-
-    def takes_drafts(self, rows: int) -> bool:
-        if self._now or rows == self._size.rows:
-            return True
-        fit = self._programs.fit(self._needs, self._size._replace(rows=rows))
-        self._wanted += fit.wanted
-        return fit.ready
 
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()
@@ -171,10 +164,11 @@ class ReadyRows(EveryRow):
         """Add rows to the step if it can run with them."""
         needs, size = self._with(rows)
         fit = self._programs.fit(needs, size)
-        if fit.ready:
-            self._needs, self._size, self._wanted = needs, size, fit.wanted
+        joins = fit.ready or needs <= self._usual  # a program of another size is made within the step
+        if joins:
+            self._needs, self._size, self._wanted = needs, size, fit.wanted if fit.ready else ()
             self._decoding.update(row.sequence for row in rows if not row.length)
-        return fit.ready
+        return joins
 
     def _with(self, rows: Iterable[_Row]) -> tuple[frozenset[Any], StepSize]:
         """Return the needs and the size of the step with further rows, as far as it has room for them."""

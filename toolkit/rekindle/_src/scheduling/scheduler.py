@@ -109,7 +109,7 @@ class Scheduler:
             limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
         )
         self._ready_rows = EveryRow() if programs is None else ReadyRows(programs, limits, program_wait)
-        self._drafts = Drafts(limits, self._ledger, self._ready_rows)
+        self._drafts = Drafts(limits, self._ledger)
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
