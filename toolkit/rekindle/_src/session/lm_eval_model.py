@@ -64,7 +64,8 @@ class RekindleLM(TemplateLM):
         super().__init__()
         self._own = session is None
         self._session: Session = open_sync(pretrained, **options) if session is None else session
-        self.max_gen_toks, self._adapter = max_gen_toks, adapter
+        self.max_gen_toks = max_gen_toks
+        self._adapter = adapter
 
     @property
     def session(self) -> Session:
