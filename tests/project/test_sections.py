@@ -131,6 +131,7 @@ WEEKLY = {
         "test_numbers_are_checked_as_decimals",
         "test_what_the_model_writes_at_temperature_one_is_valid",
     ),
+    "text/test_extremes.py": ("test_an_extreme_opens_or_is_refused_by_a_typed_error",),
 }
 
 
