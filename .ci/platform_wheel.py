@@ -53,7 +53,7 @@ class PlatformWheel(BuildHookInterface):
 
 
 def commit_of(root: Path) -> str:
-    """Return the clone's commit in short, with a word about changes; empty for a folder that is no clone."""
+    """Return the clone's short commit hash, and whether files have changed since; empty for a folder that is no clone."""
     if not (root / ".git").exists():
         return ""
     git = ["git", "-c", "core.fsmonitor=false", "-C", str(root)]

@@ -38,7 +38,7 @@ class Operand:
     dtype: str | None = "float32"
     optional: bool = False
     fields: tuple[str, ...] = ()  # of an array that is a record of int32
-    behind: bool = False  # it is optional and comes after the settings; tables list such operands last
+    behind: bool = False  # an optional operand that is passed after the settings; a kernel's table lists these last
 
     @property
     def is_per_token(self) -> bool:

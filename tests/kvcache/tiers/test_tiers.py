@@ -70,15 +70,22 @@ def test_what_is_missing_or_damaged_leaves_the_others_alone(tiers: Tiers, tmp_pa
     assert [page.digest in tiers.disk for page, _ in pairs] == there
 
 
-def test_requests_that_wait_at_the_same_time_are_ready_together(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_after(tiers: Tiers, monkeypatch: pytest.MonkeyPatch, wait: Callable[[], bool]) -> None:
+    """Let each read of the disk begin when `wait` has returned."""
     assert tiers.disk is not None
-    load_run, second_is_queued = tiers.disk.load_run, threading.Event()
+    load_run = tiers.disk.load_run
 
-    def slow(run: Run, memory: Callable[..., object]) -> object:
-        assert second_is_queued.wait(60)
+    def waiting(run: Run, memory: Callable[..., object]) -> object:
+        assert wait()
         return load_run(run, memory)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tiers.disk, "load_run", slow)
+    monkeypatch.setattr(tiers.disk, "load_run", waiting)
+
+
+def test_requests_that_wait_at_the_same_time_are_ready_together(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiers.disk is not None
+    second_is_queued = threading.Event()
+    read_after(tiers, monkeypatch, lambda: second_is_queued.wait(60))
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.TOGETHER_SECONDS", 1e9)
     first = tiers.fetch([page.digest for page, _ in chain(0, 6)], 0)
     second = tiers.fetch([page.digest for page, _ in [*chain(0, 4), *branch()]], 0)
@@ -91,14 +98,8 @@ def test_requests_that_wait_at_the_same_time_are_ready_together(tiers: Tiers, mo
 
 
 def test_a_slow_disk_lets_nobody_wait_for_the_others(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tiers.disk is not None
-    load_run, gate = tiers.disk.load_run, threading.Semaphore(0)
-
-    def slow(run: Run, memory: Callable[..., object]) -> object:
-        assert gate.acquire(timeout=60)
-        return load_run(run, memory)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tiers.disk, "load_run", slow)
+    gate = threading.Semaphore(0)
+    read_after(tiers, monkeypatch, lambda: gate.acquire(timeout=60))
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.TOGETHER_SECONDS", 0.0)
     first = tiers.fetch([page.digest for page, _ in chain(0, 6)], 0)
     second = tiers.fetch([page.digest for page, _ in branch()], 0)
@@ -113,14 +114,8 @@ def test_a_slow_disk_lets_nobody_wait_for_the_others(tiers: Tiers, monkeypatch: 
 def test_a_disk_that_hangs_is_waited_for_no_longer_until_it_answers(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tiers.disk is not None
-    load_run, answers = tiers.disk.load_run, threading.Event()
-
-    def hanging(run: Run, memory: Callable[..., object]) -> object:
-        assert answers.wait(60)
-        return load_run(run, memory)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(tiers.disk, "load_run", hanging)
+    answers = threading.Event()
+    read_after(tiers, monkeypatch, lambda: answers.wait(60))
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.HANG_SECONDS", 0.1)
     first = tiers.fetch([page.digest for page, _ in chain(0, 6)], 0)
     assert first is not None and not first.over

@@ -140,7 +140,7 @@ def finisher(size: int, *, corrected: bool | None = None) -> Any:
 
     `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
     them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is the
-    address of these. Where results are gated, those of the outputs from n + ups on lie `behind` bytes after both.
+    address of these. Where results are gated, the sums of the up projection start `behind` bytes after each address.
     """
     corrected = unsigned() if corrected is None else corrected
 

@@ -186,7 +186,7 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 @jit
 def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
-    """Write the results of `count` rows; the ups' sums lie `behind` bytes after the gates'."""
+    """Write the results of `count` rows. The up projection's sums start `behind` bytes after those of the gate."""
     for i in range(count):
         here = sums + i * LANES * 4
         finish_vector(job, here, here + behind, first + i, block)
@@ -347,8 +347,11 @@ def few_rows(form: Int4Form) -> Any:
 
 
 def twelve_rows(form: Int4Form) -> Any:
-    """Return `twelve(job, block, behind, r, sums, strip)`: ROWS rows times a block of outputs and the one
-    `behind` blocks after it, both of them unpacked in `strip`, or as they are stored if `strip` is 0."""
+    """Return `twelve(job, block, behind, r, sums, strip)`, which multiplies ROWS rows by two blocks of outputs.
+
+    The blocks are `block` and `block + behind`. Their weights are read from `strip`, where they lie unpacked, or as
+    they are stored if `strip` is 0.
+    """
     many, many_unpacked = (
         multiply_tile(
             ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, unpacked=ahead

@@ -1,9 +1,9 @@
 """Programs on demand: which programs a step needs, and a thread that makes those that are not ready.
 
-A session compiles many programs only when a request first needs them: with log-probabilities, grammars, adapters or
-captures, or for more rows. Compiling takes seconds, and a step that waited for it would hold all of its rows up. So the
-scheduler asks `StepPrograms` before it plans a row: a row whose program is not ready waits, the others go on in the
-programs that are ready, and `Demand` makes what is missing meanwhile.
+A session compiles many programs only when a request first needs them, as for log-probabilities, grammars, adapters or
+captures. Compiling takes seconds, and a step that waited for it would hold up all of its rows. So the scheduler asks
+`StepPrograms` which rows can run now, decides which of the others wait (`scheduling.ready_rows`), and `Demand` makes
+the missing programs in the background.
 """
 
 from __future__ import annotations

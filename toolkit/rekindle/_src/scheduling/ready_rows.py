@@ -107,15 +107,17 @@ class ReadyRows(EveryRow):
         if now:
             self._decoding.update(sequences)
             return sequences
+        self._usual = frozenset({_decoding(self._programs, one) for one in sequences if one in self._streams})
+        if self._streams.issuperset(sequences):  # as in most steps
+            self._needs, self._size = self._usual, StepSize(len(sequences))
+            self._decoding.update(sequences)
+            return sequences
         rows = [_Row(sequence, _decoding(self._programs, sequence), 0) for sequence in sequences]
-        self._usual = frozenset({row.need for row in rows if row.sequence in self._streams})
         if not self._join(rows):
             streams = [row for row in rows if row.sequence in self._streams]
             others = [row for row in rows if row.sequence not in self._streams]
-            together = bool(streams) and self._join(streams)
-            for row in others if together else (*streams, *others):
-                if not self._join([row]):
-                    self._held.append(row)
+            self._join(streams)
+            self._held += [row for row in others if not self._join([row])]
             sequences = [sequence for sequence in sequences if sequence in self._decoding]
         return sequences
 
@@ -163,12 +165,15 @@ class ReadyRows(EveryRow):
     def _join(self, rows: Items[_Row]) -> bool:
         """Add rows to the step if it can run with them."""
         needs, size = self._with(rows)
-        fit = self._programs.fit(needs, size)
-        joins = fit.ready or needs <= self._usual  # a program of another size is made within the step
-        if joins:
-            self._needs, self._size, self._wanted = needs, size, fit.wanted if fit.ready else ()
-            self._decoding.update(row.sequence for row in rows if not row.length)
-        return joins
+        wanted: tuple[Any, ...] = ()
+        if not needs <= self._usual:  # else the step makes its program itself, if it is of a new size
+            fit = self._programs.fit(needs, size)
+            if not fit.ready:
+                return False
+            wanted = fit.wanted
+        self._needs, self._size, self._wanted = needs, size, wanted
+        self._decoding.update(row.sequence for row in rows if not row.length)
+        return True
 
     def _with(self, rows: Iterable[_Row]) -> tuple[frozenset[Any], StepSize]:
         """Return the needs and the size of the step with further rows, as far as it has room for them."""

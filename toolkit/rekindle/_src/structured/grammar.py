@@ -184,9 +184,8 @@ class Guide:
             self._run, self._skip = (), left // AHEAD
         elif self._skip:
             self._skip -= 1
-        else:  # as `_look_ahead`, in half the time
-            forced_tokens = self._matcher.compute_ff_tokens()
-            self._run, self._at = tuple(forced_tokens) if forced_tokens else (), 0
+        else:
+            self._look_ahead()
 
     def _look_ahead(self) -> None:
         self._run = self._first.run if self._first is not None else forced_run(self._matcher)
