@@ -82,7 +82,7 @@ PLACES = re.compile(r"(?<![\w{-])(?:behind|beside)\b(?![\w}-])", re.IGNORECASE)
 RIGHT = re.compile(
     r"\b(?:left|leaves?|lags?|falls?|fallen|versions|lived) (?:\S+ ){0,3}?(?:behind|beside)\b", re.IGNORECASE
 )
-NAMES_AND_DATA = ("before behind silu", "from behind", "they are behind one another", "beside it", "states of 12 x 16")
+NAMES_AND_DATA = ("before behind silu", "from behind", "they are behind one another", "beside it")
 MOST = 20
 
 

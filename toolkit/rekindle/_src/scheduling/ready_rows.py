@@ -94,7 +94,10 @@ class ReadyRows(EveryRow):
         self._failed: list[tuple[Sequence, Exception]] = []
         self._now = self._making = self._stuck = False
         self._usual: frozenset[Any] = frozenset()  # the needs of the streams
-        self._clear()
+        self._needs, self._size = self._usual, StepSize()  # of the step
+        self._decoding: set[Sequence] = set()  # that joined it
+        self._wanted: tuple[Any, ...] = ()  # for the rows that joined it
+        self._held: list[_Row] = []
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
@@ -156,11 +159,8 @@ class ReadyRows(EveryRow):
         return failed
 
     def _clear(self) -> None:
-        self._decoding: set[Sequence] = set()  # that joined
-        self._needs: frozenset[Any] = frozenset()
-        self._size = StepSize()
-        self._wanted: tuple[Any, ...] = ()  # for the rows that joined
-        self._held: list[_Row] = []
+        self._needs, self._size = frozenset(), StepSize()
+        self._decoding, self._wanted, self._held = set(), (), []
 
     def _join(self, rows: Items[_Row]) -> bool:
         """Add rows to the step if it can run with them."""
