@@ -53,7 +53,7 @@ session = rekindle.open_sync(sys.argv[1])
 def stream(prompt):
     return (d.token_ids for d in session.stream_sync(prompt, max_tokens=200, ignore_eos=True, temperature=0))
 def weights():
-    held = session._engine.resources.weights
+    held = session._engine.device.weights
     session.close()
     return held
 """

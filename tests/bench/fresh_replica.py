@@ -81,8 +81,8 @@ def watch(begun: float) -> None:
     at = say("import jax", at)
     from rekindle._src.core.shared_cache import SharedCache
     from rekindle._src.models.loading import prepared
+    from rekindle._src.opening import blueprint, build
     from rekindle._src.programs.store import ExecutableStore
-    from rekindle._src.session import builder
     from rekindle._src.text.tokenizer import Tokenizer
 
     at = say("import the session's parts", at)
@@ -90,7 +90,7 @@ def watch(begun: float) -> None:
     say("JAX's devices", at)
     stages: dict[Any, tuple[str, ...]] = {
         SharedCache: ("fetch",), ExecutableStore: ("load",), prepared: ("load",), Tokenizer: ("load",),
-        builder: ("_describe", "stored_programs", "make_parts", "_build"),
+        build: ("build", "blueprint", "attach_caches"), blueprint: ("_described", "_caches"),
     }  # fmt: skip
     for owner, names in stages.items():
         for name in names:

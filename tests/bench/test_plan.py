@@ -12,7 +12,7 @@ from helpers.thorough import by_default
 from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config, stored_in_groups
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
-from rekindle._src.session.resolve import PAGE_SIZES
+from rekindle._src.opening.resolve import PAGE_SIZES
 from rekindle.errors import ConfigError
 
 CONFIG = shape_config("70b")[0]

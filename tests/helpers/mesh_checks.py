@@ -29,8 +29,8 @@ from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
 from rekindle._src.core.taps import SITES  # noqa: E402
 from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placement_of  # noqa: E402
+from rekindle._src.opening.resolve import resolve  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
-from rekindle._src.session.resolve import resolve  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 from rekindle.models import random_model  # noqa: E402
 

@@ -18,7 +18,8 @@ from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.engine import BARE, Engine, Resources
+from rekindle._src.dispatch.device import Device
+from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.kvcache import PagePool, PrefixCache
@@ -75,9 +76,9 @@ def session_with(tokenizer: Tokenizer, config: EngineConfig = CONFIG, **options:
     return Session.attached(host, wait(host.opened))
 
 
-def fake_engine(config: EngineConfig = CONFIG, resources: Resources = BARE, **options: Any) -> Engine:
+def fake_engine(config: EngineConfig = CONFIG, device: Device | None = None, **options: Any) -> Engine:
     """An engine over fakes; keyword options are the runner's and `num_pages`."""
-    return Engine(*parts(config, **options), config, resources)
+    return Engine(*parts(config, **options), config, device)
 
 
 def fake_front(config: EngineConfig = CONFIG, **options: Any) -> Front:

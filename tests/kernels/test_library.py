@@ -12,8 +12,9 @@ import pytest
 from helpers.python import run_python
 from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
-from rekindle._src.session.builder import stored_programs
-from rekindle._src.session.resolve import resolve
+from rekindle._src.opening.blueprint import blueprint
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.programs.programs import Programs
 from rekindle_kernels import kernels_origin
 from rekindle_kernels.native import build, build_library, cpu, library, object_loader
 
@@ -38,8 +39,7 @@ def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[
 
 
 def kernels_of_model() -> list[str]:
-    config = resolve(EngineConfig(**OPTIONS), MODEL.config)
-    return stored_programs(MODEL.config, MODEL.graph, MODEL.leaves, config).kernels()
+    return Programs.open(blueprint(OpenRequest(MODEL, EngineConfig(**OPTIONS))).programs).kernels()
 
 
 @pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")

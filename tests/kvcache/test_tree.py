@@ -316,5 +316,6 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
     inserts = [insert()[1] for _ in range(48)]
     assert len(cache) > 100_000
     large = min(match(text) for _ in range(5))
-    assert large < 2 * small + 0.0005
-    assert min(inserts[-8:]) < 2 * min(inserts[:8]) + 0.0005
+    # A walk over the tree would take fifty times as long; other work on the machine takes its caches, twice.
+    assert large < 5 * small + 0.0005
+    assert min(inserts[-8:]) < 5 * min(inserts[:8]) + 0.0005

@@ -33,6 +33,7 @@ FOLDERS = (
     "rekindle._src.notebook",
     "rekindle._src.serve",
     "rekindle.tiny",
+    "rekindle._src.opening",
     "rekindle._src.session",
     "rekindle._src.replicas",
     "rekindle._src.bench",

@@ -6,6 +6,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -16,9 +17,17 @@ from helpers.fakes import FakeModel
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import CheckpointError, ConfigError, Fleet, InvalidRequest, ReplicaLost, SessionClosed
+from rekindle._src.dispatch.device import Device
 from rekindle._src.session.session import Session
 
 pytestmark = pytest.mark.anyio
+
+
+class Swapping(Device):
+    has_weights = True
+
+    def __init__(self, swap: Callable[[str], bytes]) -> None:
+        self.swap = swap  # type: ignore[method-assign]
 
 
 class Swaps:
@@ -48,7 +57,7 @@ class Swaps:
                 self._now -= 1
             return name.encode()
 
-        session._engine.resources = session._engine.resources._replace(swap=swap)
+        session._engine.device = Swapping(swap)
         return session
 
 

@@ -26,8 +26,8 @@ from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import rms_norm
 from rekindle._src.models.registry import config_from_hf, family
+from rekindle._src.opening.resolve import reason_against, reason_against_norms
 from rekindle._src.programs.logprobs import logprobs_of, model_logprobs
-from rekindle._src.session.resolve import reason_against, reason_against_norms
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 

@@ -13,7 +13,7 @@ from helpers import checkpoints
 from helpers.thorough import by_default
 from rekindle import Completion
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.session.resolve import reason_against
+from rekindle._src.opening.resolve import reason_against
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 
 from helpers.sessions import CONFIG, eventually, expected, fake_front, fake_session, opened, parts, threads
-from rekindle._src.dispatch.engine import Engine, Resources
+from rekindle._src.dispatch.device import Device
+from rekindle._src.dispatch.engine import Engine
 from rekindle._src.session.opening import Opening
 from rekindle.errors import RequestAborted, RequestFailed, SessionClosed, StepFailed
 
@@ -91,6 +93,11 @@ async def test_a_request_whose_pages_are_miscounted_ends_alone(end: str, caplog:
     await session.aclose()
 
 
+class Recovering(Device):
+    def __init__(self, recover: Callable[[], bool]) -> None:
+        self.recover = recover  # type: ignore[method-assign]
+
+
 @pytest.mark.anyio
 async def test_after_a_failed_step_lost_pages_are_computed_again() -> None:
     failing: set[int] = set()
@@ -106,7 +113,7 @@ async def test_after_a_failed_step_lost_pages_are_computed_again() -> None:
         runner.memory[:] = 0xBAD
         return True
 
-    engine = Engine(scheduler, runner, CONFIG, Resources(recover=recover))
+    engine = Engine(scheduler, runner, CONFIG, Recovering(recover))
     made = fake_front()._replace(backend=engine)
     session = await Opening(lambda: made)
     long = session.submit("a prompt that has several pages", max_tokens=4)
@@ -134,7 +141,7 @@ async def test_a_recovery_that_fails_closes_the_session_with_its_cause() -> None
     def recover() -> bool:
         raise MemoryError("no pages")
 
-    made = fake_front(resources=Resources(recover=recover), fail=lambda plan: ValueError("broke"))
+    made = fake_front(device=Recovering(recover), fail=lambda plan: ValueError("broke"))
     session = await Opening(lambda: made)
     with pytest.raises(StepFailed):
         await session.generate("x")

@@ -27,9 +27,9 @@ from rekindle._src.core.records import TextDelta, Timings
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.models.loading.load_progress import LoadProgress
+from rekindle._src.opening.open_request import OpeningProgress
 from rekindle._src.programs.warming import Warming
 from rekindle._src.session import requests
-from rekindle._src.session.open_request import OpeningProgress
 from rekindle._src.session.requests import BatchProgress
 
 OPTIONS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 import rekindle
 from rekindle import Session
-from rekindle._src.session import resolve
+from rekindle._src.opening import resolve
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, SessionClosed
 
 anyio_test = pytest.mark.anyio

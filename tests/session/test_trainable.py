@@ -19,7 +19,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import trainable
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.weights import replace_weights
+from rekindle._src.opening.weights import replace_weights
 from rekindle.errors import InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -49,10 +49,10 @@ class RekindleRollout(BaseRollout):
         Other arguments, which Tunix has for its own samplers, mean nothing here.
         """
         self._session, self._pad_id = session, pad_id
-        in_use = client_of(session).engine.resources.model
-        if in_use is None:
+        device = client_of(session).engine.device
+        if not device.has_weights:
             raise InvalidRequest("session", repr(session), "has no weights of its own", "Make it with rekindle.open")
-        model = in_use()
+        model = device.model
         self._model: Any = merge(model.graph, model.leaves)
 
     def generate(self, prompts: list[str], rollout_config: Any, **_: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from helpers import checkpoints
 from rekindle._src.models.loading import checkpoint, known_models
-from rekindle._src.models.loading.checkpoint import Described, describe, load, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, load, read
 from rekindle._src.models.roles import REPLICATED
 
 
@@ -25,14 +25,21 @@ def kept(cache: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def without_roles(described: Described) -> Any:
+def describe(folder: Path, cache_dir: Path, **options: Any) -> CheckpointPlan:
+    """What a session plans, and keeps once it reads."""
+    described = checkpoint.describe(folder, cache_dir=cache_dir, **options)
+    described.keep()
+    return described
+
+
+def without_roles(described: CheckpointPlan) -> Any:
     assert described.reads is not None
     leaves, entries = described.reads
     plain = [leaf._replace(source=dataclasses.replace(leaf.source, role=REPLICATED)) for leaf in leaves]
-    return described._replace(reads=known_models.Reads(plain, entries))
+    return described._replace(described=None, reads=known_models.Reads(plain, entries))
 
 
-def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Described:
+def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CheckpointPlan:
     """Described by what is kept alone."""
 
     def refused(*args: Any, **options: Any) -> Any:
@@ -91,6 +98,14 @@ def test_what_is_damaged_is_made_again(
     assert describe(folder, cache_dir=cache) == first
     assert file.read_bytes() == content
     assert again(folder, cache, monkeypatch) == without_roles(first)
+
+
+def test_describing_writes_nothing(tmp_path: Path, cache: Path) -> None:
+    folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
+    described = checkpoint.describe(folder, cache_dir=cache)
+    assert kept(cache) == [] and not cache.exists()
+    described.keep()
+    assert len(kept(cache)) == 1
 
 
 def test_what_json_can_not_say_is_not_kept(tmp_path: Path, cache: Path) -> None:

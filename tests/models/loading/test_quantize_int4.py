@@ -17,7 +17,7 @@ from rekindle._src.models.base import LoadedModel, abstract_model, kinds_in
 from rekindle._src.models.loading import checkpoint, known_models, prepared, quantize, reading
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.weights import replace_weights
+from rekindle._src.opening.weights import replace_weights
 from rekindle.errors import CheckpointError, ConfigError
 from rekindle_kernels import int4
 from workshop import reference

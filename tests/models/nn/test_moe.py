@@ -19,7 +19,7 @@ from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.nn.moe import Experts, block_rows
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.weights import replace_weights
+from rekindle._src.opening.weights import replace_weights
 from rekindle_kernels import int4
 
 E, INNER, G, K = 32, 24, 5, 2

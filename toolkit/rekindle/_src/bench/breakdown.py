@@ -31,8 +31,8 @@ from rekindle._src.bench.workloads import whole_programs
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.threads import capture_contexts
-from rekindle._src.session.builder import build
-from rekindle._src.session.open_request import OpenRequest
+from rekindle._src.opening.build import build
+from rekindle._src.opening.open_request import OpenRequest
 from rekindle._src.session.opening import Opening
 from rekindle._src.session.session import Session, client_of
 from rekindle.errors import ConfigError

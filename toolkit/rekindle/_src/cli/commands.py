@@ -110,8 +110,8 @@ LAST_SECONDS = 2.0  # for a follower's call in progress, after the leader is gon
 
 def follow(arguments: argparse.Namespace) -> int:
     """Give a leader's session this process's devices, until it ends."""
+    from rekindle._src.opening.following import follow
     from rekindle._src.processes.greeting import Place
-    from rekindle._src.session.following import follow
 
     place, options = Place(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
     follow(arguments.coordinator, place, model=arguments.model, wait=arguments.wait, say=_say, lost=_lost, **options)
@@ -150,14 +150,10 @@ def warm(arguments: argparse.Namespace) -> int:
 
     No weights are read, since programs depend only on their shapes.
     """
-    from rekindle import tiny
-    from rekindle._src.core.mesh_shape import checked_mesh
-    from rekindle._src.models.loading.checkpoint import describe
-    from rekindle._src.models.loading.hub import readable_name
-    from rekindle._src.models.placement import placement_of
+    from rekindle._src.opening.blueprint import blueprint
+    from rekindle._src.opening.open_request import OpenRequest
+    from rekindle._src.programs.programs import Programs
     from rekindle._src.programs.warming import warm
-    from rekindle._src.session.builder import stored_programs
-    from rekindle._src.session.resolve import resolve
     from rekindle_kernels import build_kernels
 
     options = EngineConfig.of(engine_options(arguments))
@@ -166,18 +162,8 @@ def warm(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processes", options.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         _check_kind(arguments.device_kind)
-    model = describe(
-        tiny.folder() if arguments.model == "tiny" else arguments.model,
-        dtype=options.dtype,
-        quantize=options.quantize,
-        divided=options.mesh is not None,
-        device_memory=options.device_memory,
-    )
-    placement = placement_of(checked_mesh(options.mesh), model.graph)
-    shapes, weight_bytes = placement.shapes(model.shapes), placement.bytes_per_device(model.shapes)
-    config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
-    name = readable_name(model.found.folder)
-    programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement, name=name)
+    plan = blueprint(OpenRequest(arguments.model, options))
+    programs = Programs.open(plan.programs)
     start = time.perf_counter()
     kernels = build_kernels(programs.kernels())
     if kernels is not None:

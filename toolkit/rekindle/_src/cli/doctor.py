@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
+        if arguments.device == "here":
+            return _guarded(lambda: plan_here(arguments))
         sizes = {"quantize": arguments.quantize, "context": arguments.context}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
@@ -281,6 +283,26 @@ def examine_mesh(mesh: MeshShape) -> Iterator[Check]:
             "fail", "mesh", f"{description}; they gave {texts[1]}, and one device {texts[0]}",
             "Report it with this machine's devices, and open without mesh",
         )  # fmt: skip
+
+
+def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
+    """Yield what opening a model on this machine's devices would do; nothing is compiled, and no weights are read."""
+    from rekindle._src.core.config import EngineConfig
+    from rekindle._src.opening.blueprint import blueprint
+    from rekindle._src.opening.open_request import OpenRequest
+    from rekindle._src.programs.programs import Programs
+
+    options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
+    plan = blueprint(OpenRequest(arguments.plan, EngineConfig.of(options)))
+    facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
+    yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")
+    for cache in plan.caches:
+        sizes = f"{cache.slots:,} of {cache.slot_bytes:,} bytes on the device"
+        below = f"{cache.host_bytes / 2**20:,.0f} MiB of host memory and {cache.disk_bytes / 2**20:,.0f} MiB of disk"
+        yield Check("pass", cache.kind, f"{sizes}; {below} below it")
+    stored = sum(programs.stored(key) for key in programs.keys)
+    detail = f"{len(programs.keys)} for up to {config.max_requests} requests, {stored} of them stored already"
+    yield Check("pass", "programs", detail, f"rekindle warm {arguments.plan}" if stored < len(programs.keys) else "")
 
 
 def plan_model(

@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
 
 # What the functions of `commands` import, so that it is loaded before they run.
 _NEEDED = {
-    "export": "session.exporting", "follow": "session.following", "generate": "session.opening",
-    "run_batch": "serve.batch", "simulate": "bench.simulation", "warm": "session.builder",
+    "export": "session.exporting", "follow": "opening.following", "generate": "session.opening",
+    "run_batch": "serve.batch", "simulate": "bench.simulation", "warm": "opening.blueprint",
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def parser() -> Parser:
     doctor.add("--mesh", "check that so many devices can share a model: 4, model=4,expert=2", type=_mesh, metavar="N")
     shape = "only tell what a folder or a shape such as 70b needs on each device of --mesh"
     doctor.add("--plan", shape, metavar="SHAPE")
-    doctor.add("--device", "with --plan: the kind of device (default H100)", default="H100")
+    doctor.add("--device", "with --plan: the kind of device (default H100); here: this machine's", default="H100")
     doctor.add("--quantize", "with --plan", type=_quantize, metavar="KIND")
     doctor.add("--context", "with --plan: tokens of a request (default 8192)", type=int, default=8192)
     doctor.flag("--json", "print the checks as JSON")
@@ -111,6 +111,7 @@ def parser() -> Parser:
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'", nargs="?", default="tiny")
     _engine_options(warm)
+    usage.add_options(warm, EngineConfig, "warm", _ENGINE)  # all that a program's key holds
     warm.flag("--structured", "the programs of structured output as well", default=None)
     warm.add("--device-kind", "fail unless this machine's device is of this kind, such as 'cpu'")
     warm.flag("--json", "print the programs as JSON")
@@ -325,6 +326,9 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "type": _kv_dtype, "metavar": "DTYPE", "help": f"of cached keys and values: {', '.join(KV_DTYPES)}",
     },
     "device_pages": {"help": "KV pages on the device"},
+    "page_size": {"type": int, "metavar": "TOKENS", "help": "of a KV page"},
+    "device_memory": {"metavar": "BYTES", "help": "for KV pages on the device"},
+    "kernels": {"metavar": "NAME", "help": "implementation of attention"},
     "host_memory": {"metavar": "BYTES", "help": "for pages that left the device"},
     "disk_memory": {"metavar": "BYTES", "help": "for pages and snapshots"},
     "structured": {"help": "precompile structured output, too"},

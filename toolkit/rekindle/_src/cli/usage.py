@@ -117,7 +117,7 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
-    names = [option.name for option in options_of(record) if "command" in option.also or "serve" in option.also]
+    names = [option.name for option in options_of(record) if {"command", "serve", "warm"} & {*option.also}]
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 

@@ -29,9 +29,9 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 T = TypeVar("T")
 Refusal = type[ConfigError] | type[InvalidRequest]
-# "command": the command line; "serve": that of `rekindle serve` alone; "http": fields of requests to a server;
-# "checkpoint": generation_config.json.
-Place = Literal["command", "serve", "http", "checkpoint"]
+# "command": the command line; "serve", "warm": those of `rekindle serve` and `rekindle warm` alone; "http": fields of
+# requests to a server; "checkpoint": generation_config.json.
+Place = Literal["command", "serve", "warm", "http", "checkpoint"]
 _ENTRY = re.compile(r"    (\w+) \([^:]*\): (.*)")  # an option in a docstring: name (default): words
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import InFlightLike, RunnerLike, SchedulerLike
-from rekindle._src.core.mesh_shape import MeshReport
-from rekindle._src.core.records import FinishReason, PageMove, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.records import FinishReason, Request, Status, StepPlan, StepResult, TokenEvent
 from rekindle._src.dispatch.backend import (
     Control,
     Drain,
@@ -40,6 +39,7 @@ from rekindle._src.dispatch.backend import (
     next_waiting,
     take,
 )
+from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle.errors import RekindleError
 
@@ -47,34 +47,6 @@ Observer = Callable[[StepResult], object]
 STALL_SECONDS = 30.0  # how long a scheduler may have work and plan nothing before that counts as a defect
 
 
-class Resources(NamedTuple):
-    """The parts that a real model has in addition to its steps; `BARE`, of an engine over fakes, has none of them."""
-
-    weights: str = ""  # their format, in words
-    mesh: MeshReport | None = None  # the devices that share the model; None for one
-    swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
-    set_aside: Callable[[Sequence[PageMove]], None] | None = None  # on the device thread: reads pages out
-    model: Callable[[], Any] | None = None  # the loaded model that is in use
-    merged: bool = False  # an adapter was added to its weights, and is added to those of each swap, too
-    # On the device thread: reads pages out and gives device memory back; the flag drops the weights, to be read again.
-    # Returns the bytes of weights and of pages. `wake` takes None, or other weights, whose root key it returns.
-    sleep: Callable[[Sequence[PageMove], bool], Any] | None = None
-    wake: Callable[[Any], bytes | None] | None = None
-    recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
-    # From numbers of steps by program: seconds that their collectives alone take; None where unknown.
-    collective_seconds: Callable[[Mapping[str, int]], float] | None = None
-    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
-    # The argument is True if a caller requested it; otherwise nothing is made in a process that may be about to end.
-    prepare_restart: Callable[[bool], bool] | None = None
-    # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
-    watch: Callable[[Callable[[BaseException], object]], None] | None = None
-    # On the host's loop: drops the cached pages that depend on a digest, such as an adapter's.
-    drop_altered: Callable[[str], object] | None = None
-    # On the device thread, last of all: frees resources that the runner does not own.
-    release: Callable[[], None] | None = None
-
-
-BARE = Resources()
 _DEFAULTS = EngineConfig()
 
 
@@ -86,11 +58,11 @@ class Engine:
         scheduler: SchedulerLike,
         runner: RunnerLike,
         config: EngineConfig = _DEFAULTS,
-        resources: Resources = BARE,
+        device: Device | None = None,
         *,
         ahead: bool = True,
     ) -> None:
-        self.scheduler, self.runner, self.resources = scheduler, runner, resources
+        self.scheduler, self.runner, self.device = scheduler, runner, device or Device()
         self.places: int = config.max_queue + config.max_requests
         self.bound: int = self.places
         self.watchdog = StepWatchdog(scheduler, runner, config)
@@ -201,8 +173,8 @@ class Engine:
             events += self.scheduler.fail(plan, cause)
             if self._last is plan:
                 self._last = None
-        if outcome.failed and self.resources.recover is not None:
-            self._exclusive.appendleft(Exclusive(self.resources.recover, self._recovered, OneShot(), vital=True))
+        if outcome.failed:
+            self._exclusive.appendleft(Exclusive(self.device.recover, self._recovered, OneShot(), vital=True))
         self._events += events
         if self._stepping is None:
             return
@@ -264,16 +236,14 @@ class Engine:
 
     def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:
         """Have `lost` called, from any thread, when a process that shares the model is gone."""
-        if self.resources.watch is not None:
-            self.resources.watch(lost)
+        self.device.watch(lost)
 
     def close(self) -> None:
         """Free the device memory, then what the runner does not own."""
         try:
             self.runner.close()
         finally:
-            if self.resources.release is not None:
-                self.resources.release()
+            self.device.close()
 
     # The tasks of a session.
 

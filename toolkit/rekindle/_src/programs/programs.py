@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import units_for
@@ -57,8 +57,18 @@ from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pa
 from rekindle._src.programs.layered import Compiled, Layered, LayeredProgram, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
+from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.store import KEPT_THERE, NOT_STORED, Executables, LateStore, NoStore, watching_hits
+from rekindle._src.programs.store import (
+    KEPT_THERE,
+    NOT_STORED,
+    Executables,
+    ExecutableStore,
+    LateStore,
+    NoStore,
+    ProgramStore,
+    watching_hits,
+)
 from rekindle._src.programs.taps import tap_features
 from rekindle._src.programs.user_functions import CustomTaps, LogitsProcessor, Tap, check_processors
 from rekindle.errors import CompileError, StoreError
@@ -264,6 +274,16 @@ class Programs:
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
 
+    @classmethod
+    def open(cls, plan: ProgramPlan) -> Programs:
+        """Return the programs of a plan, those that earlier sessions stored in the cache too. None is made yet."""
+        kept = ExecutableStore(cache_folder(plan.config.cache_dir) / "programs")
+        name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
+        return cls(
+            plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
+            ahead=plan.ahead, store=ProgramStore(kept, name, plan.key, devices), placement=plan.placement,
+        )  # fmt: skip
+
     @property
     def lattice(self) -> tuple[Bucket, ...]:
         """The step programs."""
@@ -361,6 +381,10 @@ class Programs:
         entry = self.ledger.need(key)
         with entry.lock:
             return bool(entry.form) or self._load(entry)
+
+    def stored(self, key: Key) -> bool:
+        """True if the store has the program."""
+        return self._store.holds(key.name)
 
     def quicker_in_parts(self, keys: Sequence[Key]) -> bool:
         """True if a first text would wait for these programs, and their parts are ready much sooner."""

@@ -138,7 +138,7 @@ class CacheWriter:
         self._leaving = False  # the interpreter exits: nothing more is saved in the background
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
-        self._restart_ready = engine.resources.prepare_restart is None  # a restart finds its programs in the store
+        self._restart_ready = False  # True once a restart finds its programs in the store
         self._distrusted = self._disk is not None and self._disk.distrusted is not None
         self._saving = Retries("pages are not saved in the background now")
         self._preparing = Retries("programs that a restart needs for saved pages can't be stored now")
@@ -267,9 +267,7 @@ class CacheWriter:
         """
         try:
             while not self._restart_ready:
-                prepare_restart = self._engine.resources.prepare_restart
-                assert prepare_restart is not None, "there is nothing to prepare"
-                self._restart_ready = not prepare_restart(all_of_them)
+                self._restart_ready = not self._engine.device.prepare_restart(demanded=all_of_them)
                 self._preparing.succeeded()
                 if not all_of_them:
                     return

@@ -23,16 +23,16 @@ from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import capture_contexts
+from rekindle._src.opening.open_request import OpeningProgress, OpenRequest
 from rekindle._src.session.call import Call
-from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import KINDS
 
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
+    from rekindle._src.opening.head_start import HeadStart
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
-    from rekindle._src.session.head_start import HeadStart
     from rekindle._src.session.session import Session
 
 log = logging.getLogger("rekindle.cache")
@@ -257,8 +257,8 @@ def _build(request: OpenRequest) -> Front:
             if first:
                 ahead = _head_start(request.model, request.config)
             _session()  # before JAX, whose library is loaded meanwhile
+            from rekindle._src.opening.build import build
             from rekindle._src.programs.user_functions import check_processors, check_taps
-            from rekindle._src.session.builder import build
 
             processors, taps = check_processors(request.processors), check_taps(request.taps)
             contexts = capture_contexts()
@@ -276,6 +276,6 @@ def _head_start(model: Any, config: EngineConfig) -> HeadStart | None:
     """Begin the work on a checkpoint that needs no JAX. Return None where several devices share a model."""
     if config.processes > 1 or config.mesh is not None or not isinstance(model, str | Path):
         return None
-    from rekindle._src.session.head_start import HeadStart
+    from rekindle._src.opening.head_start import HeadStart
 
     return HeadStart(model, config)

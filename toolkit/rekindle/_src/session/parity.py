@@ -21,10 +21,10 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.plain import PlainAttention, token_logprobs
+from rekindle._src.opening.resolve import deterministic
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.logprobs import model_logprobs
-from rekindle._src.session.resolve import deterministic
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -137,10 +137,10 @@ def parity(
 def _weights_of(session: Session) -> LoadedModel:
     from rekindle._src.session.session import client_of  # loading a model alone needs no session
 
-    in_use = client_of(session).engine.resources.model
-    if in_use is None or session.asleep:
+    device = client_of(session).engine.device
+    if not device.has_weights or session.asleep:
         raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
-    model: LoadedModel = in_use()
+    model: LoadedModel = device.model
     return model
 
 

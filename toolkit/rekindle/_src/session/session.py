@@ -112,8 +112,8 @@ class Sleeping:
     async def _sleep(self, drop: bool) -> SleepReport:
         client = self._client
         client.host.check()
-        resources, scheduler = client.engine.resources, client.engine.scheduler
-        if resources.sleep is None:
+        device, scheduler = client.engine.device, client.engine.scheduler
+        if not (device.has_weights and device.is_alone):
             fix = "Use a session of one process that rekindle.open has made"
             raise InvalidRequest("session", repr(self), "can't sleep", fix)
         if self._asleep:
@@ -128,7 +128,7 @@ class Sleeping:
             try:
                 moves: list[PageMove] = []
                 await client.between_steps(lambda: moves.extend(scheduler.vacate()))
-                freed = await client.exclusive(partial(resources.sleep, moves, drop), lambda _: scheduler.vacated())
+                freed = await client.exclusive(partial(device.sleep, moves, drop), lambda _: scheduler.vacated())
             except BaseException:
                 client.resume()
                 raise
@@ -142,8 +142,8 @@ class Sleeping:
     async def _wake(self, weights: Any) -> float:
         client = self._client
         client.host.check()
-        resources, scheduler = client.engine.resources, client.engine.scheduler
-        if not self._asleep or resources.wake is None:
+        device, scheduler = client.engine.device, client.engine.scheduler
+        if not self._asleep:
             raise InvalidRequest("session", repr(self), "does not sleep", "Await session.sleep() first")
         start = time.perf_counter()
 
@@ -151,7 +151,7 @@ class Sleeping:
             if root is not None:
                 scheduler.flush_cache(root, recompute=True)
 
-        await client.exclusive(partial(resources.wake, weights), woken)
+        await client.exclusive(partial(device.wake, weights), woken)
         self._asleep = False
         if self._sleeper in client.host.paused_by:
             client.host.paused_by.remove(self._sleeper)
@@ -415,7 +415,6 @@ class Session(
         from rekindle._src.session.stats import SessionStats  # a first token needs none of the reports
 
         limiter, engine = self._host.limiter, self._engine
-        collective_seconds = engine.resources.collective_seconds
 
         def snapshot() -> SessionStats:
             scheduler: Any = engine.scheduler.statistics()
@@ -428,8 +427,8 @@ class Session(
                 paused=self._client.pauses > 0,
                 scheduler=scheduler,
                 runner=runner,
-                mesh=engine.resources.mesh,
-                collective_seconds=collective_seconds and collective_seconds(runner.programs),
+                mesh=engine.device.mesh,
+                collective_seconds=engine.device.collective_seconds(runner.programs),
                 **engine.watchdog.figures()._asdict(),
             )
 
@@ -445,7 +444,7 @@ class Session(
     @property
     def weights(self) -> str:
         """The formats of its weights and the memory of each, in words: "4 bits 66 MB, float32 1 MB"."""
-        return self._engine.resources.weights or f"{self.config.dtype} weights"
+        return self._engine.device.weights or f"{self.config.dtype} weights"
 
     @property
     def view(self) -> Views:
@@ -482,7 +481,7 @@ class Session(
         run, or have ended in any way. Of requests that are over for long, a completion has the sums alone.
         """
         explanation: Explanation = self._explained(request, self._engine.explain)
-        mesh = self._engine.resources.mesh
+        mesh = self._engine.device.mesh
         if mesh is None:
             return explanation
         share = describe_share(self.stats().as_dict())
@@ -557,18 +556,18 @@ class Session(
         return Once(self._swap, weights, cache == "keep", name="swap_weights")
 
     async def _swap(self, weights: Any, keep: bool) -> int:
-        resources, client = self._engine.resources, self._client
-        if resources.swap is None:
+        device, client = self._engine.device, self._client
+        if not device.has_weights:
             raise InvalidRequest("weights", weights, "can't be swapped in this session", "Make it with rekindle.open")
         if keep:
             tree = self._engine.scheduler.cache
-            if resources.set_aside is None or not isinstance(tree, AnyCache) or not self.config.host_memory:
+            if not device.is_alone or not isinstance(tree, AnyCache) or not self.config.host_memory:
                 problem = "needs a prefix cache with host memory, in a session of one process"
                 raise InvalidRequest("cache", "keep", problem, "Open it with host_memory, or use 'drop'")
             pinned = client.ask(lambda: sum(one.pinned_pages for one in trees(tree)))
             if pinned:
                 raise InvalidRequest("cache", "keep", f"can't move {pinned} pinned pages", "Unpin them first")
-        return await client.swap_weights(partial(resources.swap, weights), resources.set_aside if keep else None)
+        return await client.swap_weights(partial(device.swap, weights), device.set_aside if keep else None)
 
     def trainable(
         self,
@@ -592,22 +591,20 @@ class Session(
 
         Integer weights, several devices, and an adapter that the session was opened to `merge` are refused.
         """
-        resources, client = self._engine.resources, self._client
+        device, client = self._engine.device, self._client
         client.host.check()
-        in_use = resources.model
         for refused, problem, fix in (
-            (in_use is None, "has no weights of its own", "Open another session with rekindle.open"),
+            (not device.has_weights, "has no weights of its own", "Open another session with rekindle.open"),
             (self._asleep, "sleeps", "Await session.wake() first"),
-            (resources.mesh is not None, "has its weights on several devices", "Open one without a mesh"),
-            (resources.merged, "adds an adapter to all weights that it gets", "Open one without merge"),
+            (device.mesh is not None, "has its weights on several devices", "Open one without a mesh"),
+            (device.is_merged, "adds an adapter to all weights that it gets", "Open one without merge"),
         ):
             if refused:
                 raise InvalidRequest("session", repr(self), problem, fix)
-        assert in_use is not None, "a session without weights was refused"
         from rekindle._src.models.plain import trainable
 
         try:
-            return run_sync(client.exclusive(lambda: trainable(in_use()), lambda _: None))
+            return run_sync(client.exclusive(lambda: trainable(device.model), lambda _: None))
         except ValueError as error:
             fix = "Open it without quantize, or a file of integers as floats: rekindle export FILE FOLDER --type f32"
             raise InvalidRequest("session", repr(self), f"can't be trained: {error}", fix) from None
@@ -657,24 +654,24 @@ class Session(
         raise NotPicklable("a session")
 
     def __repr__(self) -> str:
-        mesh = self._engine.resources.mesh
+        mesh = self._engine.device.mesh
         sampling = "" if self._front.sampling is None else f", samples with {describe(self._front.sampling)}"
         devices = "" if mesh is None else f" on {html.count(mesh.size, 'device')}"
         name = f"{self.model or 'over given parts'}{devices}"
         return f"<rekindle.Session {name}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
-        config, resources = self.config, self._engine.resources
+        config, device = self.config, self._engine.device
         return str(
             html.block(
                 html.line(
                     "closed" if self.closed else "open",
-                    f"weights: {self.weights}" if resources.weights else self.weights,
+                    f"weights: {self.weights}" if device.weights else self.weights,
                     html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
                     _kernels(),
-                    "" if resources.mesh is None else str(resources.mesh),
+                    "" if device.mesh is None else str(device.mesh),
                     ""
                     if self._front.sampling is None
                     else f"samples with {describe(self._front.sampling)}, by the checkpoint",

@@ -33,7 +33,7 @@ from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
-__all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
+__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights, which follow from the config; heads that predict
 # several tokens, which are not used.
 HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias", r"mtp\..*")
@@ -70,7 +70,7 @@ def inspect(model: str | Path) -> Checkpoint:
     return Checkpoint(stored, config_from_hf(stored.raw))
 
 
-class Described(NamedTuple):
+class CheckpointPlan(NamedTuple):
     """The model that a checkpoint becomes in one precision: everything that programs need, without the weights."""
 
     found: Checkpoint
@@ -81,6 +81,21 @@ class Described(NamedTuple):
     quantize_embeddings: bool
     kept: Path | None  # the cache slot of its leaves, filled or not; None without a cache
     reads: Reads | None  # what to read for each leaf; None where the leaves are kept already
+    described: Path | None = None  # the cache slot of this description; None if it is kept already, or not to be kept
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of config and weights in this precision; everything persistent is keyed by it."""
+        name = "as stored" if self.graph.precision.kinds else self.quantize  # matrices stay as they are stored
+        if self.quantize is not None and self.graph.precision.unpacked:
+            name = f"{self.quantize}, unpacked"
+        return fingerprints.with_precision(self.found.fingerprint, self.dtype, name, self.quantize_embeddings)
+
+    def keep(self) -> None:
+        """Keep the description in the cache, if the next start can do without the checkpoint's headers then."""
+        if self.described is not None and self.reads is not None:
+            known = Known(self.graph, self.shapes, self.dtype)
+            known_models.keep_reads(self.described, self.found.stored, known, self.reads)
 
 
 def describe(
@@ -94,8 +109,8 @@ def describe(
     seen: Stored | None = None,
     unpack: bool | None = None,
     device_memory: int | None = None,
-) -> Described:
-    """Check a folder or hub id, and describe the model that `load` would return for it.
+) -> CheckpointPlan:
+    """Check a folder or hub id, and describe the model that `load` would return for it. Nothing is written.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and on a CPU
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
@@ -122,6 +137,7 @@ def describe(
     elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
         description = prepared.slot(cache_dir, seen.fingerprint, weights, folder=known_models.FOLDER)
         known, reads = known_models.find_reads(description, seen) or (None, None)
+        description = None if known is not None else description
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
@@ -139,10 +155,10 @@ def describe(
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = Known(graph, shapes, name)
-        if description is not None:
-            known_models.keep_reads(description, seen, known, reads)
     checkpoint = Checkpoint(seen, known.graph.config)
-    return Described(checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads)
+    return CheckpointPlan(
+        checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads, description
+    )
 
 
 def _on_cpu() -> bool:
@@ -208,7 +224,7 @@ def load(
 
 
 def read(
-    described: Described,
+    described: CheckpointPlan,
     *,
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
@@ -223,12 +239,11 @@ def read(
     and holds only the rows that its own devices need. Matrices whose columns are divided are read as a whole, piece by
     piece.
     """
-    checkpoint, graph, shapes, dtype, quantize, quantize_embeddings, slot, reads = described
-    kinds = graph.precision.kinds  # of matrices that stay as they are stored
-    name = "as stored" if kinds else quantize
-    if quantize is not None and graph.precision.unpacked:
-        name = f"{quantize}, unpacked"
-    fingerprint = fingerprints.with_precision(checkpoint.fingerprint, dtype, name, quantize_embeddings)
+    checkpoint, graph, shapes, slot, reads = (
+        described.found, described.graph, described.shapes, described.kept, described.reads,
+    )  # fmt: skip
+    fingerprint = described.fingerprint
+    described.keep()
     if slot is not None:
         with _damage_warns():
             arrays = prepared.load(
@@ -244,7 +259,9 @@ def read(
     maps = not placement.divided and prepared.maps(place)
     # With several processes, others have other parts.
     if slot is not None and placement.processes == 1 and _worth_keeping(leaves, entries, maps=maps):
-        prepared.save(slot, graph, dtype, placement.hold_all(arrays, shapes), name=readable_name(checkpoint.folder))
+        prepared.save(
+            slot, graph, described.dtype, placement.hold_all(arrays, shapes), name=readable_name(checkpoint.folder)
+        )
     give_back()
     return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
 

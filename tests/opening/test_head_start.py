@@ -13,8 +13,9 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, hugepages, kept_weights, prepared
 from rekindle._src.models.loading.kept_weights import Brought, Mapped
-from rekindle._src.session import head_start, opening
-from rekindle._src.session.head_start import HeadStart
+from rekindle._src.opening import head_start
+from rekindle._src.opening.head_start import HeadStart
+from rekindle._src.session import opening
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,11 @@ from rekindle._src.dispatch.threads import Contexts
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
+    from rekindle._src.models.loading.kept_weights import Brought
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
+    from rekindle._src.opening.head_start import HeadStart
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.programs.warming import Warmed
-    from rekindle._src.session.head_start import HeadStart
 
 
 class OpeningProgress:
@@ -72,6 +73,14 @@ class OpenRequest:
     given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
     shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
     ahead: HeadStart | None = None
+
+    def show(self, stage: str) -> None:
+        """Show what the opening is at."""
+        self.shown.stage = stage
+
+    def brought(self, kept: Path) -> Brought | None:
+        """Return weights that are kept in the cache, if they were brought into memory before."""
+        return None if self.ahead is None else self.ahead.weights(kept)
 
     def report(self, progress: LoadProgress) -> None:
         """Show how much of the weights was read, and tell the caller."""

@@ -9,9 +9,9 @@ import dataclasses
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,68 +19,22 @@ import numpy as np
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import PageMove
-from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache import Tiers
-from rekindle._src.kvcache.persist.identity import STATES, WINDOWS, Identity
-from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
+from rekindle._src.models.loading.kept_weights import Brought
+from rekindle._src.models.loading.load_progress import Report
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
+from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.processes.others import OtherProcesses
-from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.kv_layout import state_bytes
 from rekindle.errors import CheckpointError, InvalidRequest
 
 if TYPE_CHECKING:
     from flax import nnx
 
     AnyWeights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
-
-
-def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
-    """Return the identity of this model's pages, which those of other processes are compared with."""
-    assert config.page_size is not None, "resolved"
-    layers = tuple(layer._replace(states=()) for layer in _one_page(model, config) if layer.pages)
-    leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
-    layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
-    if len(model.config.kinds_of_pages) > 1:
-        layout += f" of {paged.groups_of(layers)}"
-    if config.deterministic:
-        layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
-    payload = tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in paged.payload_layout(layers))
-    return Identity(
-        model.fingerprint,
-        config.kv_dtype,
-        config.page_size,
-        layout,
-        name,
-        leaves=payload,
-        vocab_size=model.config.vocab_size,
-    )
-
-
-def state_identity(pages: Identity, model: LoadedModel, config: EngineConfig) -> Identity:
-    """Return the identity of the states, or pages of layers with a window, stored in addition to this model's pages."""
-    leaves: tuple[LeafSpec, ...]
-    if model.config.is_recurrent:
-        count = state_bytes(model.config) // 4
-        leaves, what = (LeafSpec((count,), "float32"),), f"{STATES}{count} numbers"
-    else:
-        layout = paged.payload_layout(_one_page(model, config), tails=True)
-        leaves = tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in layout)
-        what = f"{WINDOWS}{model.config.window} tokens"
-    return dataclasses.replace(pages, layout=f"{pages.layout}{what}", leaves=leaves)
-
-
-def _one_page(model: LoadedModel, config: EngineConfig) -> paged.KV:
-    """Return the shapes of one page of each layer."""
-    assert config.page_size is not None, "resolved"
-    tails = int(model.placement.pages_apart and model.config.window > 0)
-    return paged.abstract(model.config, 1, config.page_size, config.kv_dtype, tails=tails)
 
 
 def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> LoadedModel:
@@ -166,126 +120,54 @@ def delete(model: LoadedModel) -> None:
         leaf.delete()
 
 
-class Freed(NamedTuple):
-    """Bytes of device memory that were given back."""
-
-    weights: int
-    pages: int
-
-
 class Weights:
-    """The weights in use. Those loaded here are freed when they are replaced or the session ends."""
+    """The weights in use. Those that were read here are freed when they are replaced or the session ends."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        runner: Runner,
-        config: EngineConfig,
-        tiers: Tiers | None,
-        *,
-        owned: bool,
-        others: OtherProcesses,
-        state_tiers: Tiers | None = None,
-        merge: Adapter | None = None,
+        self, model: LoadedModel, config: EngineConfig, *, owned: bool, others: OtherProcesses | None = None
     ) -> None:
-        self._model, self._runner, self._config, self._tiers, self._owned = model, runner, config, tiers, owned
-        self._state_tiers = state_tiers
-        self._others, self._merge = others, merge
+        """`config` is resolved. Without `owned` the arrays are the caller's."""
+        self.model, self._config, self._owned, self._others = model, config, owned, others or OtherProcesses()
         self._from_folder = owned  # they can be read again
+        self._adapter: Adapter | None = None  # added to all weights
         self._arrays: deque[tuple[dict[str, weakref.ref[Any]], str]] = deque(maxlen=8)  # of callers, and fingerprints
         self._asleep: list[Any] | None = None  # while the session sleeps, the weights in host memory, or None for each
 
-    @property
-    def model(self) -> LoadedModel:
-        """The model with the weights in use."""
-        return self._model
+    @classmethod
+    def open(
+        cls,
+        plan: Blueprint,
+        source: LoadedModel | None,
+        *,
+        progress: Report | None = None,
+        brought: Callable[[Path], Brought | None] = lambda kept: None,
+        others: OtherProcesses | None = None,
+    ) -> Weights:
+        """Read the weights of a blueprint onto their devices, or take those of `source`.
 
-    def swap(self, weights: Any) -> bytes:
-        """Replace the weights. Return the root key of the cache for the new ones."""
-        if self._asleep is not None:
-            raise InvalidRequest("weights", weights, "can't be swapped while the session sleeps", "Use wake(weights=…)")
-        model = self._everywhere(weights)
-        self._runner.swap_weights(model.leaves)
-        self.release()
-        return self._use(model, weights)
-
-    def _use(self, model: LoadedModel, weights: Any) -> bytes:
-        """Note the weights that are used from now on. Return the root key of the cache for them."""
-        from_source = isinstance(weights, str | Path)
-        self._model, self._owned, self._from_folder = model, from_source or model.placement.divided, from_source
-        identity = page_identity(model, self._config, str(weights) if from_source else "")
-        if self._tiers is not None:
-            self._tiers.identity = identity
-        if self._state_tiers is not None:
-            self._state_tiers.identity = state_identity(identity, model, self._config)
-        return identity.root
-
-    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> Freed:
-        """Give device memory back: pages, `leaving` among them for the tiers, and weights.
-
-        Weights are kept in host memory, or dropped if they can be read again. Those of the caller are only let go.
+        `brought` returns weights of the cache that were brought into memory before.
         """
-        model = self._model
-        if drop and not (model.folder is not None and self._from_folder):
-            problem = "can't be read again: they are not those of a folder"
-            raise InvalidRequest("weights", "drop", problem, 'Use "host", or drop your own arrays')
-        pages = self._runner.page_bytes
-        self._runner.sleep(leaving)
-        if not self._owned:
-            self._asleep = list(model.leaves)
-            return Freed(0, pages)
-        self._asleep = []
-        for leaf in model.leaves:  # one by one: in host memory, which a CPU computes in, both would lie at once
-            self._asleep.append(None if drop else np.array(leaf))
-            leaf.delete()
-        return Freed(sum(leaf.nbytes for leaf in model.leaves), pages)
+        if plan.checkpoint is not None:
+            model = read(plan.checkpoint, progress=progress, placement=plan.placement, brought=brought)
+        else:
+            assert source is not None, "the blueprint is that of a model in memory"
+            model = plan.placement.model(source)
+        return cls(model, plan.config, owned=model is not source, others=others)
 
-    def wake(self, weights: Any) -> bytes | None:
-        """Put the weights back on the device, or other ones. Return the cache's new root key for other ones."""
-        kept, model = self._asleep, self._model
-        assert kept is not None, "the session does not sleep"
-        root: bytes | None = None
-        if weights is not None:
-            model = self._replacement(weights)
-            root = self._use(model, weights)
-        elif self._owned:
-            if kept and kept[0] is None:
-                again = self._replacement(str(model.folder))
-                if again.fingerprint != model.fingerprint:
-                    raise CheckpointError(
-                        f"{model.folder} holds other weights than before. Pass wake(weights=…) to use them."
-                    )
-                kept = list(again.leaves)
-            places = [leaf.sharding if leaf.committed else None for leaf in model.leaves]
-            kept = [jax.device_put(array, place) for array, place in zip(kept, places, strict=True)]
-            self._model = dataclasses.replace(model, leaves=tuple(kept))
-        self._runner.wake(self._model.leaves)
-        self._asleep = None
-        return root
+    @property
+    def merged(self) -> bool:
+        """True if an adapter is added to all weights."""
+        return self._adapter is not None
 
-    def release(self) -> None:
-        if self._owned:
-            delete(self._model)
+    @property
+    def asleep(self) -> bool:
+        return self._asleep is not None
 
-    def _replacement(self, weights: Any) -> LoadedModel:
-        """Return the model with other weights, to which the session's merged adapter is added, too."""
-        model = replacement(self._model, weights, self._config)
-        if not isinstance(weights, LoadedModel | str | Path):
-            model = dataclasses.replace(model, fingerprint=self._fingerprint(weights, model.fingerprint))
-        return model if self._merge is None else merged(model, self._merge)
+    def merge(self, adapter: Adapter) -> None:
+        """Add an adapter to the weights, and to all that replace them."""
+        self.model, self._adapter = merged(self.model, adapter), adapter
 
-    def _fingerprint(self, weights: Any, new: str) -> str:
-        """Return the fingerprint of a caller's arrays: the one they had before, if they are the very same ones."""
-        arrays = _by_path(weights)
-        if not all(isinstance(array, jax.Array) for array in arrays.values()):
-            return new  # arrays of numpy may have changed meanwhile
-        for known, fingerprint in self._arrays:
-            if known.keys() == arrays.keys() and all(known[path]() is array for path, array in arrays.items()):
-                return fingerprint
-        self._arrays.append(({path: weakref.ref(array) for path, array in arrays.items()}, new))
-        return new
-
-    def _everywhere(self, weights: Any) -> LoadedModel:
+    def replacement(self, weights: Any) -> LoadedModel:
         """Return the weights on this process's devices, once all other processes have them on theirs."""
         models: list[LoadedModel] = []
 
@@ -300,3 +182,78 @@ class Weights:
                 delete(model)
             raise
         return models[0]
+
+    def use(self, model: LoadedModel, weights: Any) -> None:
+        """Use other weights from now on, and free those before if they were read here."""
+        self.close()
+        self._take(model, weights)
+
+    def _take(self, model: LoadedModel, weights: Any) -> None:
+        from_source = isinstance(weights, str | Path)
+        self.model, self._owned, self._from_folder = model, from_source or model.placement.divided, from_source
+
+    def sleep(self, drop: bool) -> int:
+        """Keep the weights in host memory alone, or `drop` them. Return the bytes of device memory that this gave back.
+
+        Those of the caller are only let go.
+        """
+        model = self.model
+        if not self._owned:
+            self._asleep = list(model.leaves)
+            return 0
+        self._asleep = []
+        for leaf in model.leaves:  # one by one: in host memory, which a CPU computes in, both would lie at once
+            self._asleep.append(None if drop else np.array(leaf))
+            leaf.delete()
+        return sum(leaf.nbytes for leaf in model.leaves)
+
+    def check_dropped(self) -> None:
+        """Raise InvalidRequest if the weights can't be read again."""
+        if self.model.folder is None or not self._from_folder:
+            problem = "can't be read again: they are not those of a folder"
+            raise InvalidRequest("weights", "drop", problem, 'Use "host", or drop your own arrays')
+
+    def wake(self, weights: Any) -> None:
+        """Put the weights back on the device, or other ones."""
+        kept, model = self._asleep, self.model
+        assert kept is not None, "the session does not sleep"
+        if weights is not None:
+            self._take(self._replacement(weights), weights)
+        elif self._owned:
+            if kept and kept[0] is None:
+                again = self._replacement(str(model.folder))
+                if again.fingerprint != model.fingerprint:
+                    raise CheckpointError(
+                        f"{model.folder} holds other weights than before. Pass wake(weights=…) to use them."
+                    )
+                kept = list(again.leaves)
+            places = [leaf.sharding if leaf.committed else None for leaf in model.leaves]
+            kept = [jax.device_put(array, place) for array, place in zip(kept, places, strict=True)]
+            self.model = dataclasses.replace(model, leaves=tuple(kept))
+
+    def woken(self) -> None:
+        """Let go of what was kept while the session slept: the device has its weights."""
+        self._asleep = None
+
+    def close(self) -> None:
+        """Free the weights, unless they are the caller's."""
+        if self._owned:
+            delete(self.model)
+
+    def _replacement(self, weights: Any) -> LoadedModel:
+        """Return the model with other weights, to which the session's merged adapter is added, too."""
+        model = replacement(self.model, weights, self._config)
+        if not isinstance(weights, LoadedModel | str | Path):
+            model = dataclasses.replace(model, fingerprint=self._fingerprint(weights, model.fingerprint))
+        return model if self._adapter is None else merged(model, self._adapter)
+
+    def _fingerprint(self, weights: Any, new: str) -> str:
+        """Return the fingerprint of a caller's arrays: the one they had before, if they are the very same ones."""
+        arrays = _by_path(weights)
+        if not all(isinstance(array, jax.Array) for array in arrays.values()):
+            return new  # arrays of numpy may have changed meanwhile
+        for known, fingerprint in self._arrays:
+            if known.keys() == arrays.keys() and all(known[path]() is array for path, array in arrays.items()):
+                return fingerprint
+        self._arrays.append(({path: weakref.ref(array) for path, array in arrays.items()}, new))
+        return new

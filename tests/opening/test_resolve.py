@@ -13,8 +13,8 @@ from helpers.checkpoints import CASES, OF_FAMILY
 from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.opening.resolve import of_one_shard, resolve
 from rekindle._src.programs.kv_layout import abstract, page_bytes
-from rekindle._src.session.resolve import of_one_shard, resolve
 from rekindle.errors import ConfigError, OutOfMemory
 
 MODEL = config_from_hf(TINY)

@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import checkpoints
 from rekindle._src.models.base import merge
 from rekindle._src.models.loading.hugepages import aligned
-from rekindle._src.session.weights import replace_weights
+from rekindle._src.opening.weights import replace_weights
 from rekindle.errors import CheckpointError
 from workshop import reference
 

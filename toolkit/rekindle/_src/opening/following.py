@@ -13,17 +13,20 @@ from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.opening.blueprint import Blueprint, blueprint
+from rekindle._src.opening.build import attach_caches
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.peers import agreed
+from rekindle._src.opening.programs import SessionPrograms
+from rekindle._src.opening.weights import Weights, delete, replacement
 from rekindle._src.processes import joining
 from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.greeting import Facts, Place, as_json, encoded, from_json
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.host_pages import PageParts
-from rekindle._src.session.builder import Parts, make_parts
-from rekindle._src.session.open_request import OpenRequest
-from rekindle._src.session.weights import delete, page_identity, replacement
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import ProcessLost, RekindleError
-from rekindle_kernels import configure
 
 Say = Callable[[str], object]
 
@@ -49,14 +52,17 @@ def follow(
     try:
         session = joining.enter(channel, place)
         say(f"process {place.process} of {place.processes} follows {coordinator}")
-        parts = _build_parts(channel, session, coordinator, model, cache_dir)
-        parts.warming.opened()
-        channel.send(Kind.LOADED)
-        say(f"it has its part of {model or session['model']}")
-        replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), disk=_disk(parts), lost=lost)
-        replay.run()
-        parts.warming.stop()
-        parts.programs.close()
+        with contextlib.ExitStack() as owners:
+            plan = _agreed_plan(channel, session, coordinator, model, cache_dir)
+            programs = SessionPrograms.open(plan, OpenRequest(plan.name, plan.config))
+            owners.callback(programs.close)
+            weights = Weights.open(plan, None)
+            programs.opened()
+            channel.send(Kind.LOADED)
+            say(f"it has its part of {model or session['model']}")
+            disk = _disk(plan, programs.all, weights.model.fingerprint)
+            load = _loader(plan, weights.model)
+            Replay(channel, programs.all, _loaded(weights.model), load, disk=disk, lost=lost).run()
     except BaseException as error:
         with contextlib.suppress(RekindleError):
             channel.send(Kind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
@@ -66,9 +72,9 @@ def follow(
         channel.close()
 
 
-def _build_parts(
+def _agreed_plan(
     channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
-) -> Parts:
+) -> Blueprint:
     def agree(facts: Facts) -> int:
         channel.send(Kind.FACTS, encoded(facts))
         kind, content = channel.receive()
@@ -85,17 +91,17 @@ def _build_parts(
     if not isinstance(options, dict):
         raise ProcessLost("the leader does not say which options the session has")
     config = EngineConfig.of({**options, "coordinator": coordinator, "cache_dir": cache_dir, "quiet": True})
-    configure(cache_folder=cache_folder())
-    return make_parts(OpenRequest(model or str(session.get("model")), config), agree)
+    attach_caches(config)
+    return agreed(blueprint(OpenRequest(model or str(session.get("model")), config)), agree)
 
 
-def _disk(parts: Parts) -> DiskTier | None:
+def _disk(plan: Blueprint, programs: Programs, fingerprint: str) -> DiskTier | None:
     """Return the disk tier for this process's parts of pages, or None."""
-    config, page_parts = parts.config, PageParts.of(parts.programs.parts, parts.programs.kv)
+    config, page_parts = plan.config, PageParts.of(programs.parts, programs.kv)
     if not (config.prefix_cache and config.disk_memory):
         return None
     leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in page_parts.layout]
-    identity = part_identity(page_identity(parts.model, config), [own.tolist() for own in page_parts.own_heads], leaves)
+    identity = part_identity(plan.page_identity(fingerprint), [own.tolist() for own in page_parts.own_heads], leaves)
     disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
     disk.scan()
     return disk
@@ -105,9 +111,9 @@ def _loaded(model: LoadedModel) -> LoadedWeights:
     return LoadedWeights(model.leaves, model.fingerprint, lambda: delete(model))
 
 
-def _loader(parts: Parts) -> Callable[[str], LoadedWeights]:
+def _loader(plan: Blueprint, model: LoadedModel) -> Callable[[str], LoadedWeights]:
     def load(weights: str) -> LoadedWeights:
-        return _loaded(replacement(parts.model, weights, parts.config))
+        return _loaded(replacement(model, weights, plan.config))
 
     return load
 

@@ -1,0 +1,94 @@
+"""What an opening will do is a value: it is computed without doing it, and everything that opens follows it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import rekindle
+from helpers.driving import tiny_model
+from helpers.small import MODEL, OPTIONS, opening
+from rekindle import EngineConfig, Tap
+from rekindle._src.cli import usage
+from rekindle._src.cli.main import main, parser
+from rekindle._src.opening.blueprint import Blueprint, blueprint
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import config_fields
+
+
+def plan(model: Any = MODEL, *, taps: tuple[Tap, ...] = (), **options: Any) -> Blueprint:
+    return blueprint(OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps))
+
+
+def test_no_file_no_thread_no_array(tmp_path: Path) -> None:
+    cache, threads, arrays = tmp_path / "cache", set(threading.enumerate()), len(jax.live_arrays())
+    facts = plan("tiny", dtype="bfloat16", cache_dir=str(cache), disk_memory=1 << 20).facts()
+    assert not cache.exists() and set(threading.enumerate()) <= threads
+    assert len(jax.live_arrays()) <= arrays
+    assert json.loads(json.dumps(facts)) == facts, "it is all values"
+
+
+def test_equal_openings_have_equal_blueprints() -> None:
+    assert plan() == plan() and hash(plan()) == hash(plan())
+    for change in ({"max_requests": 2}, {"device_pages": 41}, {"kv_dtype": "int8"}, {"host_memory": 1 << 20}):
+        assert plan(**change) != plan(), change
+    assert plan(tiny_model(seed=6)) != plan()
+
+
+def test_programs_of_equal_plans_have_one_key() -> None:
+    """What a program's key holds, and nothing else: a session with other memory below the device loads them too."""
+    assert plan(host_memory=1 << 20, seed=3).programs.key == plan().programs.key
+    for change in ({"max_requests": 2}, {"max_adapters": 2}, {"deterministic": True}):
+        assert plan(**change).programs.key != plan().programs.key, change
+    assert plan(taps=(Tap(lambda x, context: x, "mine"),)).programs.key != plan().programs.key
+
+
+def test_as_many_pages_as_all_processes_have_room_for() -> None:
+    """The blueprint of fewer pages is that of a session that was opened with as many."""
+    fewer, asked = plan(device_pages=40).with_pages(24), plan(device_pages=24)
+    assert fewer == asked and fewer.caches[0].slots == 24
+
+
+@pytest.mark.anyio
+async def test_a_session_is_what_its_blueprint_says() -> None:
+    expected = plan(precompile="lazy")
+    async with opening(precompile="lazy") as session:
+        runner: Any = session._engine.runner
+        assert session.config == expected.config
+        assert runner.programs.shards.pages == expected.caches[0].slots
+        assert runner.page_bytes >= expected.caches[0].slots * expected.caches[0].slot_bytes
+        assert {*Programs.open(expected.programs).known} == {*runner.programs.known}
+
+
+def test_every_option_in_a_programs_key_can_be_warmed() -> None:
+    """A server with `--kv-dtype` would find nothing that `rekindle warm` has made, if that took no such option."""
+    offered = {action.dest for action in parser()._subparsers._group_actions[0].choices["warm"]._actions}  # type: ignore[union-attr]
+    assert {*config_fields(EngineConfig())} <= offered
+    arguments = parser().parse_args(["warm", "tiny", "--kv-dtype", "int8", "--device-pages", "24", "--page-size", "16"])
+    options = usage.engine_options(arguments)
+    assert {name: options[name] for name in ("kv_dtype", "device_pages", "page_size")} == {
+        "kv_dtype": "int8", "device_pages": 24, "page_size": 16,
+    }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_what_was_warmed_for_a_servers_options_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"max_requests": 1, "max_tokens_per_step": 32, "max_model_len": 64, "device_pages": 24, "kv_dtype": "int8"}
+    flags = [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["warm", "tiny", *flags, "--cache-dir", str(tmp_path)]) == 0
+    capsys.readouterr()
+    with rekindle.open_sync("tiny", **sizes, cache_dir=str(tmp_path), precompile="all", quiet=True) as session:
+        assert {record.origin for record in session.programs().programs} == {"loaded"}
+
+
+def test_doctor_tells_what_an_opening_here_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--plan", "tiny", "--device", "here", "--cache-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "weights" in printed and "pages" in printed and "rekindle warm tiny" in printed
+    assert not list(tmp_path.iterdir()), "it only looks"

@@ -1,0 +1,130 @@
+"""A session's adapters: by name in host memory, from where the device gets those that requests need.
+
+A request has the adapter that its name meant when it was taken in, until it ends. A name that is loaded again, or
+unloaded, changes later requests alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core.names import checked_name
+from rekindle._src.core.records import UNIT, AdapterLike, units_for
+from rekindle._src.models.adapters.adapter import Adapter, combined
+from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.opening.blueprint import Blueprint
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle.errors import ConfigError, InvalidRequest
+
+_SUMS = 16  # sums of adapters that are kept
+
+
+class AdapterShelf:
+    """The adapters that a session has by name. Its methods may be called from any thread."""
+
+    def __init__(self, model: ModelConfig, most: int, rank: int, *, dtype: str = "float32", refused: str = "") -> None:
+        """`dtype` is that of the matrices on the device."""
+        self._model, self._units, self._dtype = model, most * units_for(rank), dtype
+        self._refused = refused if most else "the session was opened with max_adapters=0"
+        self._adapters: dict[str, Adapter] = {}
+        self._sums: OrderedDict[tuple[tuple[str, float], ...], Adapter] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, plan: Blueprint, request: OpenRequest, *, adapted: bool) -> AdapterShelf:
+        """Return the adapters that a session is opened with; none can be loaded unless its rows are `adapted`."""
+        config, dtype = plan.config, plan.graph.precision.weights
+        refused = "" if adapted else "the model has several data shards, or several processes share it"
+        shelf = cls(plan.model, config.max_adapters, config.max_adapter_rank, dtype=dtype, refused=refused)
+        for name, source in request.adapters.items():
+            request.show(f"adapter {name}")
+            shelf.put(shelf.read(name, source))
+        return shelf
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order of their first load."""
+        return tuple(self._adapters)
+
+    def all(self) -> dict[str, Adapter]:
+        """Return the adapters by name."""
+        with self._lock:
+            return dict(self._adapters)
+
+    def read(self, name: str, source: Any, alpha: float | None = None) -> Adapter:
+        """Read an adapter and check that it fits; nothing is changed."""
+        checked_name("adapter", name)
+        if self._refused:
+            raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
+        adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))
+        return self._fitting(adapter, name)
+
+    def merge(self, source: Any) -> Adapter:
+        """Read an adapter that is added to the weights, of any rank."""
+        return read_adapter(source, "merged", self._model)
+
+    def put(self, adapter: Adapter) -> Adapter | None:
+        """Enter an adapter under its name. Return the one that had it, if it is another."""
+        with self._lock:
+            old = self._adapters.get(adapter.name)
+            self._adapters[adapter.name] = adapter
+            return old if old is not None and not self._has(old.digest) else None
+
+    def remove(self, name: str) -> Adapter | None:
+        """Forget an adapter. Return it, unless another name means the same weights."""
+        with self._lock:
+            if name not in self._adapters:
+                raise self._unknown("name", name)
+            old = self._adapters.pop(name)
+            return None if self._has(old.digest) else old
+
+    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
+        """Return the adapter that a request's option means, and the digests that its pages depend on."""
+        with self._lock:
+            if isinstance(value, str):
+                adapter = self._adapters.get(value)
+                if adapter is None:
+                    raise self._unknown("adapter", value)
+                return adapter, (adapter.digest,)
+            parts: list[tuple[Adapter, float]] = []
+            for name, weight in value.items():
+                if name not in self._adapters:
+                    raise self._unknown("adapter", name)
+                parts.append((self._adapters[name], float(weight)))
+            key = tuple((adapter.digest, weight) for adapter, weight in parts)
+            whole = self._sums.pop(key, None) or self._fitting(combined(parts), value)
+            self._sums[key] = whole
+            if len(self._sums) > _SUMS:
+                self._sums.popitem(last=False)
+        return whole, tuple(dict.fromkeys((whole.digest, *(adapter.digest for adapter, _ in parts))))
+
+    def _has(self, digest: str) -> bool:
+        return any(adapter.digest == digest for adapter in self._adapters.values())
+
+    def _fitting(self, adapter: Adapter, value: object) -> Adapter:
+        """Return an adapter that fits on the device. Raise ConfigError for others."""
+        self._check_rank(value, adapter.rank)
+        if self._dtype == "float16" and (largest := adapter.largest) > float(np.finfo(np.float16).max):
+            problem = (
+                f"has numbers up to {largest:.3g}, and float16 holds up to 65504: the rows next to it would be NaN, too"
+            )
+            raise ConfigError("adapter", value, problem, 'Open the model with dtype="bfloat16"')
+        return adapter
+
+    def _check_rank(self, value: object, rank: int) -> None:
+        if units_for(rank) > self._units:
+            room = self._units * UNIT
+            problem = f"has rank {rank}, and all adapters on the device together have room for {room}"
+            raise ConfigError("adapter", value, problem, f"Open with max_adapter_rank={rank} or more")
+
+    def _unknown(self, field: str, name: str) -> InvalidRequest:
+        known = ", ".join(map(repr, self._adapters)) or "none"
+        fix = f"Load it with await session.load_adapter({name!r}, folder)"
+        return InvalidRequest(field, name, f"is not an adapter of this session; known: {known}", fix)

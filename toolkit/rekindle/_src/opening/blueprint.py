@@ -1,0 +1,289 @@
+"""What an opening will do, as a value: options, checkpoint, shapes, devices, programs, caches and taps.
+
+`blueprint` computes it once, from the checkpoint's headers: it starts no thread, writes no file and makes no array.
+The owners of a session are opened from it; `rekindle warm`, `rekindle doctor --plan` and followers of several
+processes read the same value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import jax
+
+from rekindle import tiny
+from rekindle._src.core import shared_cache
+from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.dtypes import DType
+from rekindle._src.core.mesh_shape import checked_mesh
+from rekindle._src.core.tapped import TapFacts, check_named
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist.identity import STATES, WINDOWS, Identity
+from rekindle._src.kvcache.persist.segment import LeafSpec
+from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe
+from rekindle._src.models.loading.hub import readable_name
+from rekindle._src.models.placement import MeshPlacement, placement_of
+from rekindle._src.opening.open_request import OpenRequest, precompiles
+from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import ADAPTED
+from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
+from rekindle._src.programs.kv_layout import state_bytes
+from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.programs.taps import tap_facts, variants_of
+from rekindle._src.programs.user_functions import check_places
+from rekindle.errors import ConfigError
+
+STATE_SHARE = 4  # one in so many bytes of host memory is for states or window pages, in models that have them
+
+
+class CachePlan(NamedTuple):
+    """A kind of cache: what the device has room for, and how many bytes it may have in the tiers below."""
+
+    kind: str  # pages, states or windows
+    slots: int  # on the device
+    slot_bytes: int
+    host_bytes: int  # of host memory; 0 without tiers
+    disk_bytes: int  # of disk, which all kinds share
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Blueprint:
+    """All that an opening will do. Blueprints are equal if they describe equal sessions."""
+
+    config: EngineConfig  # resolved
+    checkpoint: CheckpointPlan | None  # None for a model that is in memory
+    folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
+    fingerprint: str  # of config and weights, without a merged adapter
+    name: str  # of the model, for people to read
+    programs: ProgramPlan
+    precompile: str  # "all", "background" or "lazy"
+    caches: tuple[CachePlan, ...]  # pages first
+    taps: TapFacts | None  # None if nothing can be tapped
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.programs.model
+
+    @property
+    def graph(self) -> Graph:
+        return self.programs.graph
+
+    @property
+    def placement(self) -> Placement:
+        return self.programs.placement
+
+    @property
+    def has_side_cache(self) -> bool:
+        """True if nodes of the tree have more than pages: states, or pages of layers with a window."""
+        return len(self.caches) > 1
+
+    def with_pages(self, pages: int) -> Blueprint:
+        """Return the blueprint with so many KV pages on each device, as all processes have room for."""
+        config = self.config
+        assert config.device_pages is not None, "resolved"
+        assert config.device_memory is not None, "resolved"
+        config = dataclasses.replace(
+            config, device_pages=pages, device_memory=pages * (config.device_memory // config.device_pages)
+        )
+        programs = dataclasses.replace(self.programs, config=of_one_shard(config, self.placement.data))
+        return dataclasses.replace(self, config=config, programs=programs, caches=_caches(config, programs))
+
+    def page_identity(self, fingerprint: str, name: str = "") -> Identity:
+        """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
+        config = self.config
+        assert config.page_size is not None, "resolved"
+        layers = tuple(layer._replace(states=()) for layer in _one_page(self.programs) if layer.pages)
+        leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
+        layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
+        if len(self.model.kinds_of_pages) > 1:
+            layout += f" of {paged.groups_of(layers)}"
+        if config.deterministic:
+            layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
+        return Identity(
+            fingerprint,
+            config.kv_dtype,
+            config.page_size,
+            layout,
+            name,
+            leaves=_specs(paged.payload_layout(layers)),
+            vocab_size=self.model.vocab_size,
+        )
+
+    def side_identity(self, pages: Identity) -> Identity:
+        """Return the identity of states, or pages of layers with a window, that belong to pages of this identity."""
+        leaves: tuple[LeafSpec, ...]
+        if self.model.is_recurrent:
+            count = state_bytes(self.model) // 4
+            leaves, what = (LeafSpec((count,), "float32"),), f"{STATES}{count} numbers"
+        else:
+            leaves = _specs(paged.payload_layout(_one_page(self.programs), tails=True))
+            what = f"{WINDOWS}{self.model.window} tokens"
+        return dataclasses.replace(pages, layout=f"{pages.layout}{what}", leaves=leaves)
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that is decided, as values that JSON keeps. Blueprints with equal facts are equal."""
+        pages = self.page_identity(self.fingerprint, self.name)
+        return {
+            "model": self.name,
+            "fingerprint": self.fingerprint,
+            "weights": sum(leaf.size * leaf.dtype.itemsize for leaf in self.programs.leaves),
+            "read_from": None if self.folder is None else str(self.folder),
+            "options": {
+                field.name: value if isinstance(value := getattr(self.config, field.name), int | float) else str(value)
+                for field in dataclasses.fields(self.config)
+            },
+            "devices": [str(device) for device in self.placement.devices],
+            "precompile": self.precompile,
+            "programs": self.programs.key,
+            "ahead": self.programs.ahead,
+            "caches": [cache._asdict() for cache in self.caches],
+            "pages": pages.layout,
+            "side": self.side_identity(pages).layout if self.has_side_cache else None,
+            "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
+            "steering": sorted(self.taps.steering) if self.taps else [],
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return self.facts() == other.facts() if isinstance(other, Blueprint) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.programs.key))
+
+
+def blueprint(request: OpenRequest) -> Blueprint:
+    """Return what opening a model will do. Raise typed errors for what can't be done."""
+    _check_snapshot(request.config)
+    source = request.model if isinstance(request.model, LoadedModel) else _described(request)
+    graph, whole = _shapes(source)
+    options, placement = _placement(request.config, source, graph)
+    there = isinstance(source, LoadedModel) and source.placement == placement  # nothing is put on the devices
+    if isinstance(source, LoadedModel) and options.dtype == "auto":
+        # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.
+        options = dataclasses.replace(options, dtype=cast(DType, graph.precision.weights))
+    weight_bytes = 0 if there else placement.bytes_per_device(whole)
+    config = resolve(options, graph.config, weight_bytes=weight_bytes, placement=placement)
+    if config.deterministic:
+        graph = deterministic(graph, config)
+    folder = source.folder if isinstance(source, LoadedModel) else source.found.folder
+    programs = ProgramPlan(
+        graph.config,
+        graph,
+        whole if there else tuple(placement.shapes(whole)),
+        of_one_shard(config, placement.data),
+        placement,
+        tuple(request.processors),
+        tuple(request.taps),
+        ahead=ADAPTED * bool(request.adapters) + variants_of(request.steering),
+        name="" if folder is None else readable_name(folder),
+    )
+    precompile = precompiles(config.precompile)
+    if precompile == "background" and graph.config.only_embeds:
+        precompile = "lazy"  # of the programs that are made ahead, it needs none
+    return Blueprint(
+        config,
+        None if isinstance(source, LoadedModel) else source,
+        folder,
+        source.fingerprint,
+        graph.config.model_type if isinstance(source, LoadedModel) else str(request.model),
+        programs,
+        precompile,
+        _caches(config, programs),
+        _taps(request, graph.config, config),
+    )
+
+
+def _check_snapshot(config: EngineConfig) -> None:
+    """Raise StoreError for a missing snapshot before anything is loaded, unless a shared cache may have it."""
+    shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
+    name = None if config.restore == "auto" or shared else config.restore
+    if name is not None and config.prefix_cache and config.disk_memory:
+        snapshot.find(cache_folder(config.cache_dir), snapshot.check_name(name))
+
+
+def _described(request: OpenRequest) -> CheckpointPlan:
+    assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
+    config, shown = request.config, request.shown
+    folder = tiny.folder() if request.model == "tiny" else request.model
+    shown.stage = "the checkpoint's headers"
+    shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
+    try:
+        return describe(
+            folder,
+            dtype=config.dtype,
+            quantize=config.quantize,
+            cache_dir=cache_folder(config.cache_dir),
+            divided=config.mesh is not None,
+            seen=None if request.ahead is None else request.ahead.seen,
+            device_memory=config.device_memory,
+        )
+    finally:
+        shown.hidden = False
+
+
+def _shapes(source: LoadedModel | CheckpointPlan) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Return a model's graph, and the shapes of its leaves: as they lie if they are there, else of the whole model."""
+    if isinstance(source, CheckpointPlan):
+        return source.graph, source.shapes
+    return source.graph, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in source.leaves)
+
+
+def _placement(
+    config: EngineConfig, source: LoadedModel | CheckpointPlan, graph: Graph
+) -> tuple[EngineConfig, Placement]:
+    """Return the config with its mesh, and the devices that share the model. A model made on a mesh keeps that mesh."""
+    placement = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
+    current = source.placement if isinstance(source, LoadedModel) else ALONE
+    if not isinstance(current, MeshPlacement):
+        return config, placement
+    if config.mesh is not None and placement.key() != current.key():
+        raise ConfigError("mesh", config.mesh, f"is not that of the model, which lies on {current!r}", "Leave it out")
+    return dataclasses.replace(config, mesh=current.mesh), current
+
+
+def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...]:
+    """Return the kinds of caches of each data shard, with their share of the memory below the device."""
+    model, placement, shard = programs.model, programs.placement, programs.config
+    assert config.page_size is not None, "resolved"
+    assert config.device_pages is not None, "resolved"
+    local, tiers = placement.local_config(model), config.prefix_cache
+    windows = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
+    side: tuple[str, int, int] | None = None
+    if model.is_recurrent:
+        slots = state_slots(model, shard.max_requests, shared=config.prefix_cache)
+        side = "states", slots, state_bytes(local)
+    elif windows:
+        side = "windows", windows, paged.page_bytes(local, config.page_size, config.kv_dtype, tails=True)
+    host, disk = (config.host_memory, config.disk_memory) if tiers else (0, 0)
+    share = host // STATE_SHARE if side is not None else 0
+    page = paged.page_bytes(local, config.page_size, config.kv_dtype, tails=False if windows else None)
+    pages = CachePlan("pages", config.device_pages, page, host - share, disk)
+    return (pages,) if side is None else (pages, CachePlan(*side, share, disk))
+
+
+def _taps(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
+    """Return what can be tapped; None if nothing. Raise ConfigError for taps that do not fit the model."""
+    facts = tap_facts(model, processes=config.processes)
+    custom: Mapping[str, str] = check_places(request.taps, facts)
+    check_named(request.steering, facts)
+    keeps = "" if config.prefix_cache else "prefix_cache is off"
+    keeps = keeps or ("" if config.capture_memory else "capture_memory is 0")
+    return facts and facts._replace(custom=custom, steering=request.steering, keeps=keeps)
+
+
+def _one_page(programs: ProgramPlan) -> paged.KV:
+    """Return the shapes of one page of each layer."""
+    config, model = programs.config, programs.model
+    assert config.page_size is not None, "resolved"
+    tails = int(programs.placement.pages_apart and model.window > 0)
+    return paged.abstract(model, 1, config.page_size, config.kv_dtype, tails=tails)
+
+
+def _specs(layout: Any) -> tuple[LeafSpec, ...]:
+    return tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in layout)

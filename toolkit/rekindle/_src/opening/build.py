@@ -1,0 +1,177 @@
+"""Opening a model: from the arguments of `open` to the engine of a session, on the session's device thread.
+
+`build` is the one place that knows the order. Each owner is opened from the blueprint, and all are closed in reverse,
+by an error or at the session's end. Programs are loaded or compiled in other threads from the moment that the model's
+shapes are known, while the weights and the vocabulary are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import jax
+
+from rekindle._src.core import shared_cache
+from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.engine import Engine
+from rekindle._src.execution.runner import Runner
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.unpacking import unpacked_model, words
+from rekindle._src.opening import peers
+from rekindle._src.opening.adapters import AdapterShelf
+from rekindle._src.opening.blueprint import Blueprint, blueprint
+from rekindle._src.opening.cache import SessionCache
+from rekindle._src.opening.device import ModelDevice, weights_in_words
+from rekindle._src.opening.open_request import OpenRequest, precompiles
+from rekindle._src.opening.programs import SessionPrograms
+from rekindle._src.opening.vocabulary import Vocabulary
+from rekindle._src.opening.weights import Weights
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import OutOfMemory, RekindleError
+from rekindle_kernels import configure, unavailable_reason
+
+log = logging.getLogger("rekindle.engine")
+
+
+class Owner(Protocol):
+    def close(self) -> None: ...
+
+
+OwnerT = TypeVar("OwnerT", bound=Owner)
+
+
+def build(request: OpenRequest) -> Front:
+    """Return a session's front over its engine. Raise typed errors, after freeing all that was loaded until then."""
+    with _telling_shortage(request), contextlib.ExitStack() as owners:
+
+        def own(owner: OwnerT) -> OwnerT:
+            owners.callback(owner.close)
+            return owner
+
+        attach_caches(request.config)
+        model = unpacked_model(request.model) if isinstance(request.model, LoadedModel) else None
+        request = request if model is None else dataclasses.replace(request, model=model)
+        others = own(peers.gather(request))
+        plan = peers.agreed(blueprint(request), others.agreement)
+        programs = own(SessionPrograms.open(plan, request))
+        vocabulary = Vocabulary.begin(plan)
+        request.show("weights")
+        weights = own(Weights.open(plan, model, progress=request.report, brought=request.brought, others=others))
+        others.begin(programs.all, request.show)  # when all processes have their weights
+        programs.wait_for_kernels(request.show)
+        _say_what_is_slow(weights_in_words(weights.model, plan), plan)
+        adapters = AdapterShelf.open(plan, request, adapted=programs.all.adapted)
+        if request.merge is not None:
+            request.show("merging an adapter")
+            weights.merge(adapters.merge(request.merge))
+        cache = own(SessionCache.open(plan, weights.model.fingerprint, others))
+        runner = Runner(
+            weights.model,
+            programs.all.config,
+            host_tier=cache.tiers,
+            state_tier=cache.side_tiers,
+            programs=programs.all,
+            prefer_ready=plan.precompile == "background",
+            recorder=others,
+        )
+        scheduler = cache.schedule(programs, runner.program_wait)
+        cache.restore(runner, programs, request.show)
+        request.show("vocabulary")
+        tokenizer = vocabulary.tokenizer()
+        request.show("programs")
+        programs.opened()
+        device = ModelDevice(plan, weights, programs, cache, runner, others)
+        engine = Engine(scheduler, runner, plan.config, device)
+        front = _front(engine, plan, programs, vocabulary, tokenizer)._replace(
+            adapters=adapters, program_wait=runner.program_wait
+        )
+        device.owners = owners.pop_all()
+        return front
+
+
+def attach_caches(config: EngineConfig) -> None:
+    """Use the cache folder for kernels, which all sessions share, and the shared cache if the options name one."""
+    configure(cache_folder=cache_folder())
+    shared_cache.attach(config.shared_cache, (cache_folder(), cache_folder(config.cache_dir)))
+
+
+def _front(
+    engine: Engine,
+    plan: Blueprint,
+    programs: SessionPrograms,
+    vocabulary: Vocabulary,
+    tokenizer: Tokenizer,
+) -> Front:
+    """Return what turns prompts into requests and tokens into text."""
+    defaults, chat, model = vocabulary.sampling(), vocabulary.chat(), plan.model
+    vocabulary.forget_headers()
+    expect_chat = programs.expecting_chat(chat, tokenizer, drawn=defaults.chat is not None)
+    if precompiles(plan.config.precompile) == "background":
+        expect_chat()
+    return Front(
+        backend=engine,
+        tokenizer=tokenizer,
+        detokenizer=real_detokenizer(tokenizer),
+        config=plan.config,
+        expect_chat=expect_chat,
+        sampling=defaults.sampling,
+        chat_sampling=defaults.chat,
+        longest=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        embedder=vocabulary.embedder(),
+        chat=chat,
+        model=plan.name,
+        grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
+        taps=plan.taps,
+        think_ids=tokenizer.pair("<think>", "</think>"),
+        processors=tuple(processor.name for processor in plan.programs.processors),
+        characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
+    )
+
+
+def _say_what_is_slow(weights: str, plan: Blueprint) -> None:
+    """Log missing kernels, and weights that are held in another format than that of the checkpoint."""
+    reason = unavailable_reason()
+    if reason is not None and "REKINDLE_NATIVE" not in reason:
+        _say_without_kernels(reason)
+    if words(plan.graph):
+        level = logging.INFO if plan.graph.precision.unpacked else logging.WARNING
+        log.log(level, "weights of %s are held as %s", plan.name, weights)
+
+
+@functools.cache
+def _say_without_kernels(reason: str) -> None:
+    log.warning("no native kernels on this CPU, so XLA does their work, more slowly: %s", reason)
+
+
+@contextlib.contextmanager
+def _telling_shortage(request: OpenRequest) -> Iterator[None]:
+    """Raise OutOfMemory, with the options that decide, for any error of too little memory."""
+    try:
+        yield
+    except (RekindleError, TypeError):
+        raise
+    except Exception as error:
+        no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if no_memory or "RESOURCE_EXHAUSTED" in str(error):
+            raise OutOfMemory(_shortage(request, error)) from error
+        raise
+
+
+def _shortage(request: OpenRequest, error: BaseException) -> str:
+    config = request.config
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)
+    room = f"{free / 2**30:.1f} GiB are free on the device" if statistics else "the host's memory is used up"
+    options = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"opening {request.model!r} ({options}) ran out of memory: {reason}. {room}. Lower device_memory or quantize"

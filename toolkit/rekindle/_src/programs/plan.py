@@ -1,0 +1,55 @@
+"""What a session's programs follow from, as a value: the model's shapes, its devices, and the options of one shard."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.base import Graph, Placement
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import store
+from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
+from rekindle._src.programs.user_functions import LogitsProcessor, Tap
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """All that decides what programs do. Those of plans with one `key` are the same."""
+
+    model: ModelConfig
+    graph: Graph
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # of the whole model, as they lie on the devices
+    config: EngineConfig  # resolved, of one data shard
+    placement: Placement
+    processors: tuple[LogitsProcessor, ...] = ()
+    taps: tuple[Tap, ...] = ()
+    ahead: str = ""  # letters of variants whose programs are made ahead although most sessions make them as needed
+    name: str = ""  # the model's in `rekindle cache ls`
+
+    @property
+    def key(self) -> str:
+        """The digest that programs are stored under."""
+        return store.digest(self.fields)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Everything that programs depend on, in the session and outside it."""
+        model, config = self.model, self.config
+        assert config.device_pages is not None, "resolved"
+        leaves = zip(self.graph.paths, self.leaves, strict=True)
+        fields = {
+            "environment": store.environment(),
+            "model": model.digest(),
+            "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves],
+            "config": store.config_fields(config),
+            "states": state_slots(model, config.max_requests, shared=config.prefix_cache),
+            "processors": [processor.key for processor in self.processors],
+            "taps": [tap.key for tap in self.taps],
+            **self.placement.key(),
+        }
+        if tails := tail_pages(model, config, config.device_pages, apart=self.placement.pages_apart):
+            fields["tails"] = tails
+        return fields
