@@ -1,4 +1,4 @@
-"""What an engine's device can do in addition to its steps: sleep, other weights, recovery, preparing a restart."""
+"""The device of an engine, apart from its steps: sleep, other weights, recovery, preparing a restart."""
 
 from __future__ import annotations
 

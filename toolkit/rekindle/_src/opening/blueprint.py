@@ -1,4 +1,4 @@
-"""What an opening will do, as a value: options, checkpoint, shapes, devices, programs, caches and taps.
+"""The blueprint of an opening: options, checkpoint, shapes, devices, programs, caches and taps, as one value.
 
 `blueprint` computes it once, from the checkpoint's headers: it starts no thread, writes no file and makes no array.
 The owners of a session are opened from it; `rekindle warm`, `rekindle doctor --plan` and followers of several

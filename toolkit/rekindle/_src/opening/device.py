@@ -23,7 +23,7 @@ from rekindle.errors import InvalidRequest
 
 
 class ModelDevice(Device):
-    """What owners that were opened together can do for a session."""
+    """A device with a model: all that owners which were opened together can do for a session."""
 
     has_weights = True
 

@@ -1,4 +1,4 @@
-"""What a session's programs follow from, as a value: the model's shapes, its devices, and the options of one shard."""
+"""The plan of a session's programs: a model's shapes, its devices, and the options of one data shard."""
 
 from __future__ import annotations
 
