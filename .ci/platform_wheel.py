@@ -53,7 +53,7 @@ class PlatformWheel(BuildHookInterface):
 
 
 def commit_of(root: Path) -> str:
-    """Return the clone's short commit hash, and whether files have changed since; empty for a folder that is no clone."""
+    """Return the short commit hash of a clone, and whether files have changed since; empty for any other folder."""
     if not (root / ".git").exists():
         return ""
     git = ["git", "-c", "core.fsmonitor=false", "-C", str(root)]
