@@ -20,11 +20,11 @@ from rekindle._src.dispatch.backend import (
     Drain,
     Events,
     Exclusive,
+    LoopTurn,
     Pause,
     Resume,
     StepOnce,
     Stepped,
-    Turn,
     take,
 )
 from rekindle._src.dispatch.engine import Engine
@@ -100,16 +100,16 @@ class TestSchedule:
         made = fake_engine(**options)
         self.engine = made
         self.inbox, receive = anyio.create_memory_object_stream[Any](100)
-        turns, self.turns = anyio.create_memory_object_stream[Turn](1)
+        turns, self.turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, self.events = anyio.create_memory_object_stream[Events](100)
         group.start_soon(made.schedule, receive, turns, events)
         return made.scheduler
 
-    async def turn(self) -> Turn:
+    async def turn(self) -> LoopTurn:
         with anyio.fail_after(10):
             return await self.turns.receive()
 
-    async def answer(self, turn: Turn) -> None:
+    async def answer(self, turn: LoopTurn) -> None:
         await self.inbox.send(self.engine.advance(turn))
 
     async def delivered(self) -> None:
@@ -274,7 +274,7 @@ class TestSchedule:
 
         scheduler: Any = Waiting()
         send, receive = anyio.create_memory_object_stream[Any](10)
-        turns, _turns = anyio.create_memory_object_stream[Turn](1)
+        turns, _turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, _events = anyio.create_memory_object_stream[Events](10)
         send.send_nowait(make_request("abc"))
         send.send_nowait(Drain())
@@ -301,10 +301,10 @@ class TestStep:
         made.scheduler.submit(make_request("abc", max_tokens=3))
         order = record_calls(made.runner)
         device = DeviceThread()
-        turns, inbox = anyio.create_memory_object_stream[Turn](4)
+        turns, inbox = anyio.create_memory_object_stream[LoopTurn](4)
         outbox, outcomes = anyio.create_memory_object_stream[Any](4)
         for plan in (made.scheduler.plan(), made.scheduler.plan(), None):
-            turns.send_nowait(Turn(plan))
+            turns.send_nowait(LoopTurn(plan))
         turns.close()
         with anyio.fail_after(10):
             await made.step(inbox, outbox, device)
@@ -317,9 +317,9 @@ class TestStep:
         made = fake_engine(fail=lambda plan: ValueError("no") if plan.step == 1 else None)
         made.scheduler.submit(make_request("abc", max_tokens=3))
         first, second = made.scheduler.plan(), made.scheduler.plan()
-        assert made.advance(Turn(first)).result is None
-        outcome = made.advance(Turn(second))
-        assert outcome.result.plan is first and made.awaited(Turn(None)) is None
+        assert made.advance(LoopTurn(first)).result is None
+        outcome = made.advance(LoopTurn(second))
+        assert outcome.result.plan is first and made.awaited(LoopTurn(None)) is None
         ((failed, cause),) = outcome.failed
         assert failed is second and isinstance(cause, ValueError)
 

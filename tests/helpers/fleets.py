@@ -15,7 +15,7 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.threads import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening
-from rekindle._src.replicas.fleet_backend import Parts
+from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica, _info_of
 from rekindle._src.replicas.routing import Role, roles_of
 from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, Sent
@@ -165,7 +165,7 @@ def local_fleet(
         connections.append(made)
         return made
 
-    def parts() -> Parts:
+    def parts() -> FleetParts:
         given = [another() for _ in range(replicas)]
         session = make()
         info = _info_of(session._client)
@@ -175,7 +175,7 @@ def local_fleet(
             for connection in connections:
                 connection.close()
 
-        return Parts(given, info, another, close, f"test-{next(_names)}")
+        return FleetParts(given, info, another, close, f"test-{next(_names)}")
 
     fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
     try:

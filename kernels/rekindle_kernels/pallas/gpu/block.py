@@ -26,7 +26,7 @@ K, V = np.int32(0), np.int32(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class LogitScaling:
     """The conversion of raw dot products to logits; static in every kernel."""
 
     scale: float
@@ -142,7 +142,7 @@ def attend(
     paged: Paged,
     q: Array,  # [M, D]
     state: Softmax,
-    scoring: Scoring,
+    scoring: LogitScaling,
     keys: KeyPlaces,
     *,
     head: Array,

@@ -32,7 +32,7 @@ def _decode_kernel(
     top_ref: jax.Ref | None = None,  # float32 [I, H]
     total_ref: jax.Ref | None = None,
     *,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuDecode,
     group: int,
 ) -> None:
@@ -115,7 +115,7 @@ def decode(
     paged: block.Paged,  # arrays here, references inside the kernel
     *,
     decode_rows: int,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuDecode,
     extra: int,
     interpret: bool = False,

@@ -173,7 +173,7 @@ def _consume(
     *,
     head: Array,
     warpgroup: Array,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     sizes: KernelSizes,
 ) -> None:
     """Compute the attention of one consumer's 64 rows."""
@@ -281,7 +281,7 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(*refs: Any, scoring: block.Scoring, sizes: KernelSizes, sinks: bool) -> None:
+def _kernel(*refs: Any, scoring: block.LogitScaling, sizes: KernelSizes, sinks: bool) -> None:
     q_ref, pages_ref, ids_ref, table_ref, *rest = refs
     sinks_ref = rest.pop(0) if sinks else None
     o_ref, rows, q, q_landed, keys, keys_landed, keys_free, values, values_landed, values_free, raw, turns, *rest = rest
@@ -333,7 +333,7 @@ def prefill(
     out: Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuMosaicPrefill,
     interpret: Any = None,
 ) -> Array:

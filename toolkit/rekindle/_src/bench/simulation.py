@@ -26,11 +26,11 @@ import numpy as np
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray, Request, Resumed, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Turn
+from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.replicas.routing import Keys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
+from rekindle._src.replicas.routing import AffinityKeys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
@@ -106,7 +106,7 @@ class Device:
     def close(self) -> None: ...
 
 
-class Replica:
+class SimulatedReplica:
     """One replica: an engine, and the times of the steps on its device."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Replica:
         self._cache = PrefixCache(pool, config.page_size, b"simulated", host_tier=tier) if config.prefix_cache else None
         self.scheduler: Scheduler = Scheduler(limits, pool, cache=self._cache, policy=config.policy, seed=0)
         self._engine = Engine(self.scheduler, Device(), config)
-        self._turn: Turn | None = None  # ends with the step that runs
+        self._turn: LoopTurn | None = None  # ends with the step that runs
         self.inside = 0
         self.routed = 0
         self.busy = 0.0
@@ -165,7 +165,7 @@ class Replica:
         return deltas, self._begin()
 
 
-class Outcome(NamedTuple):
+class SimulationOutcome(NamedTuple):
     """The result of a simulation, or of a real run in the same terms. Times in seconds."""
 
     requests: int
@@ -224,31 +224,31 @@ def simulate(
     move: float = 0.0,
     watch: Watch | None = None,
     spread: Sequence[float] = (),
-) -> Outcome:
+) -> SimulationOutcome:
     """Run a load on `replicas` replicas, one by default. With `roles`, each prompt token takes `move` s to a replica
     that decodes. `watch` decides which tokens count; it knows requests by their place in `asks`. `spread` has equally
     likely factors for the times that `cost` gives."""
     active_router = router_named(router) if isinstance(router, str) else router
     replica_roles = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    members = [Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
+    members = [SimulatedReplica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
     fleet = {member.name: member for member in members}
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
     handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, SimulatedRequest | Replica | str]] = [
+    queue: list[tuple[float, int, SimulatedRequest | SimulatedReplica | str]] = [
         (ask.at + cost.request, next(order), ask) for ask in asks
     ]
     heapq.heapify(queue)
     watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
 
-    def begin(replica: Replica, seconds: float | None) -> None:
+    def begin(replica: SimulatedReplica, seconds: float | None) -> None:
         if seconds is not None:
             heapq.heappush(queue, (now + seconds, next(order), replica))
 
-    def assign(ask: SimulatedRequest, among: Sequence[Replica]) -> Replica | None:
+    def assign(ask: SimulatedRequest, among: Sequence[SimulatedReplica]) -> SimulatedReplica | None:
         loads = [Load(member.name, member.inside, member.places) for member in among]
-        route = active_router.choose(Keys(ask.opening, ask.conversation), loads)
+        route = active_router.choose(AffinityKeys(ask.opening, ask.conversation), loads)
         if route is None:
             return None
         replica = fleet[route.name]
@@ -258,7 +258,7 @@ def simulate(
 
     while queue:
         now, number, event = heapq.heappop(queue)
-        if isinstance(event, Replica):
+        if isinstance(event, SimulatedReplica):
             deltas, seconds = event.end_step()
             for name, tokens, ended in deltas:
                 goes_on = ended and event.role == "prefill" and name in handoffs
@@ -291,7 +291,7 @@ def simulate(
     prompts = sum(member.prompt_tokens for member in figures)
     counts = [member.routed for member in fleet.values()]
     seconds = now - asks[0].at if asks else 0.0
-    return Outcome(
+    return SimulationOutcome(
         requests=sum(counts) - (sum(member.routed for member in prefill) if roles is not None else 0),
         refused=refused,
         seconds=seconds,

@@ -110,10 +110,10 @@ LAST_SECONDS = 2.0  # for a follower's call in progress, after the leader is gon
 
 def follow(arguments: argparse.Namespace) -> int:
     """Give a leader's session this process's devices, until it ends."""
-    from rekindle._src.processes.greeting import Place
+    from rekindle._src.processes.greeting import ProcessPlace
     from rekindle._src.session.following import follow
 
-    place, options = Place(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
+    place, options = ProcessPlace(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
     follow(arguments.coordinator, place, model=arguments.model, wait=arguments.wait, say=_say, lost=_lost, **options)
     _say("the session has ended")
     return 0

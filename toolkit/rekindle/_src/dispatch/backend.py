@@ -113,14 +113,14 @@ class Drain(NamedTuple):
     """intake → backend, last of all: end once every request has ended."""
 
 
-class Turn(NamedTuple):
+class LoopTurn(NamedTuple):
     """schedule → step: dispatch `plan`, then fetch the step dispatched in the turn before."""
 
     plan: StepPlan | None
     job: Callable[[], Any] | None = None  # instead of a step
 
 
-class Outcome(NamedTuple):
+class TurnOutcome(NamedTuple):
     """step → schedule: the results of a turn."""
 
     result: StepResult | None = None
@@ -139,7 +139,7 @@ class Events(NamedTuple):
 
 Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
 BackendMessage = Request | Abort | Finish | Control | Drain
-ScheduleMessage = BackendMessage | Outcome
+ScheduleMessage = BackendMessage | TurnOutcome
 
 
 def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:

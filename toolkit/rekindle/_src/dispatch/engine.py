@@ -30,13 +30,13 @@ from rekindle._src.dispatch.backend import (
     Drain,
     Events,
     Exclusive,
-    Outcome,
+    LoopTurn,
     Pause,
     Resume,
     ScheduleMessage,
     StepOnce,
     Stepped,
-    Turn,
+    TurnOutcome,
     next_waiting,
     take,
 )
@@ -126,7 +126,7 @@ class Engine:
         batch = self.events()
         return () if batch is None else batch.events
 
-    def begin(self) -> Turn | None:
+    def begin(self) -> LoopTurn | None:
         """Plan the next step. Return the device's next turn, if it may have one now."""
         if self._turning:
             return None
@@ -138,11 +138,11 @@ class Engine:
                 return None
             self._job = self._exclusive.popleft()
             self._turning = True
-            return Turn(None, self._job.job)
+            return LoopTurn(None, self._job.job)
         self._last, self._turning = plan, True
-        return Turn(plan)
+        return LoopTurn(plan)
 
-    def advance(self, turn: Turn) -> Outcome:
+    def advance(self, turn: LoopTurn) -> TurnOutcome:
         """Dispatch the turn's plan, then fetch the step that it awaits. Blocks until the device has finished that.
 
         The only place that waits for the device; dispatching may compile a program.
@@ -150,9 +150,9 @@ class Engine:
         if turn.job is not None:
             assert self._in_flight is None, "a job runs while no step is in flight"
             try:
-                return Outcome(returned=turn.job())
+                return TurnOutcome(returned=turn.job())
             except Exception as error:
-                return Outcome(error=error)
+                return TurnOutcome(error=error)
         plan, last, result, failed = turn.plan, self._in_flight, None, []
         current, dispatch_error = None, None
         if plan is not None:
@@ -174,16 +174,16 @@ class Engine:
             failed.append((plan, dispatch_error))
         self.watchdog.leave()
         self._in_flight = current
-        return Outcome(result, tuple(failed))
+        return TurnOutcome(result, tuple(failed))
 
-    def awaited(self, turn: Turn) -> StepPlan | None:
+    def awaited(self, turn: LoopTurn) -> StepPlan | None:
         """Return the step whose result a turn fetches: the one in flight, or its own if the next plan needs it."""
         if self._in_flight is not None:
             return self._in_flight.plan
         # Reading a step with drafts right away saves a round trip to the scheduler.
         return turn.plan if turn.plan is not None and (turn.plan.drafted or not self._ahead) else None
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: TurnOutcome) -> None:
         """Commit the results of a turn."""
         self._turning = False
         if self._job is not None:
@@ -285,7 +285,7 @@ class Engine:
         device: DeviceThread,
     ) -> None:
         """Run until a `Drain` has come and no request is left: schedule and step, which exchange turns and outcomes."""
-        turns, turned = anyio.create_memory_object_stream[Turn](1)
+        turns, turned = anyio.create_memory_object_stream[LoopTurn](1)
         with turns, turned:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self.watchdog.run)
@@ -297,7 +297,7 @@ class Engine:
     async def schedule(
         self,
         inbox: MemoryObjectReceiveStream[ScheduleMessage],
-        turns: MemoryObjectSendStream[Turn],
+        turns: MemoryObjectSendStream[LoopTurn],
         outbox: MemoryObjectSendStream[Events],
     ) -> None:
         """Decide after every message whether the device gets another turn."""
@@ -319,7 +319,7 @@ class Engine:
 
     async def step(
         self,
-        inbox: MemoryObjectReceiveStream[Turn],
+        inbox: MemoryObjectReceiveStream[LoopTurn],
         outbox: MemoryObjectSendStream[ScheduleMessage],
         device: DeviceThread,
     ) -> None:
@@ -340,7 +340,7 @@ class Engine:
         return self._draining and self._idle and not self.scheduler.has_work and not self._exclusive
 
     def _take(self, message: ScheduleMessage) -> None:
-        if isinstance(message, Outcome):
+        if isinstance(message, TurnOutcome):
             self.end(message)
         else:
             take(self, message)
@@ -395,7 +395,7 @@ class Engine:
             )
 
 
-def _end_job(job: Exclusive, outcome: Outcome) -> None:
+def _end_job(job: Exclusive, outcome: TurnOutcome) -> None:
     if outcome.error is not None:
         job.done.fail(outcome.error)
         if job.vital:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.hf_config import Keys
+from rekindle._src.models.hf_config import ConfigKeys
 from rekindle._src.models.loading.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Family(NamedTuple):
     """The entry of one model_type in the `FAMILIES` of its module."""
 
     architecture: str  # as in config.json's `architectures`
-    config: Callable[[Keys], ModelConfig]
+    config: Callable[[ConfigKeys], ModelConfig]
     module: Callable[[ModelConfig, Precision], Any]
     manifest: Callable[[ModelConfig], Manifest]
     aliases: Mapping[str, str] = MappingProxyType({})  # transformers' `attribute_map` for this model_type

@@ -31,7 +31,7 @@ from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.step import Computed, Leaves, Operands, Scores, StepOutput, finish, finish_forward
+from rekindle._src.programs.step import ChoiceInputs, Computed, Leaves, Operands, StepOutput, finish, finish_forward
 from rekindle._src.programs.store import LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
@@ -51,7 +51,7 @@ Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
 Opening = Callable[[Leaves, Array, Array, Array], Opened]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
 Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
-ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[Scores, tuple[Any, ...]]]
+ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def make_closing(cut: Cut, layout: Layout, *, greedy: bool = False) -> Closing:
 def make_forward_closing(cut: Cut, layout: Layout) -> ForwardClosing:
     """Return the part from the last layer to the results of a late step's first half."""
 
-    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[Scores, tuple[Any, ...]]:
+    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
         return finish_forward(layout, _computed(cut, layout, outer, x), inputs)
 
     return closing
@@ -220,7 +220,7 @@ class LayeredForward(LayeredProgram):
 
     def __call__(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any, operands: Operands
-    ) -> tuple[paged.KV, Scores, Any]:
+    ) -> tuple[paged.KV, ChoiceInputs, Any]:
         closing = self._rest()
         outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
         return new_kv, *closing(outer, opened.x, opened.inputs)
@@ -232,7 +232,7 @@ MANY_LAYERS, ALIKE = 5, 3
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """One part of a program: its name in the store, and the function to trace with its arguments."""
 
     name: str
@@ -332,7 +332,7 @@ class Layered:
         self.save()
         return parts[name]
 
-    def _made(self, parts: Iterable[Part]) -> dict[str, Compiled]:
+    def _made(self, parts: Iterable[ProgramPart]) -> dict[str, Compiled]:
         """Trace one part after the other, as the GIL allows no more, and compile each in its own thread meanwhile."""
         futures: dict[str, Future[Compiled]] = {}
         threads: list[threading.Thread] = []
@@ -347,7 +347,7 @@ class Layered:
             for thread in threads:
                 thread.join()
 
-    def _begin(self, part: Part, future: Future[Compiled]) -> list[threading.Thread]:
+    def _begin(self, part: ProgramPart, future: Future[Compiled]) -> list[threading.Thread]:
         """Load a part, or start a thread that compiles it. Return the threads started, one or none."""
         start = time.perf_counter()
         try:
@@ -391,13 +391,13 @@ class Layered:
             self._parts.pop(name, None)
         future.set_exception(error)
 
-    def _traced(self, part: Part) -> Any:
+    def _traced(self, part: ProgramPart) -> Any:
         traced = jax.jit(self._counted(part.function), donate_argnums=part.donated).trace(*part.arguments())
         if part.opens is not None:
             self._opened[part.opens] = _shapes_of(traced.out_info)
         return traced
 
-    def _first(self, key: Bucket) -> Iterator[Part]:
+    def _first(self, key: Bucket) -> Iterator[ProgramPart]:
         """Yield the parts that a program needs to begin, its layers early, since they take longest to compile."""
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
@@ -405,16 +405,16 @@ class Layered:
         changes = any(feature.variant and feature.changing for feature in self._recipes.layout(key).compiled)
         yield self._closing(key, greedy=not changes and not key.part)
 
-    def _opening(self, key: Bucket) -> Part:
+    def _opening(self, key: Bucket) -> ProgramPart:
         recipes, layout = self._recipes, self._recipes.layout(key)
         function = make_opening(self._cut, layout, recipes.page_size)
 
         def arguments() -> tuple[Any, ...]:
             return self._outer, recipes.state.last_token, *recipes.upload(layout)
 
-        return Part(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
+        return ProgramPart(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
 
-    def _layer(self, key: Bucket, layer: int) -> Part:
+    def _layer(self, key: Bucket, layer: int) -> ProgramPart:
         recipes, cut = self._recipes, self._cut
         function = make_layer(cut, layer, recipes.layout(key), implementation=recipes.config.kernels)
 
@@ -424,9 +424,9 @@ class Layered:
             own = shapes.own[layer : layer + 1]
             return leaves, recipes.kv[cut.sources[layer]], shapes.x, shapes.tables, shapes.inputs.paging, *own
 
-        return Part(self._layer_name(key, layer), function, arguments, (1,))
+        return ProgramPart(self._layer_name(key, layer), function, arguments, (1,))
 
-    def _closing(self, key: Bucket, *, greedy: bool) -> Part:
+    def _closing(self, key: Bucket, *, greedy: bool) -> ProgramPart:
         recipes, cut, layout = self._recipes, self._cut, self._recipes.layout(key)
         name = self._closing_name(key, greedy=greedy)
         if key.part == FORWARD:
@@ -435,14 +435,14 @@ class Layered:
                 shapes = self._shapes(key)
                 return self._outer, shapes.x, shapes.inputs
 
-            return Part(name, make_forward_closing(cut, layout), forwarded)
+            return ProgramPart(name, make_forward_closing(cut, layout), forwarded)
         function = make_closing(cut, layout, greedy=greedy)
 
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)
             return self._outer, recipes.state, shapes.x, shapes.inputs
 
-        return Part(name, function, arguments, (1,))
+        return ProgramPart(name, function, arguments, (1,))
 
     def _size(self, key: Bucket) -> str:
         """Return the first words of the names of parts that all programs of one size share."""

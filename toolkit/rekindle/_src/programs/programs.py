@@ -92,7 +92,7 @@ class ProgramRecord(html.Record):
 
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class ProgramEntry:
     """The state of one program."""
 
     key: Key
@@ -107,7 +107,7 @@ class Ledger:
 
     def __init__(self, keys: Iterable[Key], has_parts: Callable[[Key], bool]) -> None:
         """Begin without programs. `has_parts` is True of a program that can be made of parts."""
-        self.entries = {key: Entry(key) for key in keys}
+        self.entries = {key: ProgramEntry(key) for key in keys}
         self._has_parts = has_parts
         self.ready: dict[Key, Compiled] = {}
         self.least = Form.WHOLE  # the form that is enough for now
@@ -122,11 +122,11 @@ class Ledger:
         """True if programs are made or run that whole ones will replace."""
         return self.least is Form.PARTS or bool(self._provisional)
 
-    def enough(self, entry: Entry) -> Form:
+    def enough(self, entry: ProgramEntry) -> Form:
         """Return the form in which a program is made now."""
         return Form.PARTS if self.least is Form.PARTS and self._has_parts(entry.key) else Form.WHOLE
 
-    def need(self, key: Key) -> Entry:
+    def need(self, key: Key) -> ProgramEntry:
         """Return the entry of a program that the caller loads or makes. Raise KeyError for an unknown one."""
         if key not in self.entries:
             raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.entries)}")
@@ -136,7 +136,7 @@ class Ledger:
                 self._provisional.add(key)
         return entry
 
-    def offer(self, entry: Entry, form: Form, program: Compiled, record: ProgramRecord) -> None:
+    def offer(self, entry: ProgramEntry, form: Form, program: Compiled, record: ProgramRecord) -> None:
         """Put a program in the place of the one that is ready, if any."""
         with self._lock:
             if entry.form is Form.PARTS:
@@ -148,12 +148,12 @@ class Ledger:
             else:
                 self._provisional.discard(entry.key)
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: ProgramEntry) -> None:
         """Let a program stay as it is: nothing replaces it."""
         with self._lock:
             self._provisional.discard(entry.key)
 
-    def jobs(self) -> list[Entry]:
+    def jobs(self) -> list[ProgramEntry]:
         """Return the programs that whole ones are to replace, those of few tokens first: they make most tokens."""
         with self._lock:
             keys = [key for key in self.entries if key in self._provisional and isinstance(key, Bucket)]
@@ -472,12 +472,12 @@ class Programs:
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
             ) from error
 
-    def _load(self, entry: Entry) -> bool:
+    def _load(self, entry: ProgramEntry) -> bool:
         """Load a whole program from the store, or its parts if they are enough. The store is asked once for each."""
         enough = self.ledger.enough(entry)
         return any(self._load_as(entry, form) for form in (Form.WHOLE, Form.PARTS) if form >= enough)
 
-    def _load_as(self, entry: Entry, form: Form) -> bool:
+    def _load_as(self, entry: ProgramEntry, form: Form) -> bool:
         key = entry.key
         if form in entry.not_loaded:
             return False
@@ -504,7 +504,7 @@ class Programs:
             time.sleep(0.02)
         return Traced(lowered, end - start)
 
-    def _make(self, entry: Entry, traced: Traced | None = None) -> tuple[Compiled, Callable[[], None]]:
+    def _make(self, entry: ProgramEntry, traced: Traced | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
         with self._lock:
@@ -543,7 +543,7 @@ class Programs:
 
         return compiled, keep
 
-    def _made_elsewhere(self, entry: Entry) -> bool:
+    def _made_elsewhere(self, entry: ProgramEntry) -> bool:
         """True if another process has made the program while this one waited for it, and it is ready now.
 
         Otherwise this process makes it, and the others that want it wait.

@@ -301,7 +301,7 @@ class Edits(NamedTuple):
     vectors: Any  # float32 [B, E]
 
 
-class _Part(NamedTuple):
+class _EditPart(NamedTuple):
     """The vector of a change, or those of some of its positions."""
 
     edit: Edit
@@ -320,7 +320,7 @@ class Steering(Feature):
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
-        self._held: list[list[_Part]] = []  # what is among the operands' vectors, of each shard
+        self._held: list[list[_EditPart]] = []  # what is among the operands' vectors, of each shard
         self._operands: Edits | None = None
 
     @property
@@ -366,10 +366,10 @@ class Steering(Feature):
             changes.starts[shard * (self._places + 1) :][: self._places + 1] = starts
         self._operands = changes
 
-    def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_Part]]:
+    def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_EditPart]]:
         """Return the changes of a plan by place: place, tokens, the change, and its first vector; and all vectors."""
         entries: list[tuple[int, int, int, Edit, int]] = []
-        needed: list[_Part] = []
+        needed: list[_EditPart] = []
         numbers: dict[Any, int] = {}
         count = 0
         first = rows
@@ -389,7 +389,7 @@ class Steering(Feature):
                         key = (id(tapped), number, vector, length)
                         if key not in numbers:
                             numbers[key] = count
-                            needed.append(_Part(edit, vector, length))
+                            needed.append(_EditPart(edit, vector, length))
                             count += length
                         offset = token - row.start
                         entries.append((edit.place, begin + offset, end + offset, edit, numbers[key]))
@@ -419,7 +419,7 @@ class Steering(Feature):
         return change
 
 
-def _identities(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
+def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
     return [(id(edit), first, count) for edit, first, count in parts]
 
 

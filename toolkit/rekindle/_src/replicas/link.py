@@ -17,7 +17,7 @@ from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.engine import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
+from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, WeightsVersion
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -59,8 +59,8 @@ class Link:
         self.replaced = 0  # times that a new process took over
         self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
         self.why = ""  # reason why it was lost, or failed
-        self.weights: Weights = Weights(0, "")  # of its process
-        self.target_weights: Weights = Weights(0, "")  # that a new process gets before it takes requests
+        self.weights: WeightsVersion = WeightsVersion(0, "")  # of its process
+        self.target_weights: WeightsVersion = WeightsVersion(0, "")  # that a new process gets before it takes requests
         self.adapters: set[str] = set()  # of its process
         self.target_adapters: Mapping[str, AdapterSource] = {}  # that a new process gets before it takes requests
         self._figures: Mapping[str, Any] = {}
@@ -149,7 +149,7 @@ class Link:
     async def _live(self) -> None:
         """Run one process from its start to its end, which raises."""
         info = await self._connection.open()
-        self.weights, self.adapters = Weights(0, ""), set()
+        self.weights, self.adapters = WeightsVersion(0, ""), set()
         while self.weights != self.target_weights:
             weights = self.target_weights
             await self._connection.swap_weights(weights.name)
@@ -254,7 +254,7 @@ class Link:
             lost.__cause__ = error
             self._routes.fail_waiting(lost)
 
-    async def swap(self, weights: Weights, drain: float) -> None:
+    async def swap(self, weights: WeightsVersion, drain: float) -> None:
         """Swap its weights. Raise `ReplicaGone`, or the session's error if it can't take them.
 
         It takes no requests meanwhile. Those it has may end for `drain` seconds; then others take them, or they go on

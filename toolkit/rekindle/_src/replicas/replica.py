@@ -27,7 +27,7 @@ from rekindle._src.core.records import FinishReason, GuideLike, Request, TokenEv
 from rekindle._src.dispatch.backend import Front, GrammarLike
 from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
-from rekindle._src.kvcache.tiers.host import Held
+from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, Sent, decode
 from rekindle._src.session.client import Client
@@ -452,7 +452,7 @@ class _Claim:
 
     def __init__(self, leave: Callable[[], object]) -> None:
         self._leave: Callable[[], object] | None = leave
-        self.held: Held | None = None
+        self.held: HostHold | None = None
 
     def give_up(self) -> None:
         """Release room and pages. Further calls do nothing."""

@@ -130,7 +130,7 @@ class ReplicaInfo(NamedTuple):
     pages: PageAddress | None = None  # the address where other replicas take its pages
 
 
-class Weights(NamedTuple):
+class WeightsVersion(NamedTuple):
     """Weights that replicas have or will take."""
 
     number: int  # of the swap; 0: the weights that the replicas were opened with

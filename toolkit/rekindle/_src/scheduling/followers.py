@@ -53,9 +53,9 @@ def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Fo
         followers.append(Pooled(request))
     if request.tapped is not None and request.tapped.keys:
         if kept is not None and request.tapped.keep:
-            followers.append(CapturesToKeep(request, kept))
+            followers.append(CaptureFileFollower(request, kept))
         else:
-            followers.append(Captures(request.tapped))
+            followers.append(CaptureFollower(request.tapped))
     if request.guide is not None:
         followers.append(ForcedTokens())
     return tuple(followers)
@@ -80,7 +80,7 @@ class PromptScores(Follower):
         return dataclasses.replace(output, prompt_logprobs=output.prompt_logprobs[before:]) if before else output
 
 
-class Captures(Follower):
+class CaptureFollower(Follower):
     """Delivers what each wanted position has captured once: after a preemption, positions are computed again."""
 
     __slots__ = ("_delivered", "_tapped")
@@ -99,7 +99,7 @@ class Captures(Follower):
         return dataclasses.replace(output, captured=output.captured.behind(before))
 
 
-class CapturesToKeep(Captures):
+class CaptureFileFollower(CaptureFollower):
     """Delivers captures and keeps them: pages whose captures are kept may come from the cache."""
 
     __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")

@@ -23,7 +23,7 @@ from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, ch
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
-from rekindle._src.serve.page import Page
+from rekindle._src.serve.page import WebPage
 from rekindle._src.serve.responses import RESPONSES, Responses, responses
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -157,7 +157,7 @@ def app(
         Route(endpoint.path, JsonEndpoint(service, endpoint, handler, dialect), methods=["POST"])
         for endpoint, handler, dialect in posts
     ]
-    keys = Keys(api_key)
+    keys = ApiKeys(api_key)
     summaries = [(path, summary) for path, _, summary in GETS]
     description = document([endpoint for endpoint, _, _ in posts], summaries, keys=bool(keys))
 
@@ -169,7 +169,7 @@ def app(
         Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
         for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
     ]
-    routes.append(Route("/", Page(service), methods=["GET"]))
+    routes.append(Route("/", WebPage(service), methods=["GET"]))
     middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
         cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
@@ -180,7 +180,7 @@ def app(
     return starlette
 
 
-class Keys:
+class ApiKeys:
     """The API keys of a server, compared in constant time. Without any, every request may pass."""
 
     def __init__(self, keys: str | Sequence[str] | None) -> None:
@@ -215,7 +215,7 @@ class Keys:
 class Guard:
     """ASGI middleware that passes requests with a valid key, bounded headers and an allowed host."""
 
-    def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
+    def __init__(self, app: object, keys: ApiKeys, service: Service, dialects: Mapping[str, Dialect]) -> None:
         self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -22,9 +22,9 @@ from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import check_size, check_text, load, too_large
 from rekindle._src.serve.errors import Refused, refusal
 from rekindle._src.serve.exchange import Exchange, Service, refusing
-from rekindle._src.serve.fields import Anything, Choice, Endpoint, Field, Text
+from rekindle._src.serve.fields import Anything, Endpoint, Field, OneOf, String
 from rekindle._src.serve.life import Life
-from rekindle._src.serve.models import Models, SessionLike
+from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
@@ -32,9 +32,11 @@ LINE = Endpoint(
     "a line of a batch",
     "One request of a batch",
     (
-        Field("custom_id", Text(maximum=1024, minimum=1), "The name of the line, which its answer has.", required=True),
-        Field("method", Choice(("POST",)), "The method of the request.", required=True),
-        Field("url", Choice(tuple(URLS)), "The path of the endpoint.", required=True),
+        Field(
+            "custom_id", String(maximum=1024, minimum=1), "The name of the line, which its answer has.", required=True
+        ),
+        Field("method", OneOf(("POST",)), "The method of the request.", required=True),
+        Field("url", OneOf(tuple(URLS)), "The path of the endpoint.", required=True),
         Field("body", Anything(), "The body of the request.", required=True),
     ),
 )
@@ -76,7 +78,7 @@ class BatchRun:
         name: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._session: SessionLike = session
+        self._session: ServedSession = session
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         self._name = next(iter(self._service.models.by_name))

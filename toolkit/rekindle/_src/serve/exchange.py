@@ -37,7 +37,7 @@ from rekindle._src.serve.fields import Endpoint, UnknownFields
 from rekindle._src.serve.life import Active, Hosts, Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
-from rekindle._src.serve.models import Models, SessionLike
+from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
 
 FINGERPRINT = f"rekindle-{VERSION}"
@@ -70,9 +70,9 @@ class Service:
         self.item_store: KeptItems = KeptItems()
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
-        self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
+        self._names: dict[str, tuple[ServedSession, TokenNames]] = {}
 
-    def token_names(self, name: str, session: SessionLike) -> TokenNames:
+    def token_names(self, name: str, session: ServedSession) -> TokenNames:
         """Return the texts of a model's tokens, kept from request to request."""
         entry = self._names.get(name)
         if entry is None or entry[0] is not session:

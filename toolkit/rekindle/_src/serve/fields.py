@@ -102,7 +102,7 @@ INT64 = whole(-(2**63), 2**64 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
+class Boolean:
     def check(self, value: Any, path: str) -> bool:
         if not isinstance(value, bool):
             raise wrong(path, value, "is neither true nor false", "Pass one of them")
@@ -113,7 +113,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class String:
     """A string of `minimum` to `maximum` characters."""
 
     maximum: int | None = None
@@ -150,7 +150,7 @@ class PathText:
     """The path of a file or folder on the server's machine."""
 
     def check(self, value: Any, path: str) -> str:
-        text = Text(maximum=MAX_PATH, minimum=1).check(value, path)
+        text = String(maximum=MAX_PATH, minimum=1).check(value, path)
         try:
             checked_path(path, text)
         except ConfigError as error:
@@ -162,7 +162,7 @@ class PathText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OneOf:
     """One of several strings."""
 
     values: tuple[str, ...]

@@ -12,13 +12,13 @@ from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import call_chat, plain_messages, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
-from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Name, PathText, Text, TokenIds, ignored
+from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle.errors import ConfigError
 
-_MODEL = Field("model", Text(maximum=512), "The name of a served model; may be left out.")
+_MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
                  "chat_template", "reasoning_effort", "tools")  # fmt: skip
 
@@ -27,10 +27,10 @@ TOKENIZE = Endpoint(
     "The token ids of a prompt or a conversation",
     (
         _MODEL,
-        Field("prompt", Text(), "Text; or messages."),
+        Field("prompt", String(), "Text; or messages."),
         Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "A conversation; or a prompt."),
-        Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to a prompt; true by default."),
-        Field("return_token_strs", Flag(), "Add the spelling of each token, as token_strs."),
+        Field("add_special_tokens", Boolean(), "Let the tokenizer add special tokens to a prompt; true by default."),
+        Field("return_token_strs", Boolean(), "Add the spelling of each token, as token_strs."),
         *(CHAT.by_name[name] for name in _OF_TEMPLATES),
         ignored("user", "Not used."),
     ),
@@ -41,8 +41,8 @@ ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",
     (
-        Field("request_id", Text(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
-        Field("request_ids", Items(Text(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
+        Field("request_id", String(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
+        Field("request_ids", Items(String(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
     ),
 )
 # Off by default: a client that may call these can have the server read any folder that its process can read.
@@ -54,7 +54,7 @@ LOAD_ADAPTER = Endpoint(
         _MODEL,
         _ADAPTER_NAME,
         Field("lora_path", PathText(), "A PEFT folder, or a GGUF file.", required=True),
-        Field("load_inplace", Flag(), "Replace the adapter that has the name; false by default."),
+        Field("load_inplace", Boolean(), "Replace the adapter that has the name; false by default."),
         ignored("base_model_name", "Not used."),
     ),
 )

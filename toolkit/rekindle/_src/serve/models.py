@@ -1,6 +1,6 @@
 """The models that a server serves, by name: open, still opening, or failed.
 
-`SessionLike` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
+`ServedSession` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HandleLike(Protocol):
     def __await__(self) -> Any: ...
 
 
-class SessionLike(Protocol):
+class ServedSession(Protocol):
     """An open model."""
 
     @property
@@ -73,7 +73,7 @@ class Served:
     def __init__(self, name: str, session: Any) -> None:
         self.name = name
         self.created = int(time.time())
-        self.session: SessionLike | None = session if hasattr(session, "submit") else None
+        self.session: ServedSession | None = session if hasattr(session, "submit") else None
         self.opening: Any = None if self.session is not None else session
         self.failure: BaseException | None = None
 
@@ -82,7 +82,7 @@ class Served:
         """The name of the model whose figures have its requests."""
         return self.name
 
-    def open(self) -> SessionLike:
+    def open(self) -> ServedSession:
         """Return its session. Raise `Refused` while there is none."""
         session = self.session
         if session is None:
@@ -119,7 +119,7 @@ class ServedAdapter(Served):
     def figures(self) -> str:
         return self.parent.name
 
-    def open(self) -> SessionLike:
+    def open(self) -> ServedSession:
         session = self.parent.open()
         if self._adapted is None or self._adapted.base is not session:
             self._adapted = AdaptedSession(session, self.adapter)

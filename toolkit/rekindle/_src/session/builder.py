@@ -79,7 +79,7 @@ from rekindle.errors import ConfigError, OutOfMemory, RekindleError
 from rekindle_kernels import EDGE, configure, traits, unavailable_reason
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.greeting import Facts
+    from rekindle._src.processes.greeting import ProcessReport
 
 log = logging.getLogger("rekindle.engine")
 # The options that are each process's own, or that only the process with the scheduler uses.
@@ -87,7 +87,7 @@ OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
 STATE_SHARE = 4  # one in so many bytes of host memory is for states or window pages, in models that have them
-Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
+Agree = Callable[["ProcessReport"], int]  # with the other processes, on the KV pages that all have room for
 
 
 def build(request: OpenRequest) -> Front:

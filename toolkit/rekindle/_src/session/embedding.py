@@ -82,7 +82,7 @@ class Embeddings(Call[T]):
         return f"<Embeddings: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'text')} embedded>"
 
 
-class Embedding:
+class EmbeddingMethods:
     """The part of a session that embeds."""
 
     _host: Host
@@ -148,7 +148,7 @@ class Embedding:
         with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
         name, or names with their weights, as in `generate`) the states are those of the model with this adapter.
         """
-        refuse_keywords(unknown, Embedding.embed)
+        refuse_keywords(unknown, EmbeddingMethods.embed)
         embedder = self._front.embedder
         if pooling is None and self._front.chat is not None and not (embedder.trained or embedder.alone):
             _say_untrained(self._front.model)

@@ -14,8 +14,8 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.processes import joining
-from rekindle._src.processes.channel import Channel, Kind
-from rekindle._src.processes.greeting import Facts, Place, as_json, encoded, from_json
+from rekindle._src.processes.channel import Channel, MessageKind
+from rekindle._src.processes.greeting import ProcessPlace, ProcessReport, as_json, encoded, from_json
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.host_pages import PageParts
@@ -30,7 +30,7 @@ Say = Callable[[str], object]
 
 def follow(
     coordinator: str,
-    place: Place,
+    place: ProcessPlace,
     *,
     model: str | None = None,
     cache_dir: str | None = None,
@@ -51,7 +51,7 @@ def follow(
         say(f"process {place.process} of {place.processes} follows {coordinator}")
         parts = _build_parts(channel, session, coordinator, model, cache_dir)
         parts.warming.opened()
-        channel.send(Kind.LOADED)
+        channel.send(MessageKind.LOADED)
         say(f"it has its part of {model or session['model']}")
         replay = Replay(channel, parts.programs, _loaded(parts.model), _loader(parts), disk=_disk(parts), lost=lost)
         replay.run()
@@ -59,7 +59,7 @@ def follow(
         parts.programs.close()
     except BaseException as error:
         with contextlib.suppress(RekindleError):
-            channel.send(Kind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
+            channel.send(MessageKind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
         raise
     finally:
         ended.set()
@@ -69,12 +69,12 @@ def follow(
 def _build_parts(
     channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
 ) -> Parts:
-    def agree(facts: Facts) -> int:
-        channel.send(Kind.FACTS, encoded(facts))
+    def agree(facts: ProcessReport) -> int:
+        channel.send(MessageKind.FACTS, encoded(facts))
         kind, content = channel.receive()
-        if kind is Kind.FAILED:
+        if kind is MessageKind.FAILED:
             raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
-        if kind is not Kind.AGREED:
+        if kind is not MessageKind.AGREED:
             raise ProcessLost(f"the leader sent a {kind.name} message before the session was open")
         pages = from_json(content).get("device_pages")
         if not isinstance(pages, int):

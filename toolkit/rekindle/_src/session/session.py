@@ -31,9 +31,9 @@ from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.chats import Conversations
 from rekindle._src.session.client import Client
-from rekindle._src.session.embedding import Embedding
+from rekindle._src.session.embedding import EmbeddingMethods
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.lens import AttentionCall, LensCall
+from rekindle._src.session.lens import AttentionMapCall, LensCall
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.rollouts import RolloutRequests
 from rekindle._src.session.rows import RowMapping
@@ -310,12 +310,12 @@ class Views:
         """
         return LensCall(self._session, self._client.front, prompt, positions, options)
 
-    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionCall:
+    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
         """The weights with which each position of a prompt reads the others, in one layer. Await it.
 
         `positions` are those that read, as in `Capture`; all of the prompt by default.
         """
-        return AttentionCall(self._session, self._client.front, prompt, layer, positions, options)
+        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.
@@ -348,7 +348,7 @@ def dashboard(client: Client, session: SessionLike) -> Dashboard:
 
 
 class Session(
-    RowMapping, Embedding, ScoreRequests, RolloutRequests, Conversations, Adapting, Serving, Sleeping, Profiling
+    RowMapping, EmbeddingMethods, ScoreRequests, RolloutRequests, Conversations, Adapting, Serving, Sleeping, Profiling
 ):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 

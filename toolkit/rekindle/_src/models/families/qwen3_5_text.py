@@ -12,24 +12,24 @@ from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, Rewritten, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
 DRAFTING = 4  # layers after the last one that may draft tokens
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, **mixer_fields(keys))
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     spec = keys.experts(normalize=True, shared_size=keys.size("shared_expert_intermediate_size"), shared_gate=True)
     moe = (spec,) * keys.size("num_hidden_layers")
     return decoder(keys, moe=moe, intermediate_size=spec.intermediate_size, **mixer_fields(keys))
 
 
-def mixer_fields(keys: Keys) -> dict[str, Any]:
+def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that say how tokens are mixed, with experts and without."""
     keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of what the delta rule reads
     head_dim = keys.size("head_dim")
@@ -41,7 +41,7 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
     }
 
 
-def recurrent(keys: Keys) -> tuple[RecurrentSpec | None, ...]:
+def recurrent(keys: ConfigKeys) -> tuple[RecurrentSpec | None, ...]:
     key_heads, heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
     key_size, value_size = keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128)
     state = RecurrentSpec(

@@ -24,7 +24,7 @@ from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.kept_weights import Brought
 from rekindle._src.models.loading.known_models import Known, Reads
 from rekindle._src.models.loading.leaf_arrays import Rounding
-from rekindle._src.models.loading.load_progress import Meter, Report
+from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
@@ -237,7 +237,7 @@ def read(
             if arrays is not None:
                 return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
     leaves, entries = reads or plan(checkpoint, graph, shapes)
-    meter = Meter(reading.bytes_to_read(leaves, entries, placement), progress)
+    meter = ByteMeter(reading.bytes_to_read(leaves, entries, placement), progress)
     by_path = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
     meter.tell(final=True)
     arrays = tuple(by_path[path] for path in graph.paths)

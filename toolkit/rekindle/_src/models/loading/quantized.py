@@ -170,7 +170,7 @@ def unpacked(words: NDArray[Any], bits: int, order: tuple[int, ...] | None = Non
     return integers.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
-class Held:
+class WholeTensors:
     """Whole tensors that pieces of a matrix are cut from: read for the first piece, and released after the last.
 
     AWQ and GPTQ store a matrix with its inputs first, so that some of its outputs lie all over the tensor.
@@ -211,7 +211,7 @@ class IntegerRows:
         self.weight, self.scales, self.zeros, self.order = weight, scales, zeros, order
         self.bits, self.inputs, self.group = bits, inputs, group
         tensors = (entry for entry in (weight, scales, zeros, order) if entry is not None)
-        self.held = Held(scales.shape[-1], *tensors)
+        self.held = WholeTensors(scales.shape[-1], *tensors)
 
     def grouped(self, start: int, stop: int) -> Grouped:
         """Return the integers, scales and zeros of the outputs [start, stop)."""

@@ -16,11 +16,11 @@ from rekindle._src.text.replies.call import (
     ARGUMENTS,
     MAX_NAME,
     SPACE,
-    Call,
     Calls,
     Malformed,
     Reading,
-    Source,
+    ReplyCall,
+    TextSource,
     as_json,
     capture,
     forward,
@@ -52,7 +52,7 @@ _PYTHON_ESCAPES = {
 _PYTHON_HEX = {"x": 2, "u": 4, "U": 8}
 
 
-def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[Call]:
+def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[ReplyCall]:
     """Return the call that the next JSON object describes, as `json_call` reads it."""
     return json_call((yield from read_json(calls.source, _Values(calls))), complete=complete)
 
@@ -117,7 +117,7 @@ class _Escaped:
         return text
 
 
-def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
+def read_json(source: TextSource, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
     """Return the text of the next JSON object, after whitespace. Raises `Malformed` if there is none.
 
     `value_of` may read the values of this object itself; it gets their keys as JSON. The object
@@ -132,7 +132,7 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
     return (yield from capture(source, _read_object(source, value_of, depth)))
 
 
-def _read_object(source: Source, value_of: ReadValue | None, depth: int) -> Reading[None]:
+def _read_object(source: TextSource, value_of: ReadValue | None, depth: int) -> Reading[None]:
     closers: list[str] = []
     key = ""  # of a value of this object
     expected = "value"  # or: "key", "first key", "colon", "comma", "first value"
@@ -176,7 +176,7 @@ def _read_object(source: Source, value_of: ReadValue | None, depth: int) -> Read
             raise Malformed
 
 
-def read_string(source: Source) -> Reading[None]:
+def read_string(source: TextSource) -> Reading[None]:
     """Read a string, which begins with a quote."""
     source.at += 1
     while True:
@@ -195,7 +195,7 @@ def read_string(source: Source) -> Reading[None]:
             source.at = plain.end()
 
 
-def _read_escape(source: Source) -> Reading[None]:
+def _read_escape(source: TextSource) -> Reading[None]:
     char = yield from peek(source)
     if char == "u":
         source.at += 1
@@ -210,7 +210,7 @@ def _read_escape(source: Source) -> Reading[None]:
         raise Malformed
 
 
-def _read_word(source: Source) -> Reading[None]:
+def _read_word(source: TextSource) -> Reading[None]:
     word = ""
     while True:
         char = yield from peek(source)
@@ -245,15 +245,15 @@ class Arguments:
             self._tell(f"{', ' if self._values else ''}{as_json(name)}: {as_json(value)}")
         self._values[name] = value
 
-    def call(self, name: str) -> Call:
+    def call(self, name: str) -> ReplyCall:
         """Return the call of `name`, once all arguments are there."""
-        call = Call.of(name, self._values)
+        call = ReplyCall.of(name, self._values)
         if self._tell is not None:
             self._tell("}")
         return call
 
 
-def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
+def read_function(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     """Return the call whose `<function=` has been read, to the end of `</function>`.
 
     Values are text without quotes. If the schema allows no string, a value that is valid JSON is read as JSON.
@@ -275,7 +275,7 @@ def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
     return arguments.call(name)
 
 
-def _read_to(source: Source, end: str, limit: int | None) -> Reading[str]:
+def _read_to(source: TextSource, end: str, limit: int | None) -> Reading[str]:
     """Return the text before `end`, and read past it."""
     parts: list[str] = []
     length = 0
@@ -308,7 +308,7 @@ def _value(text: str, schema: object) -> Any:
         return words.get(text.strip(), text)
 
 
-def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
+def read_call(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     """Return the next call, after whitespace.
 
     A positional argument is the parameter at its place, if the tool is known. With `only_known`, a name that is not
@@ -337,7 +337,7 @@ def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
     return arguments.call(name)
 
 
-def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
+def _read_argument(source: TextSource) -> Reading[tuple[str | None, Any]]:
     """Return the name and the value of an argument; a positional one has no name."""
     yield from skip_space(source)
     char = yield from peek(source)
@@ -353,7 +353,7 @@ def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
     return None, _WORDS[word]
 
 
-def _read_value(source: Source, depth: int) -> Reading[Any]:
+def _read_value(source: TextSource, depth: int) -> Reading[Any]:
     yield from skip_space(source)
     char = yield from peek(source)
     if depth > MAX_DEPTH or char == "":
@@ -374,7 +374,7 @@ def _read_value(source: Source, depth: int) -> Reading[Any]:
     raise Malformed
 
 
-def _read_items(source: Source, closer: str, depth: int) -> Reading[list[Any]]:
+def _read_items(source: TextSource, closer: str, depth: int) -> Reading[list[Any]]:
     source.at += 1
     items: list[Any] = []
     while not (yield from take(source, closer)):
@@ -386,7 +386,7 @@ def _read_items(source: Source, closer: str, depth: int) -> Reading[list[Any]]:
     return items
 
 
-def _read_dict(source: Source, depth: int) -> Reading[dict[str, Any]]:
+def _read_dict(source: TextSource, depth: int) -> Reading[dict[str, Any]]:
     source.at += 1
     items: dict[str, Any] = {}
     while not (yield from take(source, "}")):
@@ -401,7 +401,7 @@ def _read_dict(source: Source, depth: int) -> Reading[dict[str, Any]]:
     return items
 
 
-def _read_string(source: Source, quote: str) -> Reading[str]:
+def _read_string(source: TextSource, quote: str) -> Reading[str]:
     source.at += 1
     if (yield from peek(source)) == quote:
         source.at += 1
@@ -434,7 +434,7 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
             source.at = match.end()
 
 
-def _read_python_escape(source: Source) -> Reading[str]:
+def _read_python_escape(source: TextSource) -> Reading[str]:
     char = yield from peek(source)
     if char == "":
         raise Malformed
@@ -453,7 +453,7 @@ def _read_python_escape(source: Source) -> Reading[str]:
     return chr(int(digits, 16))
 
 
-def _read_python_word(source: Source, limit: int) -> Reading[str]:
+def _read_python_word(source: TextSource, limit: int) -> Reading[str]:
     """Read letters, digits, `_`, `.`, `+` and `-`."""
     word: list[str] = []
     while (char := (yield from peek(source))) and (char.isalnum() or char in "_.+-"):
