@@ -24,7 +24,7 @@ from rekindle._src.dispatch.backend import (
     Pause,
     Resume,
     StepOnce,
-    Stepped,
+    StepOutcome,
     take,
 )
 from rekindle._src.dispatch.engine import Engine
@@ -184,7 +184,7 @@ class TestSchedule:
 
     async def test_pausing_waits_for_the_step_in_flight_and_steps_run_singly(self) -> None:
         quiet: OneShot[None] = OneShot()
-        reports: list[OneShot[Stepped]] = [OneShot(), OneShot()]
+        reports: list[OneShot[StepOutcome]] = [OneShot(), OneShot()]
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(make_request("abc", id="a", max_tokens=5))
@@ -217,7 +217,7 @@ class TestSchedule:
         assert steps == [1, 2]
 
     async def test_a_step_of_a_running_session_is_refused(self) -> None:
-        report: OneShot[Stepped] = OneShot()
+        report: OneShot[StepOutcome] = OneShot()
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(StepOnce(report))

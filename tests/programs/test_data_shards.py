@@ -12,7 +12,7 @@ from helpers import small
 from helpers.driving import tiny_config
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import Edit, Tapped
+from rekindle._src.core.tapped import Edit, RequestTaps
 from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.packing import ALONE, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
@@ -133,7 +133,7 @@ def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
             Edit(seed % 2, (1.0, 2.0, 0.0), vectors[:1], ((0, 99),), False),
             Edit(1, (0.0, 1.0, 0.0), vectors[1:], ((each.start, each.start + each.length),), True),
         )
-        request = dataclasses.replace(each.request, tapped=Tapped(edits=edits, layers=model.num_layers))
+        request = dataclasses.replace(each.request, tapped=RequestTaps(edits=edits, layers=model.num_layers))
         return dataclasses.replace(each, request=request)
 
     together = Steering(model, config, SHARDS.count)

@@ -1,7 +1,8 @@
 """Names and docstrings in plain words: participles are refused where the field has nouns.
 
 Write `match`, `fields`, `request`, `reason` or `message` for what was found, given, asked, told or said. A docstring
-begins with a verb, or with "True if". A class has a name of its own: one word, one thing.
+begins with a verb, or with "True if". A class is named by a noun, and no other module's class is named so: one
+word, one thing.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def test_docstrings_begin_with_a_verb() -> None:
     assert not left - beginnings, "rewritten: take it off the list"
 
 
+@cache
 def class_names() -> dict[str, set[str]]:
     """The modules that define classes, by the classes' names."""
     modules: dict[str, set[str]] = {}
@@ -94,6 +96,24 @@ def class_names() -> dict[str, set[str]]:
 def test_no_two_modules_have_a_class_of_the_same_name() -> None:
     doubled = {name: sorted(modules) for name, modules in class_names().items() if len(modules) > 1}
     assert not doubled, "one word, one thing: choose a noun that says which of them it is"
+
+
+# The participles that don't end in -ed, and adjectives made of verbs.
+PARTICIPLES = """
+    Begun Behind Bound Brought Built Bought Caught Chosen Cut Done Drawn Driven Fed Found Given Gone Grown Held Hidden
+    Kept Known Laid Left Lent Lost Made Meant Met Paid Put Read Said Seen Sent Set Shown Shut Spent Split Spread Stuck
+    Taken Taught Thought Told Torn Understood Won Written
+    Ahead Attending Existing Growing Incoming Missing Outgoing Pending Remaining Running Sleeping Waiting
+"""
+NOUNS = frozenset({"Need", "_Cut", "Cut"})  # a cut divides a checkpoint's tensor, or a program
+PUBLIC_PARTICIPLES = frozenset({"Captured", "Placed", "Wanted"})  # names that users know
+
+
+def test_a_class_is_named_by_a_noun() -> None:
+    participles = {name for name in class_names() if re.fullmatch(r"_?[A-Z][a-z]*ed", name)}
+    participles |= {name for name in class_names() if name.lstrip("_") in PARTICIPLES.split()}
+    assert not participles - NOUNS - PUBLIC_PARTICIPLES, "say what it is: CheckpointPlan, not Described"
+    assert not (NOUNS | PUBLIC_PARTICIPLES) - participles, "renamed: take it off the list"
 
 
 # Places in a room. In text: after, following; next to, in addition to, along with, compared with, while it runs.

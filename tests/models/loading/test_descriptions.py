@@ -11,7 +11,7 @@ import pytest
 
 from helpers import checkpoints
 from rekindle._src.models.loading import checkpoint, known_models
-from rekindle._src.models.loading.checkpoint import Described, describe, load, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, load, read
 from rekindle._src.models.roles import REPLICATED
 
 
@@ -25,14 +25,14 @@ def kept(cache: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def without_roles(described: Described) -> Any:
+def without_roles(described: CheckpointPlan) -> Any:
     assert described.reads is not None
     leaves, entries = described.reads
     plain = [leaf._replace(source=dataclasses.replace(leaf.source, role=REPLICATED)) for leaf in leaves]
     return described._replace(reads=known_models.Reads(plain, entries))
 
 
-def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Described:
+def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CheckpointPlan:
     """Described by what is kept alone."""
 
     def refused(*args: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ MERGED = 8  # parts read at once by the merge
 
 def _decode_kernel(
     q_ref: jax.Ref,  # [T, H, D]
-    paged: block.Paged,
+    paged: block.PagedKV,
     lens_ref: jax.Ref,  # int32 [N]
     items_ref: jax.Ref,  # int32 [4, I]
     sinks_ref: jax.Ref | None,  # [H]
@@ -112,7 +112,7 @@ def _merge_kernel(
 
 def decode(
     inputs: AttentionInputs,
-    paged: block.Paged,  # arrays here, references inside the kernel
+    paged: block.PagedKV,  # arrays here, references inside the kernel
     *,
     decode_rows: int,
     scoring: block.LogitScaling,

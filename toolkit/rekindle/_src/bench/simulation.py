@@ -24,7 +24,7 @@ import anyio
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import IntArray, Request, Resumed, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.dispatch.engine import Engine
@@ -43,7 +43,7 @@ _PREFILL_ROWS = 8
 _TOKEN = 7  # any id: the text does not matter
 
 
-class Arrived:
+class MovedPages:
     """The host memory of a replica that decodes, as its prefix cache sees it: it holds all pages that were moved."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class SimulatedReplica:
         self.places = config.max_queue + config.max_requests
         limits = dataclasses.replace(limits, max_queue=self.places)
         pool = PagePool(config.device_pages)
-        self._arrived = Arrived()
+        self._arrived = MovedPages()
         tier = self._arrived if role == "decode" else None
         self._cache = PrefixCache(pool, config.page_size, b"simulated", host_tier=tier) if config.prefix_cache else None
         self.scheduler: Scheduler = Scheduler(limits, pool, cache=self._cache, policy=config.policy, seed=0)
@@ -271,7 +271,7 @@ def simulate(
         if isinstance(event, str):
             ask, request = handoffs.pop(event)
             replica = assign(ask, decode) or min(decode, key=lambda one: one.inside)
-            replica.take(dataclasses.replace(request, resumed=Resumed(np.array([_TOKEN], np.int32))))
+            replica.take(dataclasses.replace(request, resumed=ResumeState(np.array([_TOKEN], np.int32))))
             begin(replica, replica.wake())
             continue
         name = str(number)
@@ -511,21 +511,21 @@ BUSY = 0.15  # approximate share of the time in which they keep the device busy
 OUTPUT = 24  # tokens
 
 
-class Measured(NamedTuple):
+class SessionPace(NamedTuple):
     """The pace of an open session on this machine."""
 
     cost: StepCost
     spread: tuple[float, ...]  # see `StepCost.spread`
 
 
-def measure_model(model: str, **options: Any) -> Measured:
+def measure_model(model: str, **options: Any) -> SessionPace:
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
         return measure(session)
 
 
-def measure(session: Session, *, seed: int = 0) -> Measured:
+def measure(session: Session, *, seed: int = 0) -> SessionPace:
     """Return the pace of an open session. The first round only compiles.
 
     A request's cost in addition to its steps is the time by which first tokens of chats took longer than in a
@@ -554,7 +554,7 @@ def measure(session: Session, *, seed: int = 0) -> Measured:
     cost = StepCost.fit([*steps, *_usable(batches)])
     simulated = simulate(asks, session.config, cost, spread=cost.spread(steps))
     overhead = max(0.0, percentile(watch.first, 0.5) - simulated.first_token[0])
-    return Measured(dataclasses.replace(cost, request=overhead), cost.spread(steps))
+    return SessionPace(dataclasses.replace(cost, request=overhead), cost.spread(steps))
 
 
 async def replay(target: Any, asks: Sequence[SimulatedRequest], watch: Watch | None = None) -> tuple[Watch, float]:

@@ -25,7 +25,7 @@ from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import Completion
-    from rekindle._src.programs.warming import Warmed
+    from rekindle._src.programs.warming import WarmingProgress
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -201,7 +201,7 @@ def _check_kind(kind: str) -> None:
         raise ConfigError("--device-kind", kind, problem, fix)
 
 
-def _show(warmed: Warmed) -> None:
+def _show(warmed: WarmingProgress) -> None:
     program = warmed.program
     line = f"[{warmed.done:2}/{warmed.total}] {program.name:8} {program.origin} in {program.seconds:.2f} s"
     print(line, file=sys.stderr, flush=True)

@@ -87,7 +87,7 @@ class Resume(NamedTuple):
     """caller → schedule: the opposite of one `Pause`."""
 
 
-class Stepped(NamedTuple):
+class StepOutcome(NamedTuple):
     """The outcome of a single step; `result` is None if there was nothing to do."""
 
     result: StepResult | None
@@ -97,7 +97,7 @@ class Stepped(NamedTuple):
 class StepOnce(NamedTuple):
     """caller → schedule: run exactly one step of a paused session."""
 
-    report: OneShot[Stepped]
+    report: OneShot[StepOutcome]
 
 
 class Exclusive(NamedTuple):

@@ -35,7 +35,7 @@ from rekindle._src.dispatch.backend import (
     Resume,
     ScheduleMessage,
     StepOnce,
-    Stepped,
+    StepOutcome,
     TurnOutcome,
     next_waiting,
     take,
@@ -101,8 +101,8 @@ class Engine:
         self._turning = False  # a turn has begun and not ended
         self._pauses = 0
         self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
-        self._steps: deque[OneShot[Stepped]] = deque()  # requested single steps
-        self._stepping: OneShot[Stepped] | None = None  # the one that runs
+        self._steps: deque[OneShot[StepOutcome]] = deque()  # requested single steps
+        self._stepping: OneShot[StepOutcome] | None = None  # the one that runs
         self._exclusive: deque[Exclusive] = deque()
         self._job: Exclusive | None = None  # the one that runs
         self._draining = False
@@ -210,7 +210,7 @@ class Engine:
             self._stepping.fail(outcome.failed[0][1])
             self._stepping = None
         elif outcome.result is not None:
-            self._report(Stepped(outcome.result, tuple(events)))
+            self._report(StepOutcome(outcome.result, tuple(events)))
 
     def events(self) -> Events | None:
         """Return the events since the last call; None if there are none."""
@@ -361,7 +361,7 @@ class Engine:
         if plan is not None:
             self._started += [row.request.id for row in plan.rows if row.fresh]
         elif self._stepping is not None:
-            self._report(Stepped(None, ()))
+            self._report(StepOutcome(None, ()))
         self._check_progress(plan)
         return plan
 
@@ -383,7 +383,7 @@ class Engine:
         if lost:
             self.scheduler.flush_cache(recompute=True)
 
-    def _report(self, stepped: Stepped) -> None:
+    def _report(self, stepped: StepOutcome) -> None:
         assert self._stepping is not None
         self._then.append(partial(self._stepping.put, stepped))
         self._stepping = None

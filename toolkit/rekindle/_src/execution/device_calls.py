@@ -107,7 +107,7 @@ class Buffers(Protocol):
     def floats(self) -> np.ndarray: ...
 
 
-class Forwarded(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The output of the first half of a late step."""
 
     scores: Any
@@ -122,7 +122,7 @@ class DeviceCalls:
         self.leaves: tuple[Any, ...] = tuple(leaves)
         self._recorder = recorder or CallRecorder()
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
-        self._reported = _Reported(self)
+        self._reported = _ErrorReporter(self)
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
@@ -154,7 +154,7 @@ class DeviceCalls:
         result: StepOutput = output
         return result
 
-    def forward(self, key: Bucket, program: Any, upload: Buffers) -> Forwarded:
+    def forward(self, key: Bucket, program: Any, upload: Buffers) -> ForwardOutput:
         """Run the first half of a late step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
@@ -166,7 +166,7 @@ class DeviceCalls:
             if tables:
                 self.state = state._replace(tables=outputs.pop())
             self._tables_dispatched()
-        forwarded = Forwarded(*outputs)
+        forwarded = ForwardOutput(*outputs)
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
@@ -355,7 +355,7 @@ class DeviceCalls:
             leaf.delete()
 
 
-class _Reported:
+class _ErrorReporter:
     """Reports errors raised inside it to the recorder; other processes may have made the same call."""
 
     def __init__(self, calls: DeviceCalls) -> None:
@@ -373,7 +373,7 @@ class ChoiceCall(NamedTuple):
 
     key: Bucket
     program: Any
-    forwarded: Forwarded
+    forwarded: ForwardOutput
     operand: IntArray
 
 

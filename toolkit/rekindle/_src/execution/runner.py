@@ -32,7 +32,7 @@ from rekindle._src.execution.page_transfers import (
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
-from rekindle._src.programs.feature import GREEDY, Feature, Fields, Read, RowFlag
+from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, Fields, RowFlag
 from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
@@ -512,7 +512,7 @@ def _row_results(
     valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
     for feature, output in outputs:
         columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]
-        feature.read(Read(plan, valid, places, columns, output), fields)
+        feature.read(FeatureRead(plan, valid, places, columns, output), fields)
     entries = zip(plan.rows, chosen, fields, strict=True)
     return tuple([_result(row, token, layout, own) for row, token, own in entries])
 

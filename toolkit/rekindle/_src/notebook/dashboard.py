@@ -30,7 +30,7 @@ MOVED = "#9b59b6"
 TIER_COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
 
 
-class Observed(Protocol):
+class Observable(Protocol):
     """Calls functions with every committed step."""
 
     def observe(self, observer: Observer) -> None: ...
@@ -42,7 +42,7 @@ class Dashboard(Live):
 
     interval: float = 0.5
 
-    def __init__(self, session: SessionLike, steps_of: Observed, *, steps: int = 240) -> None:
+    def __init__(self, session: SessionLike, steps_of: Observable, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session, self._steps = session, steps_of
         self._recorder = Recorder(steps)

@@ -137,7 +137,7 @@ class Columns(NamedTuple):
     tokens: Any  # [T]
 
 
-class Read(NamedTuple):
+class FeatureRead(NamedTuple):
     """The results that the host reads for a feature, of the rows of a step, or of one data shard's."""
 
     plan: StepPlan
@@ -276,5 +276,5 @@ class Feature:
         """Wait for the output of a step. Return it in the host's memory: an array, or a dict of arrays."""
         return np.asarray(output)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         """Add the feature's fields of each row's `RowResult`."""

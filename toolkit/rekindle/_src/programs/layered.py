@@ -31,14 +31,14 @@ from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.step import ChoiceInputs, Computed, Leaves, Operands, StepOutput, finish, finish_forward
+from rekindle._src.programs.step import ChoiceInputs, Leaves, ModelOutput, Operands, StepOutput, finish, finish_forward
 from rekindle._src.programs.store import LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
 Tables = tuple[tuple[Array, ...], ...]  # of each of the model's ropes, as `rope.tables` returns them
 
 
-class Opened(NamedTuple):
+class OpeningOutput(NamedTuple):
     """The results of the opening."""
 
     x: Array  # [R + T, E]
@@ -48,7 +48,7 @@ class Opened(NamedTuple):
 
 
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
-Opening = Callable[[Leaves, Array, Array, Array], Opened]
+Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
 Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
 ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
@@ -101,11 +101,11 @@ class Cut:
 def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
     """Return the part from a step's buffers to the first layer. The leaves are the outer ones."""
 
-    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> Opened:
+    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> OpeningOutput:
         inputs = unpack(layout, page_size, ints, floats, last_token)
         model = cut.model(cut.outer, outer)
         x, tables = model.begin(inputs.tokens, inputs.positions, inputs.rope_lengths)
-        return Opened(x, tuple(tables.tables[rope] for rope in model.config.ropes), tables.own, inputs)
+        return OpeningOutput(x, tuple(tables.tables[rope] for rope in model.config.ropes), tables.own, inputs)
 
     return opening
 
@@ -150,10 +150,10 @@ def make_forward_closing(cut: Cut, layout: Layout) -> ForwardClosing:
     return closing
 
 
-def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> Computed:
+def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
     """Return the results of the last layer; features that replace layers are not in programs made of parts."""
     model = cut.model(cut.outer, outer)
-    return Computed(model, model.end(x), (None,) * len(layout.compiled))
+    return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
 
 
 class LayeredProgram:
@@ -190,11 +190,11 @@ class LayeredProgram:
 
     def _run(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
-    ) -> tuple[tuple[Any, ...], paged.KV, Opened]:
+    ) -> tuple[tuple[Any, ...], paged.KV, OpeningOutput]:
         """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
-        opened: Opened = self._opening(outer, last_token, ints, floats)
+        opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
         for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
             own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
@@ -242,7 +242,7 @@ class ProgramPart(NamedTuple):
     opens: tuple[int, int] | None = None  # the size (rows, tokens) of an opening; None for other parts
 
 
-class Layered:
+class LayeredPrograms:
     """A maker of programs in parts, which keeps the parts. All methods are thread-safe."""
 
     def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: LateStore) -> None:
@@ -250,7 +250,7 @@ class Layered:
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
         self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
-        self._opened: dict[tuple[int, int], Opened] = {}  # the shapes of openings' results, by size
+        self._opened: dict[tuple[int, int], OpeningOutput] = {}  # the shapes of openings' results, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
 
     def quicker(self, keys: Iterable[Key]) -> bool:
@@ -461,7 +461,7 @@ class Layered:
     def _outer(self) -> tuple[Any, ...]:
         return tuple(self._cut.leaves[index] for index in self._cut.outer)
 
-    def _shapes(self, key: Bucket) -> Opened:
+    def _shapes(self, key: Bucket) -> OpeningOutput:
         """Return the shapes of the opening's results; trace the opening for them if it was loaded."""
         size = (key.rows, key.tokens)
         if size not in self._opened:
@@ -486,6 +486,6 @@ def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> Compiled:
             _unknown.update(unsupported)
 
 
-def _shapes_of(found: Opened) -> Opened:
-    shapes: Opened = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
+def _shapes_of(found: OpeningOutput) -> OpeningOutput:
+    shapes: OpeningOutput = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
     return shapes

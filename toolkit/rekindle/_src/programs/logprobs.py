@@ -23,7 +23,7 @@ from rekindle._src.core.records import IntArray, Request, Row, StepPlan, TokenLo
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import WHOLE
-from rekindle._src.programs.feature import Columns, Feature, Fields, Read, RowFlag, StepInputs, branch
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, RowFlag, StepInputs, branch
 from rekindle_kernels import Choice, top_k
 
 Packed = NDArray[np.int32]
@@ -139,7 +139,7 @@ class Logprobs(Feature):
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         return row_logprobs(inputs.any_flags, logits, tokens, deterministic=self._deterministic)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
             sampling = row.request.sampling
             if sampling.logprobs is not None and not sampling.whole_logprobs and token is not None:
@@ -169,7 +169,7 @@ class PromptLogprobs(Feature):
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: Any) -> Array:
         return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         assert read.output is not None, "all programs score prompts"
         first = 0
         for index, row in enumerate(read.plan.prefill, start=len(read.plan.decode)):
@@ -289,7 +289,7 @@ class Distribution(Feature):
             result = branch(inputs.any_flags & RowFlag.SAMPLED_LOGPROBS != 0, sampled, lambda: result)
             return lax.bitcast_convert_type(result, jnp.int32)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
             if token is not None and is_whole(row.request.sampling):
                 own["logprobs"] = _entry(read.columns[place].view(np.float32), token, row.request.sampling)

@@ -54,7 +54,7 @@ from rekindle._src.programs.buckets import (
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
-from rekindle._src.programs.layered import Compiled, Layered, LayeredProgram, compiled_with
+from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.recipes import Recipes
@@ -202,7 +202,7 @@ def compiler_options(platform: str | None = None) -> dict[str, str | bool] | Non
     return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
 
 
-class Traced(NamedTuple):
+class TracedProgram(NamedTuple):
     """A program that is traced and lowered, and the seconds that this took."""
 
     lowered: jax.stages.Lowered
@@ -256,7 +256,9 @@ class Programs:
         self.keeps = store is not None  # programs outlive the process
         self._store = LateStore(store or NoStore())
         self._lock = threading.Lock()
-        self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=self._store)
+        self._layered = LayeredPrograms(
+            self._recipes, counted=self._counted, compiled=self._count_compiled, store=self._store
+        )
         # Variants that few sessions ever need are compiled when a step first does, whatever `precompile` says.
         choices = self.features.choices
         as_needed = [buckets.with_variants(self._lattice, letters) for letters in buckets.combinations(choices)[1:]]
@@ -434,7 +436,7 @@ class Programs:
             whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
             return whole.lower(*self.parts.arguments(recipe))
 
-    def compile(self, key: Key, traced: Traced | None = None) -> Compiled:
+    def compile(self, key: Key, traced: TracedProgram | None = None) -> Compiled:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
@@ -494,7 +496,7 @@ class Programs:
         self.ledger.offer(entry, form, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start))
         return True
 
-    def _traced(self, key: Key, stopped: Callable[[], bool]) -> Traced:
+    def _traced(self, key: Key, stopped: Callable[[], bool]) -> TracedProgram:
         """Trace a program, which leaves steps in parts little time, and give them a moment then, or until stopped."""
         start = time.perf_counter()
         with self._errors(key), gc_paused():
@@ -502,9 +504,9 @@ class Programs:
         end = time.perf_counter()
         while not stopped() and time.perf_counter() < end + BREATH:
             time.sleep(0.02)
-        return Traced(lowered, end - start)
+        return TracedProgram(lowered, end - start)
 
-    def _make(self, entry: ProgramEntry, traced: Traced | None = None) -> tuple[Compiled, Callable[[], None]]:
+    def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
         with self._lock:

@@ -48,7 +48,7 @@ class StepOutput(NamedTuple):
     extra: tuple[Any, ...]  # of each feature with an output; None where the program does not contain it
 
 
-class Computed(NamedTuple):
+class ModelOutput(NamedTuple):
     """The results of the model of a step."""
 
     model: Model
@@ -127,7 +127,7 @@ def _compute(
     inputs: StepInputs,
     operands: Operands,
     implementation: str | None,
-) -> tuple[paged.KV, Computed]:
+) -> tuple[paged.KV, ModelOutput]:
     model, kept = merge(graph, leaves), []
     for (feature, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
         model, what = feature.model(model, inputs, own, arrays)
@@ -143,7 +143,7 @@ def _compute(
         unread=_unread(layout, inputs),
     )
     hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths)
-    return tuple(attend.kv), Computed(model, hidden, tuple(kept))
+    return tuple(attend.kv), ModelOutput(model, hidden, tuple(kept))
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
@@ -160,7 +160,7 @@ def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
 def finish(
     graph: Graph,
     layout: Layout,
-    computed: Computed,
+    computed: ModelOutput,
     inputs: StepInputs,
     state: RequestState,
     gate: Array | None = None,
@@ -172,7 +172,7 @@ def finish(
     return new_state, StepOutput(rows, extra)
 
 
-def finish_forward(layout: Layout, computed: Computed, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
+def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
     """Compute the results that need no choice: the scores, and the output of each feature that has one."""
     numbers = lax.iota(jnp.int32, layout.sequences) + 1
     needed = jnp.max(numbers, initial=0, where=inputs.flag(RowFlag.CHOOSES))  # 0 where no row samples

@@ -36,7 +36,7 @@ from rekindle._src.session.handle import Handle
 from rekindle._src.session.opening import named_changes
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import Serving
+from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
 
 
-class Fleet(RowMapping, EmbeddingMethods, ScoreRequests, Conversations, Serving):
+class Fleet(RowMapping, EmbeddingMethods, ScoreRequests, Conversations, ServingMethods):
     """Replicas of an open model. Make one with `rekindle.fleet`; close it with `aclose` or a `with` block.
 
     It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `score`, `serve`. This

@@ -17,7 +17,14 @@ from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.engine import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, WeightsVersion
+from rekindle._src.replicas.wire import (
+    AdapterSource,
+    Connection,
+    ReplicaGone,
+    ReplicaInfo,
+    RequestMessage,
+    WeightsVersion,
+)
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -68,7 +75,7 @@ class Link:
         self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
         self._lives = 0
         self._lost_at: float | None = None
-        self._posted: list[Sent] = []
+        self._posted: list[RequestMessage] = []
         self._dropped: list[str] = []
         self._wake: anyio.Event | None = None  # set when there are messages to send
         self._scope: anyio.CancelScope | None = None  # of `run`
@@ -103,7 +110,7 @@ class Link:
         """The most tokens of a prompt and its answer together."""
         return 0 if self.info is None else self.info.config.max_model_len or 0
 
-    def post(self, sent: Sent) -> None:
+    def post(self, sent: RequestMessage) -> None:
         self._posted.append(sent)
         self._rouse()
 
@@ -191,7 +198,7 @@ class Link:
                 if sent.own_call:
                     group.start_soon(self._call, sender, (sent,))
 
-    async def _call(self, sender: str, requests: tuple[Sent, ...], dropped: tuple[str, ...] = ()) -> None:
+    async def _call(self, sender: str, requests: tuple[RequestMessage, ...], dropped: tuple[str, ...] = ()) -> None:
         with answering(PATIENCE + self._hang):
             await self._connection.send(sender, requests, dropped)
 

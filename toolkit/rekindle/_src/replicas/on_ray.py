@@ -23,7 +23,7 @@ from rekindle._src.processes.greeting import SECRET, ProcessPlace
 from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
+from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, RequestMessage
 from rekindle._src.session.following import follow
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.page_sharing import PageAddress
@@ -124,7 +124,7 @@ class RayConnection:
     async def unload_adapter(self, name: str) -> None:
         await self._call("unload_adapter", name)
 
-    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
+    async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
 
     async def mail(self, sender: str, patience: float) -> Mail:

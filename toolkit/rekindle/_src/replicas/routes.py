@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
 from rekindle._src.dispatch.backend import Events
 from rekindle._src.replicas.autoscaling import FleetLoad
 from rekindle._src.replicas.routing import (
@@ -28,7 +28,7 @@ from rekindle._src.replicas.routing import (
     keys_of_tokens,
     prompt_only,
 )
-from rekindle._src.replicas.wire import News, Sent, encode
+from rekindle._src.replicas.wire import News, RequestMessage, encode
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
@@ -70,7 +70,7 @@ class LinkLike(Protocol):
         """The most tokens of a prompt and its answer together."""
         ...
 
-    def post(self, sent: Sent) -> None:
+    def post(self, sent: RequestMessage) -> None:
         """Send it a request, soon."""
 
     def drop(self, request_id: str) -> None:
@@ -113,7 +113,7 @@ class LiveSequence:
             request = prompt_only(request)
         if not self.generated and not self.scored:
             return request
-        return dataclasses.replace(request, resumed=Resumed(np.asarray(self.generated, np.int32), self.scored))
+        return dataclasses.replace(request, resumed=ResumeState(np.asarray(self.generated, np.int32), self.scored))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

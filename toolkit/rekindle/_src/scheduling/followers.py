@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.records import Guided, IntArray, Request, Row, RowResult
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.records import GuideReport, IntArray, Request, Row, RowResult
+from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 
 MAX_DRAFTS = 7  # drafts of one step
@@ -50,7 +50,7 @@ def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Fo
     if request.sampling.prompt_logprobs is not None:
         followers.append(PromptScores(request))
     if request.pooling is not None:
-        followers.append(Pooled(request))
+        followers.append(PoolingFollower(request))
     if request.tapped is not None and request.tapped.keys:
         if kept is not None and request.tapped.keep:
             followers.append(CaptureFileFollower(request, kept))
@@ -85,7 +85,7 @@ class CaptureFollower(Follower):
 
     __slots__ = ("_delivered", "_tapped")
 
-    def __init__(self, tapped: Tapped) -> None:
+    def __init__(self, tapped: RequestTaps) -> None:
         self._tapped = tapped
         self._delivered = 0  # positions before it were delivered
 
@@ -158,7 +158,7 @@ class CaptureFileFollower(CaptureFollower):
         self._kept.use(names)
 
 
-class Pooled(Follower):
+class PoolingFollower(Follower):
     """Adds up the vectors of a prompt's chunks, or keeps the last or the first one. The first chunk begins anew.
 
     The vector of the last token needs no other position's, so that these may come from the cache.
@@ -206,7 +206,7 @@ class ForcedTokens(Follower):
             self.add(output.guided)
         return output
 
-    def add(self, report: Guided) -> None:
+    def add(self, report: GuideReport) -> None:
         """Add the guide's report on the request's next token."""
         self._ahead = report.ahead
         self.count += report.forced

@@ -10,7 +10,7 @@ from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
 from rekindle._src.serve.chat import call_chat, calls_options, events_of
-from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import (
     Boolean,
@@ -91,11 +91,11 @@ _ENDS = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "model_context
 class Anthropic:
     """Error objects of Anthropic's API."""
 
-    def body(self, refused: Refused) -> dict[str, Any]:
+    def body(self, refused: ApiError) -> dict[str, Any]:
         kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
-    def event(self, refused: Refused) -> bytes:
+    def event(self, refused: ApiError) -> bytes:
         return event("error", self.body(refused)).encode()
 
 

@@ -16,7 +16,7 @@ from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, cou
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send, Service
 from rekindle._src.serve.fields import Endpoint, document
 from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, check_size
@@ -147,7 +147,7 @@ def app(
             if status != 404:
                 method = "POST" if path in dialects else "GET"
                 message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
-                refused = Refused(status, message, code="not_allowed")
+                refused = ApiError(status, message, code="not_allowed")
             await Exchange(service, scope, send).fail(refused, OpenAI())
             service.metrics.http("other", status)
 
@@ -194,7 +194,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def owner(self, scope: Scope) -> bytes:
-        """Return the digest of the sender's key, or b"" without keys. Raise `Refused` (401) for a wrong key."""
+        """Return the digest of the sender's key, or b"" without keys. Raise `ApiError` (401) for a wrong key."""
         if not self._digests:
             return b""
         bearer = header(scope, b"authorization") or ""
@@ -205,7 +205,7 @@ class ApiKeys:
         for candidate in self._digests:  # compare with all, so that the time reveals nothing
             match = candidate if hmac.compare_digest(candidate, digest) else match
         if not match:
-            raise Refused(
+            raise ApiError(
                 401, "the API key is missing or wrong. Send it as Authorization: Bearer … or x-api-key",
                 type="authentication_error", code="invalid_api_key",
             )  # fmt: skip
@@ -225,7 +225,7 @@ class Guard:
                 self._service.hosts.check(scope, keyed=bool(self._keys))
                 if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                     scope["rekindle.key"] = self._keys.owner(scope)
-            except Refused as refused:
+            except ApiError as refused:
                 dialect = self._dialects.get(scope["path"], OpenAI())
                 await Exchange(self._service, scope, send).fail(refused, dialect)
                 # Clients can invent any number of paths.

@@ -20,7 +20,7 @@ from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.own_failure import own_failure, root_cause
 from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import check_size, check_text, load, too_large
-from rekindle._src.serve.errors import Refused, refusal
+from rekindle._src.serve.errors import ApiError, refusal
 from rekindle._src.serve.exchange import Exchange, Service, refusing
 from rekindle._src.serve.fields import Anything, Endpoint, Field, OneOf, String
 from rekindle._src.serve.life import Life
@@ -153,7 +153,7 @@ class BatchRun:
             check_text(fields)
             url, body = self._checked_task(fields)
         except BaseException as raised:
-            refused = raised if isinstance(raised, Refused) else refusal(own_failure(raised, "the line"), {})
+            refused = raised if isinstance(raised, ApiError) else refusal(own_failure(raised, "the line"), {})
             if line.name not in self._known:
                 code = refused.code or ("invalid_url" if refused.param == "url" else "invalid_line")
                 error = {"code": code, "message": refused.message}
@@ -192,10 +192,10 @@ class BatchRun:
         task = LINE.read(fields, strict=self._service.strict, unknown=self._service.unknown)
         custom_id, body = task["custom_id"], task["body"]
         if custom_id in self._custom_ids:
-            raise Refused(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
+            raise ApiError(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
         self._custom_ids.add(custom_id)
         if isinstance(body, dict) and body.get("stream"):
-            raise Refused(400, "stream is not possible in a batch. Remove it from the body")
+            raise ApiError(400, "stream is not possible in a batch. Remove it from the body")
         return task["url"], body
 
     async def _own_call(self, task: _Task) -> tuple[int, str, Any]:
@@ -247,6 +247,6 @@ def _readable(fields: Any) -> str | None:
     try:
         LINE.by_name["custom_id"].kind.check(custom_id, "custom_id")
         check_text(custom_id)
-    except Refused:
+    except ApiError:
         return None
     return str(custom_id)

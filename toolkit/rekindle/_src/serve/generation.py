@@ -19,7 +19,7 @@ from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.logprobs import LogprobShapes
-from rekindle._src.serve.models import HandleLike, Served, ServedSession
+from rekindle._src.serve.models import HandleLike, ServedModel, ServedSession
 from rekindle._src.serve.openai_fields import SAMPLING
 from rekindle._src.text.generation_config import NAMES
 
@@ -29,7 +29,7 @@ _LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a
 MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
-def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, ServedSession]:
+def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[ServedModel, ServedSession]:
     """Return the model that a request names, and its session. Rename the exchange if the body has a request_id."""
     if "request_id" in fields:
         exchange.rename(fields["request_id"])
@@ -133,7 +133,7 @@ def _schema(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def encode_text(session: ServedSession, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Return the token ids of a text, which may exceed the context. Raise `Refused` if it is too long to encode."""
+    """Return the token ids of a text, which may exceed the context. Raise `ApiError` if it is too long to encode."""
     limit = max(MOST_CHARACTERS, 8 * (session.config.max_model_len or 0))
     if len(text) > limit:
         raise wrong(param, text[:80], f"has {len(text):,} characters, more than {limit:,}", "Send it in parts")
@@ -288,7 +288,7 @@ class Writer:
 
 
 def stream_options(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the stream options of a request. Raise `Refused` if it has any and does not stream."""
+    """Return the stream options of a request. Raise `ApiError` if it has any and does not stream."""
     options: Mapping[str, Any] = fields.get("stream_options") or {}
     if options and not fields.get("stream"):
         raise wrong("stream_options", options, "is given without stream", "Add stream: true, or remove it")

@@ -10,7 +10,7 @@ import anyio.to_thread
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import call_chat, plain_messages, template_options
-from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
+from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
 from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
@@ -111,14 +111,14 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
 def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
     _, session = model_of(exchange, fields)
     if isinstance(session, AdaptedSession) or not hasattr(session, "load_adapter"):
-        raise Refused(400, "the model takes no adapters here. Name one that is open in the server", param="model")
+        raise ApiError(400, "the model takes no adapters here. Name one that is open in the server", param="model")
     return session
 
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name in session.adapters and not fields.get("load_inplace"):
-        raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
+        raise ApiError(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
     try:
         await session.load_adapter(name, fields["lora_path"])
     except ConfigError as error:  # such as a rank for which the session has no room
@@ -130,7 +130,7 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
 async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name not in session.adapters:
-        raise Refused(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
+        raise ApiError(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
     await session.unload_adapter(name)
     await exchange.reply({"id": name, "object": "adapter", "loaded": False})
 
@@ -196,5 +196,5 @@ async def metrics(exchange: Exchange, fields: dict[str, Any]) -> None:
     await exchange.reply_bytes(data, kind.encode())
 
 
-def not_found(path: str) -> Refused:
-    return Refused(404, f"there is no {path[:200]!r} here. GET /openapi.json lists what there is", code="not_found")
+def not_found(path: str) -> ApiError:
+    return ApiError(404, f"there is no {path[:200]!r} here. GET /openapi.json lists what there is", code="not_found")

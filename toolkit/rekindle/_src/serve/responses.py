@@ -12,7 +12,7 @@ from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArgum
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
-from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
     Anything,
@@ -85,7 +85,7 @@ _LOGPROBS = "message.output_text.logprobs"
 class Responses(OpenAI):
     """Error objects of this API: the same as OpenAI's other ones, except that events of a stream have names."""
 
-    def event(self, refused: Refused) -> bytes:
+    def event(self, refused: ApiError) -> bytes:
         fields = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
         return f"event: error\ndata: {dumps({'type': 'error', **fields})}\n\n".encode()
 
@@ -164,7 +164,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
             item = exchange.service.item_store.get(exchange.key, _text(item, "id", path), f"{path}.id")
             size += characters_of(item)
             if size > limit:
-                raise Refused(
+                raise ApiError(
                     413,
                     f"{path}: with the items that it names, the request has more than {limit:,} characters. Name fewer",
                     param="input",

@@ -123,7 +123,7 @@ class AdapterShelf:
         return InvalidRequest(field, name, f"is not an adapter of this session; known: {known}", fix)
 
 
-class Adapting:
+class AdapterMethods:
     """The part of a session that loads and unloads adapters."""
 
     _host: Host

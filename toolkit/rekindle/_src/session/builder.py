@@ -43,7 +43,7 @@ from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_stat
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import Described, describe, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.sentence_transformers import embedder_of
@@ -393,7 +393,7 @@ def _check_snapshot(config: EngineConfig) -> None:
         snapshot.find(cache_folder(config.cache_dir), snapshot.check_name(name))
 
 
-def _describe(request: OpenRequest) -> Described:
+def _describe(request: OpenRequest) -> CheckpointPlan:
     assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
     config, shown = request.config, request.shown
     folder = tiny.folder() if request.model == "tiny" else request.model
@@ -413,7 +413,7 @@ def _describe(request: OpenRequest) -> Described:
         shown.hidden = False
 
 
-def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any]]:
+def _shapes(model: LoadedModel | CheckpointPlan) -> tuple[ModelConfig, Graph, Sequence[Any]]:
     """Return config, graph, and leaves or their shapes."""
     if isinstance(model, LoadedModel):
         return model.config, model.graph, model.leaves
@@ -421,7 +421,7 @@ def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequenc
 
 
 def _placement(
-    config: EngineConfig, described: LoadedModel | Described, graph: Graph
+    config: EngineConfig, described: LoadedModel | CheckpointPlan, graph: Graph
 ) -> tuple[EngineConfig, Placement]:
     """Return the config with its mesh, and the devices that share the model. A model made on a mesh keeps that mesh."""
     placement = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
@@ -433,10 +433,10 @@ def _placement(
     return dataclasses.replace(config, mesh=current.mesh), current
 
 
-def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
+def _agreed(config: EngineConfig, described: LoadedModel | CheckpointPlan, agree: Agree) -> EngineConfig:
     from rekindle._src.processes.greeting import facts
 
-    assert isinstance(described, Described), "other processes read a checkpoint, too"
+    assert isinstance(described, CheckpointPlan), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
     assert config.device_memory is not None, "resolved"
     local_facts = facts(config, model=described.found.config.digest(), fingerprint=described.found.fingerprint)
@@ -445,7 +445,7 @@ def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agr
     return dataclasses.replace(config, device_pages=pages, device_memory=pages * page)
 
 
-def _name_of(described: LoadedModel | Described) -> str:
+def _name_of(described: LoadedModel | CheckpointPlan) -> str:
     folder = described.folder if isinstance(described, LoadedModel) else described.found.folder
     return "" if folder is None else readable_name(folder)
 
@@ -489,7 +489,7 @@ def stored_programs(
     )  # fmt: skip
 
 
-def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement) -> LoadedModel:
+def _loaded(request: OpenRequest, described: LoadedModel | CheckpointPlan, placement: Placement) -> LoadedModel:
     """Return the model with its weights on their devices."""
     if isinstance(described, LoadedModel):
         return placement.model(described)
@@ -703,7 +703,7 @@ def _expect(runner: Runner, cache: AnyCache | None, tiers: Tiers, ready: Sequenc
         promote(cache, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
 
 
-def _tokenizer(described: LoadedModel | Described) -> Future[Tokenizer]:
+def _tokenizer(described: LoadedModel | CheckpointPlan) -> Future[Tokenizer]:
     """Load the tokenizer in a thread. A large vocabulary takes 0.1 s, in which weights are read and programs made."""
     found = described if isinstance(described, LoadedModel) else described.found
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
-    from rekindle._src.programs.warming import Warmed
+    from rekindle._src.programs.warming import WarmingProgress
     from rekindle._src.session.head_start import HeadStart
 
 
@@ -30,13 +30,13 @@ class OpeningProgress:
         self.hidden: bool = False  # something else shows its own progress
         self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
         self._weights: LoadProgress | None = None
-        self._warmed: Warmed | None = None
+        self._warmed: WarmingProgress | None = None
 
     def weights(self, report: LoadProgress) -> None:
         """Record how much of the weights was read."""
         self._weights = report
 
-    def warmed(self, report: Warmed) -> None:
+    def warmed(self, report: WarmingProgress) -> None:
         """Record that a program is ready."""
         self._warmed = report
 

@@ -443,7 +443,7 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 WARM_PAGES = 4096  # the most that a new session takes from each neighbour
 
 
-class Pulled(NamedTuple):
+class PulledPages(NamedTuple):
     """The pages that were taken."""
 
     tokens: int  # that these pages add to this session's tree
@@ -453,7 +453,7 @@ class Pulled(NamedTuple):
     held: HostHold  # the pages stay in host memory until it is released
 
 
-class _Missing(NamedTuple):
+class _MissingPages(NamedTuple):
     """The pages of a prompt that this session lacks."""
 
     root_key: bytes  # of this session's tree at the look-up
@@ -486,7 +486,7 @@ class Puller:
         """Bytes of host memory for pages."""
         return self._tiers.host.budget
 
-    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> Pulled:
+    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> PulledPages:
         """Take the leading pages of `tokens` that are not here. Raise the errors of `PageSource` if none arrived."""
         start, identity, host = time.perf_counter(), self.identity, self._tiers.host
         missing = self._missing(tokens, salt)
@@ -520,9 +520,9 @@ class Puller:
             self._take_beside(address, last, partial(keys_of, slice(end - len(last), end)))
         grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
-        return Pulled(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
+        return PulledPages(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
 
-    def likeliest(self, address: PageAddress, most: int | None = None) -> Pulled:
+    def likeliest(self, address: PageAddress, most: int | None = None) -> PulledPages:
         """Take the pages that the other session is likeliest to need again: `most` bytes, or half of host memory."""
         start, identity, host, cache = time.perf_counter(), self.identity, self._tiers.host, self._cache
         room = (host.budget // 2 if most is None else most) - host.nbytes
@@ -551,7 +551,9 @@ class Puller:
                 if arrived:
                     self._host.ask(graft)
         seconds, size = time.perf_counter() - start, identity.page_size
-        return Pulled(len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, HostHold(host, ()))
+        return PulledPages(
+            len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, HostHold(host, ())
+        )
 
     def _take_beside(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
         """Take the other session's states or window pages, or do without them if that fails.
@@ -568,7 +570,7 @@ class Puller:
         except RekindleError as error:
             log.debug("pages came without their states or windows: %s", error)
 
-    def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
+    def _missing(self, tokens: IntArray, salt: str | None) -> _MissingPages:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size
 
         def look() -> tuple[bytes, list[bytes]]:
@@ -587,9 +589,9 @@ class Puller:
         for page in range(count, min(len(tokens) // size, most)):
             parent = page_digest(parent, tokens[page * size : (page + 1) * size])
             digests.append(parent)
-        return _Missing(root_key, count, digests, here[max(1, len(here) - reach) :])
+        return _MissingPages(root_key, count, digests, here[max(1, len(here) - reach) :])
 
-    def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
+    def _graft(self, tokens: IntArray, salt: str | None, missing: _MissingPages, leading: int) -> int:
         """Add the pages to the tree, on the session's loop. Return how many."""
         cache = self._cache
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile

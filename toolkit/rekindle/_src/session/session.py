@@ -19,12 +19,12 @@ from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerL
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion, PageMove, Status
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Front, StepOnce, Stepped
+from rekindle._src.dispatch.backend import Front, StepOnce, StepOutcome
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
 from rekindle._src.dispatch.threads import OneShot, caller, run_sync
 from rekindle._src.kvcache import AnyCache, trees
-from rekindle._src.session.adapters import Adapting
+from rekindle._src.session.adapters import AdapterMethods
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
@@ -38,7 +38,7 @@ from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.rollouts import RolloutRequests
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import Serving
+from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class SleepReport(html.Record):
         return self.weights_bytes + self.page_bytes
 
 
-class Sleeping:
+class SleepMethods:
     """The part of a session that sleeps."""
 
     _client: Client
@@ -162,7 +162,7 @@ class Sleeping:
 S = TypeVar("S")
 
 
-class Paused(html.Line, Generic[S]):
+class PausedSession(html.Line, Generic[S]):
     """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
@@ -203,7 +203,7 @@ class Paused(html.Line, Generic[S]):
         self._resume()
 
 
-class Profiling:
+class ProfilingMethods:
     """Traces of the work of device and host."""
 
     _host: Host
@@ -348,7 +348,15 @@ def dashboard(client: Client, session: SessionLike) -> Dashboard:
 
 
 class Session(
-    RowMapping, EmbeddingMethods, ScoreRequests, RolloutRequests, Conversations, Adapting, Serving, Sleeping, Profiling
+    RowMapping,
+    EmbeddingMethods,
+    ScoreRequests,
+    RolloutRequests,
+    Conversations,
+    AdapterMethods,
+    ServingMethods,
+    SleepMethods,
+    ProfilingMethods,
 ):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
@@ -614,9 +622,9 @@ class Session(
 
     # One step at a time.
 
-    def paused(self) -> Paused[Self]:
+    def paused(self) -> PausedSession[Self]:
         """Pause the session: in `async with session.paused():` (or `with`) no step runs but those of `step()`."""
-        return Paused(self._client, self)
+        return PausedSession(self._client, self)
 
     def step(self) -> Call[StepReport | None]:
         """Await it to run exactly one step of a paused session; None if there was nothing to do."""
@@ -630,7 +638,7 @@ class Session(
         from rekindle._src.session.stats import StepReport
 
         self._host.check()
-        reply: OneShot[Stepped] = OneShot()
+        reply: OneShot[StepOutcome] = OneShot()
         stepped = await self._host.send(StepOnce(reply), reply).get()
         if stepped.result is None:
             return None

@@ -166,7 +166,7 @@ def delete(model: LoadedModel) -> None:
         leaf.delete()
 
 
-class Freed(NamedTuple):
+class FreedMemory(NamedTuple):
     """Bytes of device memory that were given back."""
 
     weights: int
@@ -220,7 +220,7 @@ class Weights:
             self._state_tiers.identity = state_identity(identity, model, self._config)
         return identity.root
 
-    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> Freed:
+    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> FreedMemory:
         """Give device memory back: pages, `leaving` among them for the tiers, and weights.
 
         Weights are kept in host memory, or dropped if they can be read again. Those of the caller are only let go.
@@ -233,12 +233,12 @@ class Weights:
         self._runner.sleep(leaving)
         if not self._owned:
             self._asleep = list(model.leaves)
-            return Freed(0, pages)
+            return FreedMemory(0, pages)
         self._asleep = []
         for leaf in model.leaves:  # one by one: in host memory, which a CPU computes in, both would lie at once
             self._asleep.append(None if drop else np.array(leaf))
             leaf.delete()
-        return Freed(sum(leaf.nbytes for leaf in model.leaves), pages)
+        return FreedMemory(sum(leaf.nbytes for leaf in model.leaves), pages)
 
     def wake(self, weights: Any) -> bytes | None:
         """Put the weights back on the device, or other ones. Return the cache's new root key for other ones."""

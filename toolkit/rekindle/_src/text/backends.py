@@ -50,7 +50,7 @@ def section(step: Any) -> Section | None:
     return None if step is None else dict(json.loads(step.__getstate__()))
 
 
-class Spelled(NamedTuple):
+class TokenSpellings(NamedTuple):
     """The tokens of a vocabulary, for a reader other than the tokenizers library."""
 
     tokens: list[bytes]  # by their ids, as they stand in texts; empty for an id without a token
@@ -72,7 +72,7 @@ class TokenizerBackend(Protocol):
     def parts(self) -> TokenizerSections: ...
     def added(self) -> dict[int, tokenizers.AddedToken]: ...  # tokens that text may spell out
     def whole(self) -> WholeTokenizer: ...
-    def spelled(self) -> Spelled | None: ...
+    def spelled(self) -> TokenSpellings | None: ...
 
 
 class WholeTokenizer:
@@ -133,7 +133,7 @@ class WholeTokenizer:
     def whole(self) -> WholeTokenizer:
         return self
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         return None  # the definition tells
 
 

@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
-from rekindle._src.text.backends import Spelled, TokenizerBackend, TokenizerSections, WholeTokenizer
+from rekindle._src.text.backends import TokenizerBackend, TokenizerSections, TokenSpellings, WholeTokenizer
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
 from rekindle._src.text.tokenizer_limits import panics_as, raise_panic
 from rekindle.errors import CheckpointError, RequestFailed
@@ -132,7 +132,7 @@ class Tokenizer:
         """Return the text of a tokenizer.json for this tokenizer. Raises and takes as long as `backend`."""
         return self._text.whole().definition()
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         """Return the tokens as they stand in texts; None if `backend` exists already."""
         return self._text.spelled()
 

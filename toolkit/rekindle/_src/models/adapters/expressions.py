@@ -157,7 +157,7 @@ class _Where:
         return self._places(name) & ends
 
 
-class _Ahead:
+class _Lookahead:
     """Nothing, where a part follows, or, if negative, where it does not."""
 
     def __init__(self, part: _Pattern, *, negative: bool) -> None:
@@ -287,9 +287,9 @@ class _Parser:
         if self._depth > _MAX_DEPTH:
             raise self._refused(f"groups in more than {_MAX_DEPTH} groups")
         if self._next("(?!"):
-            part: _Pattern = _Ahead(self._choice(), negative=True)
+            part: _Pattern = _Lookahead(self._choice(), negative=True)
         elif self._next("(?="):
-            part = _Ahead(self._choice(), negative=False)
+            part = _Lookahead(self._choice(), negative=False)
         elif self._next("(?:"):
             part = self._choice()
         elif self._text.startswith("(?", self._at):
@@ -320,7 +320,7 @@ class _Parser:
         if isinstance(part, _Literal) and len(part.text) == 1:
             part = _Character(part.text.__eq__)
         self._at, after = start, self._at  # where errors point
-        if isinstance(part, _Where | _Ahead):
+        if isinstance(part, _Where | _Lookahead):
             raise self._refused("a repeat of an anchor or a look-ahead")
         if (least, most) != (0, 1) and not isinstance(part, _Character) and _repeats_groups(part):
             raise self._refused("a repeat of a group with a repeated group or a look-ahead in it")
@@ -399,4 +399,4 @@ def _repeats_groups(part: _Pattern) -> bool:
     if isinstance(part, _Repeat):
         single = isinstance(part.part, _Character) or (part.least, part.most) == (0, 1)
         return not single or _repeats_groups(part.part)
-    return isinstance(part, _Ahead)
+    return isinstance(part, _Lookahead)

@@ -10,7 +10,7 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families import granite
 from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, recurrent_spans, row
@@ -115,17 +115,17 @@ def state_tensors(prefix: str) -> dict[str, str]:
     return {f"{prefix}.{name}": theirs for name, theirs in names.items()}
 
 
-def rewritten_state(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten_state(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     """Return how llama.cpp stores the tensors of Mamba-2."""
     spec, (_, _, end) = config.states[layer], name.partition(".")
     if spec is None:
         return None
     heads = (spec.heads,)
     return {
-        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps)),
-        "norm.weight": Rewritten((spec.heads * spec.value_size,)),
-        "A_log": Rewritten(heads, logarithm=True),
-        "D": Rewritten(heads),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps)),
+        "norm.weight": TensorRewrite((spec.heads * spec.value_size,)),
+        "A_log": TensorRewrite(heads, logarithm=True),
+        "D": TensorRewrite(heads),
     }.get(end)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
 from rekindle._src.models.families import llama
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column, heads, row
@@ -169,9 +169,9 @@ def mixer_keys(model: GgufModel) -> dict[str, Any]:
     )
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     spec = config.states[layer]
-    return Rewritten((spec.channels, 1, spec.taps)) if spec is not None and name == "conv.conv.weight" else None
+    return TensorRewrite((spec.channels, 1, spec.taps)) if spec is not None and name == "conv.conv.weight" else None
 
 
 GGUF = GgufForm(

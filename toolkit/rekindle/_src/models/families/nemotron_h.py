@@ -15,7 +15,7 @@ from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, RecurrentSpec
 from rekindle._src.models.families import granitemoehybrid
 from rekindle._src.models.families.llama import attention_sources, blocks, plain_mlp
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row, vocab
@@ -185,7 +185,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     return granitemoehybrid.rewritten_state(config, layer, name) if name.startswith("mixer.") else None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, TensorRewrite, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
@@ -147,7 +147,7 @@ def mixer_keys(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     """Return how llama.cpp stores the delta rule: heads of values in turn, one of each head of keys."""
     spec, (module, _, own) = config.states[layer], name.partition(".")
     if spec is None or module != "linear_attn":
@@ -159,14 +159,14 @@ def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
 
     values, each, mixed = order(0, size), order(0, 1), order(2 * groups * spec.key_size, size)
     return {
-        "in_proj_qkv.weight": Rewritten(rows=mixed),
-        "in_proj_z.weight": Rewritten(rows=values),
-        "in_proj_a.weight": Rewritten(rows=each),
-        "in_proj_b.weight": Rewritten(rows=each),
-        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps), rows=mixed),
-        "A_log": Rewritten((heads,), rows=each, logarithm=True),
-        "dt_bias": Rewritten((heads,), rows=each),
-        "out_proj.weight": Rewritten(columns=values),
+        "in_proj_qkv.weight": TensorRewrite(rows=mixed),
+        "in_proj_z.weight": TensorRewrite(rows=values),
+        "in_proj_a.weight": TensorRewrite(rows=each),
+        "in_proj_b.weight": TensorRewrite(rows=each),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps), rows=mixed),
+        "A_log": TensorRewrite((heads,), rows=each, logarithm=True),
+        "dt_bias": TensorRewrite((heads,), rows=each),
+        "out_proj.weight": TensorRewrite(columns=values),
     }.get(own)
 
 

@@ -21,11 +21,11 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import kept_weights, known_models, prepared, reading
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.models.loading.kept_weights import Brought
-from rekindle._src.models.loading.known_models import Known, Reads
+from rekindle._src.models.loading.kept_weights import MappedWeights
+from rekindle._src.models.loading.known_models import KnownModel, Reads
 from rekindle._src.models.loading.leaf_arrays import Rounding
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
-from rekindle._src.models.loading.stored import Stored, look, read_config
+from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
 from rekindle._src.models.registry import config_from_hf
@@ -33,7 +33,7 @@ from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
-__all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
+__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights, which follow from the config; heads that predict
 # several tokens, which are not used.
 HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias", r"mtp\..*")
@@ -42,7 +42,7 @@ HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?att
 class Checkpoint(NamedTuple):
     """A checkpoint whose config was understood and whose headers were read, and whose weights were not."""
 
-    stored: Stored
+    stored: StoredCheckpoint
     config: ModelConfig
 
     @property
@@ -70,7 +70,7 @@ def inspect(model: str | Path) -> Checkpoint:
     return Checkpoint(stored, config_from_hf(stored.raw))
 
 
-class Described(NamedTuple):
+class CheckpointPlan(NamedTuple):
     """The model that a checkpoint becomes in one precision: everything that programs need, without the weights."""
 
     found: Checkpoint
@@ -91,10 +91,10 @@ def describe(
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
     divided: bool = False,
-    seen: Stored | None = None,
+    seen: StoredCheckpoint | None = None,
     unpack: bool | None = None,
     device_memory: int | None = None,
-) -> Described:
+) -> CheckpointPlan:
     """Check a folder or hub id, and describe the model that `load` would return for it.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and on a CPU
@@ -138,18 +138,20 @@ def describe(
             graph, shapes = unpacked_graph(graph) or (graph, shapes)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
-        known = Known(graph, shapes, name)
+        known = KnownModel(graph, shapes, name)
         if description is not None:
             known_models.keep_reads(description, seen, known, reads)
     checkpoint = Checkpoint(seen, known.graph.config)
-    return Described(checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads)
+    return CheckpointPlan(
+        checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads
+    )
 
 
 def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def _check_counts(seen: Stored, config: ModelConfig) -> None:
+def _check_counts(seen: StoredCheckpoint, config: ModelConfig) -> None:
     """Raise `CheckpointError`, before the model is built, for more layers or experts than there are tensors."""
     # In GGUF the experts of a layer are stacked to one tensor.
     tensors = sum(entry.shape[0] if len(entry.shape) == 3 else 1 for header in seen.headers for entry in header.entries)
@@ -208,12 +210,12 @@ def load(
 
 
 def read(
-    described: Described,
+    described: CheckpointPlan,
     *,
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
     placement: Placement = ALONE,
-    brought: Callable[[Path], Brought | None] = lambda kept: None,
+    brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
 ) -> LoadedModel:
     """Load the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
 

@@ -21,14 +21,14 @@ from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest
 from rekindle._src.models.loading.quantized import NOT_WEIGHTS, FourBitFloatRows, WholeTensors, scheme, with_matrices
-from rekindle._src.models.loading.stored import OWN, Stored
+from rekindle._src.models.loading.stored import OWN, StoredCheckpoint
 from rekindle._src.models.loading.tensor_files import TensorEntry, rows_of
 from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.registry import manifest
 from rekindle.errors import CheckpointError
 
 
-def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
+def named_tensors(stored: StoredCheckpoint, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
     """Return the family's manifest as it is for this checkpoint, and the tensors by the manifest's names.
 
     Tensors that the manifest does not name are included, under their own names.
@@ -48,7 +48,7 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
     return declared, with_matrices(entries, names, quantization)
 
 
-def shown_name(stored: Stored, config: ModelConfig, declared: Manifest, name: str) -> str:
+def shown_name(stored: StoredCheckpoint, config: ModelConfig, declared: Manifest, name: str) -> str:
     """Return the name of a tensor of the manifest in the checkpoint's own format."""
     if stored.is_gguf:
         return gguf.llama_cpp_name(name, config)
@@ -56,7 +56,9 @@ def shown_name(stored: Stored, config: ModelConfig, declared: Manifest, name: st
     return stored.beginnings[0] + name.removeprefix(declared.prefix) if begins else name
 
 
-def _with_prefix(stored: Stored, entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
+def _with_prefix(
+    stored: StoredCheckpoint, entries: dict[str, TensorEntry], declared: Manifest
+) -> dict[str, TensorEntry]:
     """Return the entries with the prefix of the family's names. Raise `CheckpointError` for several language models."""
     if len(stored.beginnings) > 1:
         shown = ", ".join(repr(beginning) for beginning in stored.beginnings[:4])

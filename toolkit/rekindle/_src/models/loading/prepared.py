@@ -39,8 +39,8 @@ from rekindle._src.core.priority import yield_to_others
 from rekindle._src.core.store import Store, Unusable
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.loading import kept_weights, known_models, mmap_weights, reading, tensor_files
-from rekindle._src.models.loading.kept_weights import Brought, Mapped
-from rekindle._src.models.loading.known_models import Known
+from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
+from rekindle._src.models.loading.known_models import KnownModel
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.manifest import one
 from rekindle._src.models.placement import LeafParts
@@ -79,7 +79,7 @@ def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = 
     )  # fmt: skip
 
 
-def known(kept: Path) -> Known | None:
+def known(kept: Path) -> KnownModel | None:
     """Return the model that is kept there, or None.
 
     Raise `StoreError` if it can't be read now, or if it is damaged; then it is set aside.
@@ -119,7 +119,7 @@ def load(
     place: reading.Place = reading.place_on_default_device,
     placement: Placement = ALONE,
     report: Report | None = None,
-    brought: Callable[[Path], Brought | None] = lambda kept: None,
+    brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
 ) -> tuple[Array, ...] | None:
     """Return the leaves, or None if nothing is kept.
 
@@ -255,7 +255,7 @@ def _read(
     place: reading.Place,
     placement: Placement,
     report: Report | None,
-    ahead: Brought | None,
+    ahead: MappedWeights | None,
 ) -> tuple[Array, ...]:
     """Return the leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path) if ahead is None else ahead.mapped.header
@@ -311,7 +311,7 @@ def _checksum_of(entry: tensor_files.TensorEntry) -> str:
     return kept_weights.checksum_of_pieces(entry.nbytes, pieces())
 
 
-def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: ByteMeter) -> dict[str, Array]:
+def _brought(mapped: MappedFile, place: reading.Place, checked: Checked, meter: ByteMeter) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which is read meanwhile."""
 
     def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -333,7 +333,7 @@ def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Byte
 
 
 def _adopted(
-    ahead: Brought, place: reading.Place, compare: Callable[[str, str], None], meter: ByteMeter
+    ahead: MappedWeights, place: reading.Place, compare: Callable[[str, str], None], meter: ByteMeter
 ) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which was read before."""
     arrays = dict[str, Array]()

@@ -30,7 +30,7 @@ from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, Texts, read_header, stop_tokens
-from rekindle._src.text.backends import Spelled, TokenizerSections, WholeTokenizer, encode
+from rekindle._src.text.backends import TokenizerSections, TokenSpellings, WholeTokenizer, encode
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import (
     Cuts,
@@ -292,7 +292,7 @@ class PartialTokenizer:
                 self._whole = self._make_whole()
             return self._whole
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         """Return the tokens as they stand in texts; None if a text's first word is spelled in another way."""
         if self._prefix:
             return None
@@ -301,7 +301,7 @@ class PartialTokenizer:
             tokens[index] = added.content.encode()
         for index in np.flatnonzero(~self._table.first).tolist():
             tokens[index] = b""
-        return Spelled(tokens, sorted(self._special))
+        return TokenSpellings(tokens, sorted(self._special))
 
     def _bytewise_spelled(self) -> list[bytes]:
         octets = {ord(character): byte for character, byte in byte_of_character().items()}

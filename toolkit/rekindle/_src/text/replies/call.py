@@ -20,7 +20,7 @@ SPACE = " \t\r\n"
 MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
-class Malformed(Exception):
+class MalformedCall(Exception):
     """The text after a marker is not a call."""
 
 
@@ -150,23 +150,23 @@ class ReplyCall(NamedTuple):
 
     @classmethod
     def of(cls, name: object, arguments: object, text: str | None = None) -> ReplyCall:
-        """Return the call; raises `Malformed` if the name is no name or the arguments are no object."""
+        """Return the call; raises `MalformedCall` if the name is no name or the arguments are no object."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise Malformed
+            raise MalformedCall
         if not isinstance(arguments, dict):
-            raise Malformed
+            raise MalformedCall
         as_json(name)
         plain = as_json(arguments)
         return cls(name, arguments, plain if text is None else text)
 
 
 def as_json(value: object) -> str:
-    """Return the value as JSON text; raises `Malformed` for a value that JSON does not have."""
+    """Return the value as JSON text; raises `MalformedCall` for a value that JSON does not have."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # half of a surrogate pair is not text
     except (ValueError, TypeError):
-        raise Malformed from None
+        raise MalformedCall from None
     return text
 
 
@@ -184,14 +184,14 @@ def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
 
 
 def json_call(text: str, *, complete: bool = False) -> ReplyCall:
-    """Return the call that a JSON object describes. Raises `Malformed` if it describes none.
+    """Return the call that a JSON object describes. Raises `MalformedCall` if it describes none.
 
     A call without arguments has an empty object of them, or is malformed if it has to be `complete`.
     """
     try:
         return _call(text, complete)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedCall from None
 
 
 def named_call(name: str, text: str) -> ReplyCall:
@@ -199,12 +199,12 @@ def named_call(name: str, text: str) -> ReplyCall:
     try:
         return _with_text(name, _DECODER.decode(text), text)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedCall from None
 
 
 def _call(text: str, complete: bool) -> ReplyCall:
     if not text.startswith("{"):
-        raise Malformed
+        raise MalformedCall
     members = _members(text)
     if "name" not in members and "function" in members:
         inner, raw = members["function"]
@@ -214,7 +214,7 @@ def _call(text: str, complete: bool) -> ReplyCall:
     name, _ = members.get("name", (None, ""))
     pair = next((members[key] for key in ARGUMENTS if key in members), None)
     if pair is None and complete:
-        raise Malformed
+        raise MalformedCall
     arguments, raw = pair or ({}, "{}")
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
         arguments, raw = _DECODER.decode(arguments), arguments

@@ -17,7 +17,7 @@ from rekindle._src.text.replies.call import (
     MAX_NAME,
     SPACE,
     Calls,
-    Malformed,
+    MalformedCall,
     Reading,
     ReplyCall,
     TextSource,
@@ -62,7 +62,7 @@ def read_arguments(calls: Calls, name: str, *, depth: int = 0) -> Reading[str]:
     tell = calls.begin(name)
     if tell is None:
         return (yield from read_json(calls.source, depth=depth))
-    escaped = _Escaped()
+    escaped = _JsonEscaper()
     return (yield from forward(calls.source, read_json(calls.source, depth=depth), lambda piece: tell(escaped(piece))))
 
 
@@ -80,7 +80,7 @@ class _Values:
         if key != "name" and key not in ARGUMENTS:
             return False
         if self._sent:  # it would change arguments that are sent
-            raise Malformed
+            raise MalformedCall
         first, self._has_arguments = not self._has_arguments, self._has_arguments or key != "name"
         source = self._calls.source
         char = yield from peek(source)
@@ -94,7 +94,7 @@ class _Values:
         return True
 
 
-class _Escaped:
+class _JsonEscaper:
     """Pieces of JSON text with escapes for control characters inside of strings, which models write as they are."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Escaped:
 
 
 def read_json(source: TextSource, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
-    """Return the text of the next JSON object, after whitespace. Raises `Malformed` if there is none.
+    """Return the text of the next JSON object, after whitespace. Raises `MalformedCall` if there is none.
 
     `value_of` may read the values of this object itself; it gets their keys as JSON. The object
     is nested in `depth` others.
@@ -128,7 +128,7 @@ def read_json(source: TextSource, value_of: ReadValue | None = None, *, depth: i
         source.at += 1
         char = yield from peek(source)
     if char != "{":
-        raise Malformed
+        raise MalformedCall
     return (yield from capture(source, _read_object(source, value_of, depth)))
 
 
@@ -139,7 +139,7 @@ def _read_object(source: TextSource, value_of: ReadValue | None, depth: int) -> 
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char in SPACE:
             source.at += 1
         elif expected in ("key", "first key") and char == '"':
@@ -167,13 +167,13 @@ def _read_object(source: TextSource, value_of: ReadValue | None, depth: int) -> 
                 source.at += 1
                 closers.append("}" if char == "{" else "]")
                 if len(closers) + depth > MAX_DEPTH:
-                    raise Malformed
+                    raise MalformedCall
                 expected = "first key" if char == "{" else "first value"
             else:
                 yield from read_string(source) if char == '"' else _read_word(source)
                 expected = "comma"
         else:
-            raise Malformed
+            raise MalformedCall
 
 
 def read_string(source: TextSource) -> Reading[None]:
@@ -182,7 +182,7 @@ def read_string(source: TextSource) -> Reading[None]:
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char == '"':
             source.at += 1
             return
@@ -202,12 +202,12 @@ def _read_escape(source: TextSource) -> Reading[None]:
         for _ in range(4):
             char = yield from peek(source)
             if char == "" or char not in _HEX:
-                raise Malformed
+                raise MalformedCall
             source.at += 1
     elif char and char in _ESCAPES:
         source.at += 1
     else:
-        raise Malformed
+        raise MalformedCall
 
 
 def _read_word(source: TextSource) -> Reading[None]:
@@ -219,10 +219,10 @@ def _read_word(source: TextSource) -> Reading[None]:
             break
         word += match.group()
         if len(word) > MAX_WORD:
-            raise Malformed
+            raise MalformedCall
         source.at = match.end()
     if _VALUE.fullmatch(word) is None:
-        raise Malformed
+        raise MalformedCall
 
 
 class Arguments:
@@ -238,9 +238,9 @@ class Arguments:
         return len(self._values)
 
     def add(self, name: str, value: Any) -> None:
-        """Add an argument; raises `Malformed` for a name that is there already."""
+        """Add an argument; raises `MalformedCall` for a name that is there already."""
         if name in self._values:
-            raise Malformed
+            raise MalformedCall
         if self._tell is not None:
             self._tell(f"{', ' if self._values else ''}{as_json(name)}: {as_json(value)}")
         self._values[name] = value
@@ -261,16 +261,16 @@ def read_function(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     source, known = calls.source, calls.known
     name = (yield from _read_to(source, ">", MAX_NAME)).strip()
     if only_known and name not in known:
-        raise Malformed
+        raise MalformedCall
     schemas = known.get(name, {})
     arguments = Arguments(calls.begin(name))
     while not (yield from take(source, "</function>")):
         if not (yield from take(source, "<parameter=")):
-            raise Malformed
+            raise MalformedCall
         key = (yield from _read_to(source, ">", MAX_NAME)).strip()
         text = yield from _read_to(source, "</parameter>", None)
         if not key:
-            raise Malformed
+            raise MalformedCall
         arguments.add(key, _value(text.removeprefix("\n").removesuffix("\n"), schemas.get(key)))
     return arguments.call(name)
 
@@ -281,19 +281,19 @@ def _read_to(source: TextSource, end: str, limit: int | None) -> Reading[str]:
     length = 0
     while True:
         if (yield from peek(source)) == "":
-            raise Malformed
+            raise MalformedCall
         end_at = source.text.find(end, source.at)
         stop = end_at if end_at >= 0 else max(source.at, len(source.text) - len(end) + 1)
         parts.append(source.text[source.at : stop])
         length += stop - source.at
         if limit is not None and length > limit:
-            raise Malformed
+            raise MalformedCall
         source.at = stop + len(end) if end_at >= 0 else stop
         if end_at >= 0:
             return "".join(parts)
         if source.ended:
             source.at = len(source.text)
-            raise Malformed
+            raise MalformedCall
         yield
 
 
@@ -312,27 +312,27 @@ def read_call(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     """Return the next call, after whitespace.
 
     A positional argument is the parameter at its place, if the tool is known. With `only_known`, a name that is not
-    a tool's is `Malformed`, as soon as the parenthesis is read.
+    a tool's is `MalformedCall`, as soon as the parenthesis is read.
     """
     source, known = calls.source, calls.known
     yield from skip_space(source)
     name = yield from _read_python_word(source, MAX_NAME)
     if _NAME.fullmatch(name) is None or (only_known and name not in known):
-        raise Malformed
+        raise MalformedCall
     if not (yield from take(source, "(")):
-        raise Malformed
+        raise MalformedCall
     places = list(known.get(name, ()))
     arguments = Arguments(calls.begin(name))
     while not (yield from take(source, ")")):
         key, value = yield from _read_argument(source)
         if key is None:
             if len(arguments) >= len(places):
-                raise Malformed
+                raise MalformedCall
             key = places[len(arguments)]
         arguments.add(key, value)
         if not (yield from take(source, ",")):
             if not (yield from take(source, ")")):
-                raise Malformed
+                raise MalformedCall
             break
     return arguments.call(name)
 
@@ -346,10 +346,10 @@ def _read_argument(source: TextSource) -> Reading[tuple[str | None, Any]]:
     word = yield from _read_python_word(source, MAX_NAME)
     if (yield from take(source, "=")):
         if _NAME.fullmatch(word) is None:
-            raise Malformed
+            raise MalformedCall
         return word, (yield from _read_value(source, 1))
     if word not in _WORDS:
-        raise Malformed
+        raise MalformedCall
     return None, _WORDS[word]
 
 
@@ -357,7 +357,7 @@ def _read_value(source: TextSource, depth: int) -> Reading[Any]:
     yield from skip_space(source)
     char = yield from peek(source)
     if depth > MAX_DEPTH or char == "":
-        raise Malformed
+        raise MalformedCall
     if char in "'\"":
         return (yield from _read_string(source, char))
     if char in "[(":
@@ -371,7 +371,7 @@ def _read_value(source: TextSource, depth: int) -> Reading[Any]:
         return int(word)
     if _FLOAT.fullmatch(word):
         return float(word)
-    raise Malformed
+    raise MalformedCall
 
 
 def _read_items(source: TextSource, closer: str, depth: int) -> Reading[list[Any]]:
@@ -381,7 +381,7 @@ def _read_items(source: TextSource, closer: str, depth: int) -> Reading[list[Any
         items.append((yield from _read_value(source, depth + 1)))
         if not (yield from take(source, ",")):
             if not (yield from take(source, closer)):
-                raise Malformed
+                raise MalformedCall
             break
     return items
 
@@ -392,11 +392,11 @@ def _read_dict(source: TextSource, depth: int) -> Reading[dict[str, Any]]:
     while not (yield from take(source, "}")):
         key = yield from _read_value(source, depth + 1)
         if not isinstance(key, str) or not (yield from take(source, ":")):
-            raise Malformed
+            raise MalformedCall
         items[key] = yield from _read_value(source, depth + 1)
         if not (yield from take(source, ",")):
             if not (yield from take(source, "}")):
-                raise Malformed
+                raise MalformedCall
             break
     return items
 
@@ -414,7 +414,7 @@ def _read_string(source: TextSource, quote: str) -> Reading[str]:
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char == "\\":
             source.at += 1
             parts.append((yield from _read_python_escape(source)))
@@ -437,7 +437,7 @@ def _read_string(source: TextSource, quote: str) -> Reading[str]:
 def _read_python_escape(source: TextSource) -> Reading[str]:
     char = yield from peek(source)
     if char == "":
-        raise Malformed
+        raise MalformedCall
     source.at += 1
     if char not in _PYTHON_HEX:
         return _PYTHON_ESCAPES.get(char, "\\" + char)
@@ -445,11 +445,11 @@ def _read_python_escape(source: TextSource) -> Reading[str]:
     for _ in range(_PYTHON_HEX[char]):
         digit = yield from peek(source)
         if digit == "" or digit not in "0123456789abcdefABCDEF":
-            raise Malformed
+            raise MalformedCall
         digits += digit
         source.at += 1
     if int(digits, 16) > 0x10FFFF:
-        raise Malformed
+        raise MalformedCall
     return chr(int(digits, 16))
 
 
@@ -458,7 +458,7 @@ def _read_python_word(source: TextSource, limit: int) -> Reading[str]:
     word: list[str] = []
     while (char := (yield from peek(source))) and (char.isalnum() or char in "_.+-"):
         if len(word) == limit:
-            raise Malformed
+            raise MalformedCall
         word.append(char)
         source.at += 1
     return "".join(word)

@@ -22,7 +22,7 @@ from rekindle._src.text.replies.call import (
     SPACE,
     CallSyntax,
     Known,
-    Malformed,
+    MalformedCall,
     Opener,
     Reading,
     ReplyCall,
@@ -131,7 +131,7 @@ class ReplyScanner:
             try:
                 yield from opener.read(self)
                 self._blank = True
-            except Malformed:
+            except MalformedCall:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
                 self._give_back(self._sayable(self.source.since_mark()))
@@ -198,7 +198,7 @@ class ReplyScanner:
                 yield from opener.read(self)
             yield from skip_space(self.source)
             complete = (yield from peek(self.source)) == ""
-        except Malformed:
+        except MalformedCall:
             complete = False
         self._pending_calls = None
         if complete:
