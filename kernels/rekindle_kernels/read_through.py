@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Behind(Protocol):
+class BackingStore(Protocol):
     """A place that backs a cache. `kind` is a folder of the cache, `name` an entry in it: a file or folder of files."""
 
     def fetch(self, kind: str, name: str) -> bool:
@@ -22,10 +22,10 @@ class Behind(Protocol):
         """Return the entries of a kind, the newest last."""
 
 
-_behind: dict[Path, Behind] = {}
+_behind: dict[Path, BackingStore] = {}
 
 
-def attach(cache_folder: Path, behind: Behind | None) -> None:
+def attach(cache_folder: Path, behind: BackingStore | None) -> None:
     """Let `behind` be the place that backs this cache folder in this process, from now on; None removes it."""
     if behind is None:
         _behind.pop(cache_folder, None)
@@ -33,7 +33,7 @@ def attach(cache_folder: Path, behind: Behind | None) -> None:
         _behind[cache_folder] = behind
 
 
-def behind(cache_folder: Path) -> Behind | None:
+def behind(cache_folder: Path) -> BackingStore | None:
     """Return the place that backs this cache folder; None if there is none."""
     return _behind.get(cache_folder)
 

@@ -35,7 +35,7 @@ async def price(model: str, names: list[str], repeat: int, options: dict[str, An
             rekindle.open(loaded, **common) as plain,
             rekindle.open(loaded, deterministic=True, **common) as fixed,
         ):
-            prompts = workloads.Prompts(loaded.config.vocab_size)
+            prompts = workloads.RandomPrompts(loaded.config.vocab_size)
             runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
             for _, kept in harness.turns(runs, repeat):
                 runs[kept].append(await workloads.WORKLOADS[name](fixed if kept else plain, prompts))

@@ -21,8 +21,8 @@ import rekindle
 from helpers.sessions import eventually
 from rekindle._src.bench.simulation import (
     HEAD,
-    Outcome,
     SimulatedRequest,
+    SimulationOutcome,
     StepCost,
     StepTimes,
     Watch,
@@ -46,9 +46,9 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[SimulatedRequ
     return [ask for ask in found if ask.length + ask.output < 900]
 
 
-def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> Outcome:
+def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> SimulationOutcome:
     prompts = stats.prompt_tokens - before.prompt_tokens
-    return Outcome(
+    return SimulationOutcome(
         requests=requests, refused=0, seconds=seconds, hit_rate=(stats.cached_tokens - before.cached_tokens) / prompts,
         imbalance=getattr(stats, "imbalance", 1.0), busy=0.0,
         first_token=(percentile(watch.first, 0.5), percentile(watch.first, 0.99)),
@@ -106,7 +106,7 @@ async def prediction(arguments: Any) -> None:
         )
 
 
-def told_figures(found: Outcome) -> dict[str, float]:
+def told_figures(found: SimulationOutcome) -> dict[str, float]:
     return {
         "first token p50": found.first_token[0], "first token p99": found.first_token[1],
         "between p50": found.between[0], "between p99": found.between[1], "tokens/s": found.tokens_per_second,
@@ -114,7 +114,7 @@ def told_figures(found: Outcome) -> dict[str, float]:
     }  # fmt: skip
 
 
-async def measured(fleet: Any, asks: list[SimulatedRequest], watch: Watch) -> tuple[Outcome, Any]:
+async def measured(fleet: Any, asks: list[SimulatedRequest], watch: Watch) -> tuple[SimulationOutcome, Any]:
     """Replay a load on a fleet of two; what came of it, and the fleet's figures afterwards."""
     await anyio.to_thread.run_sync(eventually, lambda: fleet.stats().ready == 2, 120.0)
     await warm(fleet)

@@ -31,7 +31,7 @@ import harness
 
 import rekindle
 from rekindle._src.bench.shapes import write_checkpoint
-from rekindle._src.bench.workloads import Prompts
+from rekindle._src.bench.workloads import RandomPrompts
 
 REQUESTS = 32
 VIEWS = ["dashboard", "tree", "chat", "stream"]
@@ -105,7 +105,7 @@ async def arm(session: Any, waves: int, views: Views | None, number: int) -> dic
 
 
 async def load(session: Any, waves: int, views: Views | None, seed: int) -> tuple[float, int]:
-    prompts = Prompts(2000, seed)  # the same for both arms of a round
+    prompts = RandomPrompts(2000, seed)  # the same for both arms of a round
     await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, REQUESTS * waves)]
     lengths = prompts.lengths(32, 96, REQUESTS * waves)

@@ -27,7 +27,7 @@ import numpy as np
 from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache import PagePool
-from rekindle._src.processes.channel import Channel, Keys, Kind
+from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.processes.codec import StepCodec
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import (
@@ -164,7 +164,7 @@ class Connected:
             with socket.create_server(("127.0.0.1", 0), backlog=self.count) as server:
                 command = [sys.executable, "-c", DRAIN, str(server.getsockname()[1]), str(self.count)]
                 self._other = subprocess.Popen(command)
-                keys = Keys(b"a" * 32, b"b" * 32)
+                keys = ChannelKeys(b"a" * 32, b"b" * 32)
                 self._channels = [Channel(server.accept()[0], keys, silence=30) for _ in range(self.count)]
         return self
 
@@ -180,7 +180,7 @@ class Connected:
 
     def send(self, message: bytes) -> None:
         for channel in self._channels:
-            channel.send(Kind.STEP, message)
+            channel.send(MessageKind.STEP, message)
 
 
 def sharded(count: int, rows: int, context: int) -> list[Step]:

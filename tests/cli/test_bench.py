@@ -142,7 +142,7 @@ async def test_a_prompt_is_no_longer_than_the_context_allows(context: int, lengt
 
     config = SimpleNamespace(max_model_len=context)
     session: Any = SimpleNamespace(config=config, generate=generate, cache=SimpleNamespace(clear=clear))
-    figures = await workloads.prefill(session, workloads.Prompts(100))
+    figures = await workloads.prefill(session, workloads.RandomPrompts(100))
     assert asked == [length] and figures == {"prefill_tok_s": 2 * length}
 
 

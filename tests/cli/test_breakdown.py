@@ -12,7 +12,7 @@ import pytest
 from rekindle._src.bench import breakdown
 from rekindle._src.bench.breakdown import PARTS, Interval
 from rekindle._src.bench.shapes import random_shape
-from rekindle._src.bench.workloads import Prompts
+from rekindle._src.bench.workloads import RandomPrompts
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import main
 from rekindle_kernels.native import kernel_table
@@ -72,7 +72,7 @@ def test_the_middle_half_is_taken_by_the_whole_step() -> None:
     assert breakdown.middle(steps[:1]) == steps[0]
 
 
-async def _few(session: Any, prompts: Prompts) -> None:
+async def _few(session: Any, prompts: RandomPrompts) -> None:
     """Steps of every kind: prompts that are longer than a step, one of which arrives while another is decoded."""
     await session.cache.clear(tier="memory")
     await session.generate([prompts(70), prompts(150)], max_tokens=4, ignore_eos=True)

@@ -221,7 +221,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
 
     def lines(text: str) -> list[str]:
-        writer = command.Writer()
+        writer = command.TerminalWriter()
         for piece in re.findall(".{1,3}", text, re.DOTALL):
             writer.write(piece)
         return Screen(20).feed(capsys.readouterr().out)

@@ -17,7 +17,7 @@ from rekindle._src.dispatch import backend
 from rekindle._src.execution.runner import Runner, RunnerStatistics
 from rekindle._src.notebook import live
 from rekindle._src.programs.programs import Programs
-from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
+from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.routing import router
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.scheduling.scheduler import SchedulerStatistics
@@ -50,7 +50,7 @@ def fields_of(implementation: object) -> set[str]:
 def fleet_backend() -> FleetBackend:
     """The backend of a fleet without replicas."""
     nothing: Any = None
-    return FleetBackend(Parts((), SimpleNamespace(places=1), nothing, nothing, "test"), router("affinity"))  # type: ignore[arg-type]
+    return FleetBackend(FleetParts((), SimpleNamespace(places=1), nothing, nothing, "test"), router("affinity"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from rekindle import ConfigError, MissingExtra, StoreError
 from rekindle._src.core import shared_cache
 from rekindle._src.core.shared_cache import (
     MAGIC,
+    BlobPlace,
     FolderPlace,
-    Place,
     SharedCache,
     attach,
     pack,
@@ -107,7 +107,7 @@ def test_headers_that_make_no_sense_are_refused(tmp_path: Path, header: bytes) -
 
 
 @pytest.fixture(params=["folder", "memory", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobPlace]:
     if request.param == "folder":
         yield place_of(str(tmp_path / "shared"))
     elif request.param == "file":
@@ -118,11 +118,11 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         fsspec.filesystem("memory").rm("/rekindle", recursive=True)
 
 
-def behind(folder: Path, place: Place, key: bytes | None = KEY) -> SharedCache:
+def behind(folder: Path, place: BlobPlace, key: bytes | None = KEY) -> SharedCache:
     return SharedCache(folder, "the place", place, key)
 
 
-def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: Place) -> None:
+def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: BlobPlace) -> None:
     entry(tmp_path / "one")
     one, two = behind(tmp_path / "one", place), behind(tmp_path / "two", place)
     assert not two.fetch("programs", "abc") and two.missed == 1
@@ -138,7 +138,7 @@ def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: Place) -> 
     assert [path.name for path in (tmp_path / "two" / "programs").iterdir()] == ["abc"]
 
 
-def test_what_is_refused_is_replaced_by_what_is_made_here(tmp_path: Path, place: Place, caplog: Any) -> None:
+def test_what_is_refused_is_replaced_by_what_is_made_here(tmp_path: Path, place: BlobPlace, caplog: Any) -> None:
     entry(tmp_path / "one")
     forged = behind(tmp_path / "one", place, b"x" * 32)
     forged.keep("programs", "abc")
@@ -266,7 +266,7 @@ def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:
 def test_the_mark_of_an_upload_goes_on_while_the_process_ends() -> None:
     """Python ends all pools before `atexit` waits for uploads."""
     pieces = [bytes([number]) * shared_cache._PIECE for number in range(4)]
-    expected, ending = shared_cache._Mark(b"key"), shared_cache._Mark(b"key")
+    expected, ending = shared_cache._BlobSignature(b"key"), shared_cache._BlobSignature(b"key")
     for number, piece in enumerate(pieces):
         expected.added(piece)
         ending.added(piece)

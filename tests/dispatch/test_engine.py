@@ -20,11 +20,11 @@ from rekindle._src.dispatch.backend import (
     Drain,
     Events,
     Exclusive,
+    LoopTurn,
     Pause,
     Resume,
     StepOnce,
-    Stepped,
-    Turn,
+    StepOutcome,
     take,
 )
 from rekindle._src.dispatch.engine import Engine
@@ -100,16 +100,16 @@ class TestSchedule:
         made = fake_engine(**options)
         self.engine = made
         self.inbox, receive = anyio.create_memory_object_stream[Any](100)
-        turns, self.turns = anyio.create_memory_object_stream[Turn](1)
+        turns, self.turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, self.events = anyio.create_memory_object_stream[Events](100)
         group.start_soon(made.schedule, receive, turns, events)
         return made.scheduler
 
-    async def turn(self) -> Turn:
+    async def turn(self) -> LoopTurn:
         with anyio.fail_after(10):
             return await self.turns.receive()
 
-    async def answer(self, turn: Turn) -> None:
+    async def answer(self, turn: LoopTurn) -> None:
         await self.inbox.send(self.engine.advance(turn))
 
     async def delivered(self) -> None:
@@ -184,7 +184,7 @@ class TestSchedule:
 
     async def test_pausing_waits_for_the_step_in_flight_and_steps_run_singly(self) -> None:
         quiet: OneShot[None] = OneShot()
-        reports: list[OneShot[Stepped]] = [OneShot(), OneShot()]
+        reports: list[OneShot[StepOutcome]] = [OneShot(), OneShot()]
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(make_request("abc", id="a", max_tokens=5))
@@ -217,7 +217,7 @@ class TestSchedule:
         assert steps == [1, 2]
 
     async def test_a_step_of_a_running_session_is_refused(self) -> None:
-        report: OneShot[Stepped] = OneShot()
+        report: OneShot[StepOutcome] = OneShot()
         async with anyio.create_task_group() as group:
             await self.start(group)
             await self.inbox.send(StepOnce(report))
@@ -274,7 +274,7 @@ class TestSchedule:
 
         scheduler: Any = Waiting()
         send, receive = anyio.create_memory_object_stream[Any](10)
-        turns, _turns = anyio.create_memory_object_stream[Turn](1)
+        turns, _turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, _events = anyio.create_memory_object_stream[Events](10)
         send.send_nowait(make_request("abc"))
         send.send_nowait(Drain())
@@ -301,10 +301,10 @@ class TestStep:
         made.scheduler.submit(make_request("abc", max_tokens=3))
         order = record_calls(made.runner)
         device = DeviceThread()
-        turns, inbox = anyio.create_memory_object_stream[Turn](4)
+        turns, inbox = anyio.create_memory_object_stream[LoopTurn](4)
         outbox, outcomes = anyio.create_memory_object_stream[Any](4)
         for plan in (made.scheduler.plan(), made.scheduler.plan(), None):
-            turns.send_nowait(Turn(plan))
+            turns.send_nowait(LoopTurn(plan))
         turns.close()
         with anyio.fail_after(10):
             await made.step(inbox, outbox, device)
@@ -317,9 +317,9 @@ class TestStep:
         made = fake_engine(fail=lambda plan: ValueError("no") if plan.step == 1 else None)
         made.scheduler.submit(make_request("abc", max_tokens=3))
         first, second = made.scheduler.plan(), made.scheduler.plan()
-        assert made.advance(Turn(first)).result is None
-        outcome = made.advance(Turn(second))
-        assert outcome.result.plan is first and made.awaited(Turn(None)) is None
+        assert made.advance(LoopTurn(first)).result is None
+        outcome = made.advance(LoopTurn(second))
+        assert outcome.result.plan is first and made.awaited(LoopTurn(None)) is None
         ((failed, cause),) = outcome.failed
         assert failed is second and isinstance(cause, ValueError)
 

@@ -15,10 +15,10 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.threads import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening
-from rekindle._src.replicas.fleet_backend import Parts
+from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica, _info_of
 from rekindle._src.replicas.routing import Role, roles_of
-from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, Sent
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, RequestMessage
 from rekindle._src.session.session import Session
 
 _names = itertools.count()
@@ -37,7 +37,7 @@ class LocalReplica:
         self.broken: Exception | None = None  # raised by the next attempts to open it
         self.closed = False
         self.poisoned = False  # dies of every request, before it tells of a token
-        self.deadly: Callable[[Sent], bool] = lambda sent: False  # dies of taking in such a request
+        self.deadly: Callable[[RequestMessage], bool] = lambda sent: False  # dies of taking in such a request
         self.after: int | None = None  # dies by itself before it tells of more tokens than these
         self.refuses: Exception | None = None  # raised when it is given other weights
         self.fragile = 0  # times that it dies of being given other weights
@@ -165,7 +165,7 @@ def local_fleet(
         connections.append(made)
         return made
 
-    def parts() -> Parts:
+    def parts() -> FleetParts:
         given = [another() for _ in range(replicas)]
         session = make()
         info = _info_of(session._client)
@@ -175,7 +175,7 @@ def local_fleet(
             for connection in connections:
                 connection.close()
 
-        return Parts(given, info, another, close, f"test-{next(_names)}")
+        return FleetParts(given, info, another, close, f"test-{next(_names)}")
 
     fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rekindle._src.core.records import Guided, Mask
+from rekindle._src.core.records import GuideReport, Mask
 
 Rule = Callable[[int, int], Sequence[int]]  # position, token before (-1 at first) → the tokens that may come
 
@@ -34,15 +34,17 @@ class RuleGuide:
             mask[token >> 5] |= np.int32(np.uint32(1 << (token & 31)).view(np.int32))
         return ""
 
-    def consume(self, token: int) -> Guided:
+    def consume(self, token: int) -> GuideReport:
         allowed = self.rule(self.consumed, self.last)
         self.consumed, self.last = self.consumed + 1, token
         self.history.append(token)
         if token not in allowed:
             self.ended = True
-            return Guided(ended=True, problem=f"{token} is not among {list(allowed)[:5]}")
+            return GuideReport(ended=True, problem=f"{token} is not among {list(allowed)[:5]}")
         self.ended = self.consumed >= self.length
-        return Guided(len(allowed) == 1, self.ended, accepting=self.ended, ahead=() if self.ended else self.ahead())
+        return GuideReport(
+            len(allowed) == 1, self.ended, accepting=self.ended, ahead=() if self.ended else self.ahead()
+        )
 
     def ahead(self) -> tuple[int, ...]:
         found: list[int] = []

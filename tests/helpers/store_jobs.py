@@ -22,7 +22,7 @@ from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.json_lines import JsonLines
 from rekindle._src.core.shared_cache import FolderPlace, SharedCache
 from rekindle._src.core.store import Store
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.core.taps import Captured
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page
@@ -197,7 +197,7 @@ class Files(Job):
                 for row in range(3):
                     lines.add(self.line(3 * number + row))
             mark(f"rows {number}")
-            tapped = Tapped((KEY,), ((0, 3),), layers=2, into=str(folder / "captures"))
+            tapped = RequestTaps((KEY,), ((0, 3),), layers=2, into=str(folder / "captures"))
             files = CaptureFiles(tapped, 3)
             files.begin()
             files.add(CapturedPart(np.arange(3, dtype=np.int32), {KEY: self.captured(number)}))

@@ -11,7 +11,7 @@ import pytest
 
 from helpers import checkpoints
 from rekindle._src.models.base import abstract_model, merge
-from rekindle._src.models.hf_config import Keys
+from rekindle._src.models.hf_config import ConfigKeys
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import FAMILIES, config_from_hf, family, manifest
@@ -38,8 +38,8 @@ def test_a_familys_reader_and_module_stand_together(model_type: str) -> None:
     case = checkpoints.OF_FAMILY[model_type][0]
     found = family(model_type)
     assert found.architecture == case["architectures"][0]
-    assert found.config(Keys(case)).model_type == model_type
-    assert found.module(found.config(Keys(case)), Precision.of("float32")).config.model_type == model_type
+    assert found.config(ConfigKeys(case)).model_type == model_type
+    assert found.module(found.config(ConfigKeys(case)), Precision.of("float32")).config.model_type == model_type
 
 
 def test_configs_are_hashable_and_have_a_stable_digest() -> None:

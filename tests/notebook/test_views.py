@@ -16,7 +16,7 @@ from helpers.sessions import eventually, opened
 from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
-from rekindle._src.notebook.dashboard import StepRecord, Timeline
+from rekindle._src.notebook.dashboard import StepRecord, TimelinePicture
 from rekindle._src.notebook.live import Live
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 
@@ -129,7 +129,7 @@ def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> StepRecord:
 
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
-    timeline = Timeline(2)
+    timeline = TimelinePicture(2)
     assert "Nothing has run yet" in timeline.draw()
     for step in (
         seen(0, (0, "a", "prefill")),
@@ -146,7 +146,7 @@ def test_the_timeline_joins_steps_of_one_request() -> None:
 
 
 def test_the_timeline_forgets_what_has_left_the_picture() -> None:
-    timeline = Timeline(1, steps=60)
+    timeline = TimelinePicture(1, steps=60)
     for step in range(1000):
         timeline.add(seen(step, (0, f"r{step // 2}", "decode"), moved=step % 2))
     made = timeline.draw()

@@ -12,7 +12,7 @@ from helpers.sessions import eventually
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, hugepages, kept_weights, prepared
-from rekindle._src.models.loading.kept_weights import Brought, Mapped
+from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
 from rekindle._src.opening import head_start
 from rekindle._src.opening.head_start import HeadStart
 from rekindle._src.session import opening
@@ -47,7 +47,7 @@ def same(one: LoadedModel, other: LoadedModel) -> bool:
     return all((a == b).all() for a, b in zip(one.leaves, other.leaves, strict=True))
 
 
-def lease_of(mapped: Mapped) -> object:
+def lease_of(mapped: MappedFile) -> object:
     return mapped._lease
 
 
@@ -80,7 +80,7 @@ def test_a_file_whose_checksums_can_not_be_read_is_released(
     first = loaded(folder, config)
     (sums,) = Path(str(config.cache_dir)).rglob("checksums.json")
     sums.write_text("{")
-    mapped, bring = list[Mapped](), kept_weights.bring
+    mapped, bring = list[MappedFile](), kept_weights.bring
     monkeypatch.setattr(kept_weights, "bring", lambda found: (mapped.append(found), bring(found))[1])
     with pytest.warns(UserWarning, match="weights"):
         assert same(loaded(folder, config, HeadStart(folder, config)), first)
@@ -110,9 +110,9 @@ def test_what_is_not_taken_is_released(
     read: bool, folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(folder, config)
-    go_on, bring, mapped = threading.Event(), kept_weights.bring, list[Mapped]()
+    go_on, bring, mapped = threading.Event(), kept_weights.bring, list[MappedFile]()
 
-    def slowly(found: Mapped) -> Brought:
+    def slowly(found: MappedFile) -> MappedWeights:
         mapped.append(found)
         assert go_on.wait(60)
         return bring(found)

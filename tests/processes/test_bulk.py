@@ -11,11 +11,11 @@ import pytest
 
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel, on_loopback
-from rekindle._src.processes.channel import Keys, Kind
+from rekindle._src.processes.channel import ChannelKeys, MessageKind
 from rekindle.errors import ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
-KEYS = Keys(b"a" * 32, b"b" * 32)
+KEYS = ChannelKeys(b"a" * 32, b"b" * 32)
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
@@ -44,7 +44,10 @@ def greeted(secret: bytes) -> list[Any]:
 
 def channels(*, sealed: bool) -> tuple[BulkChannel, BulkChannel]:
     near, far = socket.socketpair()
-    one, two = BulkChannel(near, KEYS, silence=5), BulkChannel(far, Keys(KEYS.receiving, KEYS.sending), silence=5)
+    one, two = (
+        BulkChannel(near, KEYS, silence=5),
+        BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5),
+    )
     one.sealed = two.sealed = sealed
     return one, two
 
@@ -87,18 +90,18 @@ def test_what_follows_arrives_where_it_belongs(sealed: bool) -> None:
         return first, two.receive()
 
     def send() -> None:
-        one.send_followed(Kind.PAGES, b"abcd", [memoryview(piece) for piece in pieces])
-        one.send(Kind.SENT)
+        one.send_followed(MessageKind.PAGES, b"abcd", [memoryview(piece) for piece in pieces])
+        one.send(MessageKind.SENT)
 
     _, found = together(send, receive)
-    assert found == ((Kind.PAGES, b"abcd"), (Kind.SENT, b""))
+    assert found == ((MessageKind.PAGES, b"abcd"), (MessageKind.SENT, b""))
     assert slots == pieces
     one.close(), two.close()
 
 
 def test_what_is_sealed_can_not_be_changed() -> None:
     one, two = channels(sealed=True)
-    one.send_followed(Kind.PAGES, b"", [memoryview(b"x" * 1000)])
+    one.send_followed(MessageKind.PAGES, b"", [memoryview(b"x" * 1000)])
     two._connection.recv(16 + 16 + 32)  # the message
     data = bytearray(two._connection.recv(2000))
     data[500] ^= 1

@@ -12,16 +12,16 @@ import pytest
 
 from rekindle._src.processes import bulk
 from rekindle._src.processes.bulk import PART, PARTS, BulkChannel, ReceiveMemory, SendMemory
-from rekindle._src.processes.channel import Keys, Kind
+from rekindle._src.processes.channel import ChannelKeys, MessageKind
 from rekindle.errors import ProcessLost
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files without a name")
-KEYS = Keys(b"a" * 32, b"b" * 32)
+KEYS = ChannelKeys(b"a" * 32, b"b" * 32)
 
 
 def channels() -> tuple[BulkChannel, BulkChannel]:
     near, far = socket.socketpair()
-    return BulkChannel(near, KEYS, silence=5), BulkChannel(far, Keys(KEYS.receiving, KEYS.sending), silence=5)
+    return BulkChannel(near, KEYS, silence=5), BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5)
 
 
 def joined() -> tuple[BulkChannel, BulkChannel]:
@@ -43,21 +43,21 @@ def test_what_is_given_arrives_as_it_was(sizes: list[int]) -> None:
     for _ in range(2):  # the parts are used again
         slots = [bytearray(size) for size in sizes]
         given = [memoryview(piece) for piece in pieces]
-        sender = threading.Thread(target=one.send_followed, args=(Kind.PAGES, b"abcd", given))
+        sender = threading.Thread(target=one.send_followed, args=(MessageKind.PAGES, b"abcd", given))
         sender.start()
-        assert two.receive() == (Kind.PAGES, b"abcd")
+        assert two.receive() == (MessageKind.PAGES, b"abcd")
         two.receive_into([memoryview(slot) for slot in slots])
         sender.join(10)
         assert slots == pieces
-        two.send(Kind.WANT, b"more")  # after the bytes that say what was copied
-        assert one.receive() == (Kind.WANT, b"more")
+        two.send(MessageKind.WANT, b"more")  # after the bytes that say what was copied
+        assert one.receive() == (MessageKind.WANT, b"more")
     one.close(), two.close()
 
 
 def test_the_side_that_gives_waits_for_room() -> None:
     one, two = joined()
     data = os.urandom(PART * (PARTS + 2))
-    sender = threading.Thread(target=one.send_followed, args=(Kind.PAGES, b"", [memoryview(data)]))
+    sender = threading.Thread(target=one.send_followed, args=(MessageKind.PAGES, b"", [memoryview(data)]))
     sender.start()
     sender.join(0.3)
     assert sender.is_alive(), "all parts are full"
@@ -79,7 +79,7 @@ def test_a_connection_that_ends_amid_it_is_lost_on_both_sides() -> None:
     one, two = joined()
     two.close()
     with pytest.raises(ProcessLost):
-        one.send_followed(Kind.PAGES, b"", [memoryview(bytes(PART * (PARTS + 1)))])
+        one.send_followed(MessageKind.PAGES, b"", [memoryview(bytes(PART * (PARTS + 1)))])
     one.close()
 
 
@@ -130,7 +130,7 @@ def test_without_files_without_a_name_the_socket_carries_all(monkeypatch: pytest
     one, two = channels()
     monkeypatch.delattr(os, "memfd_create")
     assert one.offer_memory() is None and not two.take_memory(None)
-    one.send_followed(Kind.PAGES, b"", [memoryview(b"xyz")])
+    one.send_followed(MessageKind.PAGES, b"", [memoryview(b"xyz")])
     two.receive()
     found = bytearray(3)
     two.receive_into([memoryview(found)])

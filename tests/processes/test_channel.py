@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import Channel, Keys, Kind
-from rekindle._src.processes.greeting import MAGIC, Place
+from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
+from rekindle._src.processes.greeting import MAGIC, ProcessPlace
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
-FIRST = Place(1, 2)
-KEYS = Keys(b"a" * 32, b"b" * 32)
+FIRST = ProcessPlace(1, 2)
+KEYS = ChannelKeys(b"a" * 32, b"b" * 32)
 
 
 class Wire(NamedTuple):
@@ -35,13 +35,13 @@ def wire() -> Iterator[Wire]:
         yield Wire(Channel(near, KEYS, silence=5), far)
 
 
-def recorded(*messages: tuple[Kind, bytes]) -> list[bytes]:
+def recorded(*messages: tuple[MessageKind, bytes]) -> list[bytes]:
     """The bytes of messages to the `wire`."""
     near, far = socket.socketpair()
     far.settimeout(5)
     found = []
     with near, far:
-        sender = Channel(near, Keys(KEYS.receiving, KEYS.sending), silence=5)
+        sender = Channel(near, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5)
         for message in messages:
             sender.send(*message)
             found.append(far.recv(1 << 16))
@@ -67,10 +67,10 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def met(
-    follower: Place = FIRST, secret: bytes = SECRET, taken: frozenset[int] = frozenset()
+    follower: ProcessPlace = FIRST, secret: bytes = SECRET, taken: frozenset[int] = frozenset()
 ) -> tuple[Any, Any, socket.socket, socket.socket]:
     near, far = socket.socketpair()
-    lead = lambda: greeting.lead(near, SECRET, Place(0, 2), taken, silence=5)  # noqa: E731
+    lead = lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), taken, silence=5)  # noqa: E731
     follow = lambda: greeting.follow(far, secret, follower, silence=5)  # noqa: E731
     return (*together(lead, follow), near, far)
 
@@ -79,13 +79,13 @@ def test_both_sides_greet_and_talk() -> None:
     (process, leader), follower, near, far = met()
     with near, far:
         assert process == 1
-        _, found = together(lambda: leader.send(Kind.STEP, b"x" * 100_000), follower.receive)
-        assert found == (Kind.STEP, b"x" * 100_000)
+        _, found = together(lambda: leader.send(MessageKind.STEP, b"x" * 100_000), follower.receive)
+        assert found == (MessageKind.STEP, b"x" * 100_000)
         leader.ping()
-        leader.send(Kind.RENEW)
-        assert follower.receive() == (Kind.RENEW, b""), "pings are no news"
-        follower.send(Kind.DONE, b"yes")
-        assert leader.receive() == (Kind.DONE, b"yes")
+        leader.send(MessageKind.RENEW)
+        assert follower.receive() == (MessageKind.RENEW, b""), "pings are no news"
+        follower.send(MessageKind.DONE, b"yes")
+        assert leader.receive() == (MessageKind.DONE, b"yes")
         assert leader.bytes_sent == 100_000 + 3 * 64
 
 
@@ -93,9 +93,9 @@ def test_both_sides_greet_and_talk() -> None:
     ("options", "there", "here"),
     [
         ({"secret": OTHER}, "another secret", "does not know the secret"),
-        ({"follower": Place(1, 3)}, "another number of processes", "does not fit"),
-        ({"follower": Place(2, 2)}, "another number of processes", "does not fit"),
-        ({"follower": Place(0, 2)}, "another number of processes", "does not fit"),
+        ({"follower": ProcessPlace(1, 3)}, "another number of processes", "does not fit"),
+        ({"follower": ProcessPlace(2, 2)}, "another number of processes", "does not fit"),
+        ({"follower": ProcessPlace(0, 2)}, "another number of processes", "does not fit"),
         ({"taken": frozenset({1})}, "another process of this number", "has joined already"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_leader_without_the_secret_is_found_out() -> None:
             near.recv(1 << 10)
             near.sendall(b"\0" + bytes(32))
 
-        _, refused = together(lead, lambda: greeting.follow(far, SECRET, Place(1, 2), silence=5))
+        _, refused = together(lead, lambda: greeting.follow(far, SECRET, ProcessPlace(1, 2), silence=5))
         assert isinstance(refused, ProcessRefused) and "the leader does not know the secret" in str(refused)
 
 
@@ -126,7 +126,7 @@ def test_noise_in_place_of_a_greeting_is_refused(noise: bytes) -> None:
         far.sendall(noise)
         far.shutdown(socket.SHUT_WR)
         with pytest.raises((ProcessRefused, ProcessLost)):
-            greeting.lead(near, SECRET, Place(0, 2), frozenset(), silence=5)
+            greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=5)
 
 
 def test_what_was_recorded_of_one_connection_opens_no_other() -> None:
@@ -134,15 +134,15 @@ def test_what_was_recorded_of_one_connection_opens_no_other() -> None:
     near, far = socket.socketpair()
     with near, far:
         _, said = together(
-            lambda: greeting.lead(near, SECRET, Place(0, 2), frozenset(), silence=5),
+            lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=5),
             lambda: (far.recv(1 << 10), far.sendall(MAGIC + bytes(32) + struct.pack("<HH", 1, 2) + bytes(32))),
         )
         assert not isinstance(said, Exception)
-        assert far.recv(1) == bytes([greeting.Answer.SECRET])
+        assert far.recv(1) == bytes([greeting.LeaderAnswer.SECRET])
 
 
 def test_a_changed_message_is_refused(wire: Wire) -> None:
-    (whole,) = recorded((Kind.STEP, b"tokens"))
+    (whole,) = recorded((MessageKind.STEP, b"tokens"))
     for at in range(len(whole)):
         near, far = socket.socketpair()
         with near, far:
@@ -151,34 +151,34 @@ def test_a_changed_message_is_refused(wire: Wire) -> None:
             with pytest.raises(ProcessLost, match="did not sign"):
                 channel.receive()
     wire.bare.sendall(whole)
-    assert wire.channel.receive() == (Kind.STEP, b"tokens")
+    assert wire.channel.receive() == (MessageKind.STEP, b"tokens")
 
 
 def test_a_repeated_message_is_refused(wire: Wire) -> None:
-    first, second = recorded((Kind.STEP, b"one"), (Kind.STEP, b"two"))
+    first, second = recorded((MessageKind.STEP, b"one"), (MessageKind.STEP, b"two"))
     wire.bare.sendall(first + first)
-    assert wire.channel.receive() == (Kind.STEP, b"one")
+    assert wire.channel.receive() == (MessageKind.STEP, b"one")
     with pytest.raises(ProcessLost, match="message 0 came in place of message 1"):
         wire.channel.receive()
     assert second != first
 
 
 def test_a_message_that_was_left_out_is_noticed(wire: Wire) -> None:
-    _, second = recorded((Kind.STEP, b"one"), (Kind.STEP, b"two"))
+    _, second = recorded((MessageKind.STEP, b"one"), (MessageKind.STEP, b"two"))
     wire.bare.sendall(second)
     with pytest.raises(ProcessLost, match="message 1 came in place of message 0"):
         wire.channel.receive()
 
 
 def test_a_message_that_comes_back_to_its_sender_is_refused(wire: Wire) -> None:
-    wire.channel.send(Kind.STEP, b"one")
+    wire.channel.send(MessageKind.STEP, b"one")
     wire.bare.sendall(wire.bare.recv(1 << 10))
     with pytest.raises(ProcessLost, match="did not sign"):
         wire.channel.receive()
 
 
 def test_a_message_that_is_cut_is_noticed(wire: Wire) -> None:
-    (whole,) = recorded((Kind.STEP, b"tokens"))
+    (whole,) = recorded((MessageKind.STEP, b"tokens"))
     wire.bare.sendall(whole[:-1])
     wire.bare.close()
     with pytest.raises(ProcessLost, match="closed after 37 of 38 bytes"):
@@ -188,15 +188,15 @@ def test_a_message_that_is_cut_is_noticed(wire: Wire) -> None:
 def test_no_length_is_believed_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one who signs: nothing is allocated for it."""
     with monkeypatch.context() as patch:
-        patch.setattr(Kind.PREPARE, "limit", 1 << 20)
-        (whole,) = recorded((Kind.PREPARE, b"x" * 500))
+        patch.setattr(MessageKind.PREPARE, "limit", 1 << 20)
+        (whole,) = recorded((MessageKind.PREPARE, b"x" * 500))
     near, far = socket.socketpair()
     with near, far:
         far.sendall(whole)
         with pytest.raises(ProcessLost, match="PREPARE message of 500 bytes came, 64 are allowed"):
             Channel(near, KEYS, silence=5).receive()
         with pytest.raises(ProcessLost, match="longer than 64"):
-            Channel(near, KEYS, silence=5).send(Kind.PREPARE, b"x" * 65)
+            Channel(near, KEYS, silence=5).send(MessageKind.PREPARE, b"x" * 65)
 
 
 def test_silence_ends_a_connection() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rekindle._src.processes import greeting, joining
-from rekindle._src.processes.greeting import Place
+from rekindle._src.processes.greeting import ProcessPlace
 from rekindle._src.processes.team import Team
 from rekindle.errors import ConfigError, ProcessLost
 
@@ -57,17 +57,17 @@ class Leader:
 def test_processes_come_leave_and_come_again(coordinator: str) -> None:
     leader = Leader(coordinator, 3)
     leader.until(0)
-    first = joining.connect(coordinator, Place(1, 3), wait=10)
+    first = joining.connect(coordinator, ProcessPlace(1, 3), wait=10)
     leader.until(1)
     first.close()
     leader.until(0)
     with socket.create_connection(("127.0.0.1", int(coordinator.split(":")[1]))) as noise:
         noise.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
-        channels = [joining.connect(coordinator, Place(process, 3), wait=10) for process in (2, 1)]
+        channels = [joining.connect(coordinator, ProcessPlace(process, 3), wait=10) for process in (2, 1)]
         team = leader.result()
     assert isinstance(team, Team) and [one.process for one in team.followers] == [1, 2]
     for process, channel in zip((2, 1), channels, strict=True):
-        session = joining.enter(channel, Place(process, 3))
+        session = joining.enter(channel, ProcessPlace(process, 3))
         assert session["model"] == "m" and session["service"].startswith("127.0.0.1:")
     for channel in channels:
         channel.close()
@@ -77,7 +77,7 @@ def test_processes_come_leave_and_come_again(coordinator: str) -> None:
 def test_a_follower_may_come_before_its_leader(coordinator: str) -> None:
     channels: list[Any] = []
     thread = threading.Thread(
-        target=lambda: channels.append(joining.connect(coordinator, Place(1, 2), wait=20)), daemon=True
+        target=lambda: channels.append(joining.connect(coordinator, ProcessPlace(1, 2), wait=20)), daemon=True
     )
     thread.start()
     time.sleep(0.3)
@@ -94,7 +94,7 @@ def test_waiting_ends(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None
     given_up = threading.Event()
     leader = Leader(coordinator, 3, given_up=given_up.is_set)
     leader.until(0)
-    channel = joining.connect(coordinator, Place(2, 3), wait=10)
+    channel = joining.connect(coordinator, ProcessPlace(2, 3), wait=10)
     leader.until(1)
     given_up.set()
     lost = leader.result()
@@ -103,7 +103,7 @@ def test_waiting_ends(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(joining, "JOIN_SECONDS", 0.3)
     assert "of 2 processes these have not come within 0 s: 1" in str(Leader(coordinator, 2).result())
     with pytest.raises(ProcessLost, match=f"there is no leader at {coordinator} after 0 s"):
-        joining.connect(coordinator, Place(1, 2), wait=0.3)
+        joining.connect(coordinator, ProcessPlace(1, 2), wait=0.3)
 
 
 def test_an_address_that_is_taken_is_refused(coordinator: str) -> None:

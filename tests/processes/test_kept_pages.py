@@ -15,7 +15,7 @@ from rekindle._src.kvcache.digest import page_digest
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec, Page
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
-from rekindle._src.processes.channel import Kind
+from rekindle._src.processes.channel import MessageKind
 from rekindle._src.processes.replay import KeptPages
 from rekindle.errors import ProcessLost
 
@@ -63,19 +63,19 @@ class Kept:
     """The pages, and what was said to the leader."""
 
     def __init__(self, disk: DiskTier | None = None) -> None:
-        self.told: queue.SimpleQueue[tuple[Kind, Any]] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[tuple[MessageKind, Any]] = queue.SimpleQueue()
         self.pages = KeptPages(cast(Any, Codec()), lambda kind, content: self.told.put((kind, content)), disk)
 
     def fetched(self, digest: bytes) -> Any:
         self.pages.fetch(digest)
         kind, (name, found) = self.told.get(timeout=10)
-        assert kind is Kind.PART and name == digest
+        assert kind is MessageKind.PART and name == digest
         return found
 
     def read(self, *digests: bytes) -> list[bytes]:
         self.pages.read(digests)
         kind, found = self.told.get(timeout=10)
-        assert kind is Kind.HAVE
+        assert kind is MessageKind.HAVE
         return list(found)
 
 

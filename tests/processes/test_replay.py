@@ -20,7 +20,7 @@ from rekindle._src.core.records import PageCopy, PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
-from rekindle._src.processes.channel import Channel, Keys, Kind
+from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.processes.replay import LoadedWeights, Replay
 from rekindle._src.processes.team import Team
 from rekindle._src.programs.programs import Programs
@@ -70,12 +70,12 @@ class Both(NamedTuple):
 @pytest.fixture
 def both(programs: Programs) -> Iterator[Both]:
     near, far = socket.socketpair()
-    team = Team({1: Channel(near, Keys(OUT, BACK), silence=30)})
+    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=30)})
 
     def weights(model: Any) -> LoadedWeights:
         return LoadedWeights(PLACEMENT.model(model).leaves, model.fingerprint, lambda: None)
 
-    channel = Channel(far, Keys(BACK, OUT), silence=30)
+    channel = Channel(far, ChannelKeys(BACK, OUT), silence=30)
     replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
     raised: list[BaseException] = []
 
@@ -87,7 +87,7 @@ def both(programs: Programs) -> Iterator[Both]:
             channel.close()
 
     thread = threading.Thread(target=run, daemon=True)
-    channel.send(Kind.LOADED)
+    channel.send(MessageKind.LOADED)
     team.begin(programs)
     team.pages._heads[1] = [np.arange(MODEL.config.num_kv_heads)]  # all of them, as the only process of JAX
     thread.start()
@@ -178,7 +178,7 @@ def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
 
 def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
     both.settle()
-    both.team._broadcast(Kind.TAKE_WEIGHTS)
+    both.team._broadcast(MessageKind.TAKE_WEIGHTS)
     both.thread.join(10)
     assert isinstance(both.raised[0], ProcessLost) and "weights are to be used that were not loaded" in str(
         both.raised[0]
@@ -187,6 +187,6 @@ def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
 
 def test_a_message_that_followers_do_not_take_ends_them(both: Both) -> None:
     both.settle()
-    both.team._broadcast(Kind.READY, b"{}")
+    both.team._broadcast(MessageKind.READY, b"{}")
     both.thread.join(10)
     assert "READY message, which followers don't take" in str(both.raised[0])

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from helpers.driving import tiny_config
-from rekindle._src.processes.channel import Channel, Keys, Kind
+from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.processes.codec import DONE, checksum
-from rekindle._src.processes.greeting import Facts, as_json, encoded, facts
+from rekindle._src.processes.greeting import ProcessReport, as_json, encoded, facts
 from rekindle._src.processes.team import Team
 from rekindle.errors import CheckpointError, ProcessLost, ProcessRefused
 
 OUT, BACK = b"o" * 32, b"b" * 32
-FACTS = Facts({"jax": "1", "the weights": "abc"}, 40)
+FACTS = ProcessReport({"jax": "1", "the weights": "abc"}, 40)
 
 
 class Others:
@@ -31,13 +31,13 @@ class Others:
         mine = {}
         for process in range(1, count + 1):
             near, far = socket.socketpair()
-            mine[process] = Channel(near, Keys(OUT, BACK), silence=silence)
-            self.channels[process] = Channel(far, Keys(BACK, OUT), silence=5.0)
+            mine[process] = Channel(near, ChannelKeys(OUT, BACK), silence=silence)
+            self.channels[process] = Channel(far, ChannelKeys(BACK, OUT), silence=5.0)
         self.team = Team(mine)
         self.lost: list[BaseException] = []
         self.team.watch(self.lost.append)
 
-    def say(self, kind: Kind, content: bytes = b"") -> None:
+    def say(self, kind: MessageKind, content: bytes = b"") -> None:
         for channel in self.channels.values():
             channel.send(kind, content)
 
@@ -63,19 +63,21 @@ def others() -> Iterator[Others]:
 
 def test_all_agree_upon_the_fewest_pages(others: Others) -> None:
     for process, channel in others.channels.items():
-        channel.send(Kind.FACTS, encoded(FACTS._replace(pages=50 - process)))
+        channel.send(MessageKind.FACTS, encoded(FACTS._replace(pages=50 - process)))
     assert others.team.agree(FACTS._replace(pages=49)) == 48
     for channel in others.channels.values():
-        assert channel.receive() == (Kind.AGREED, as_json({"device_pages": 48}))
+        assert channel.receive() == (MessageKind.AGREED, as_json({"device_pages": 48}))
 
 
 def test_what_differs_is_named_to_both_sides(others: Others) -> None:
-    others.channels[1].send(Kind.FACTS, encoded(FACTS))
-    others.channels[2].send(Kind.FACTS, encoded(FACTS._replace(same={"jax": "2", "the weights": "abc", "more": 1})))
+    others.channels[1].send(MessageKind.FACTS, encoded(FACTS))
+    others.channels[2].send(
+        MessageKind.FACTS, encoded(FACTS._replace(same={"jax": "2", "the weights": "abc", "more": 1}))
+    )
     with pytest.raises(ProcessRefused, match=r"process 2 .*: jax is '2' there and '1' here; more is 1 there and None"):
         others.team.agree(FACTS)
     kind, told = others.channels[2].receive()
-    assert kind is Kind.FAILED and b"jax is '2' there" in told
+    assert kind is MessageKind.FAILED and b"jax is '2' there" in told
 
 
 def test_the_facts_of_two_processes_are_equal_and_name_no_device() -> None:
@@ -117,7 +119,7 @@ def test_a_slow_follower_is_waited_for() -> None:
             for _ in range(8):
                 time.sleep(0.1)
                 channel.ping()
-            channel.send(Kind.FACTS, encoded(FACTS))
+            channel.send(MessageKind.FACTS, encoded(FACTS))
 
         threading.Thread(target=later, daemon=True).start()
         assert others.team.agree(FACTS) == 40 and not others.lost
@@ -126,13 +128,13 @@ def test_a_slow_follower_is_waited_for() -> None:
 
 
 def test_a_follower_says_why_it_ends(others: Others) -> None:
-    others.channels[1].send(Kind.FAILED, as_json({"error": "OutOfMemory: no room"}))
+    others.channels[1].send(MessageKind.FAILED, as_json({"error": "OutOfMemory: no room"}))
     assert "process 1 is gone: OutOfMemory: no room" in str(others.until_lost())
 
 
 def test_noise_of_a_follower_ends_the_session() -> None:
     near, far = socket.socketpair()
-    team = Team({1: Channel(near, Keys(OUT, BACK), silence=5)})
+    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=5)})
     lost: list[BaseException] = []
     team.watch(lost.append)
     with far:
@@ -149,10 +151,10 @@ def test_other_tokens_of_a_follower_end_the_session(others: Others) -> None:
     rows = np.array([[5, 0], [6, 0]], np.int32)
     chosen = np.array([0, 1])
     others.team._expected.extend([chosen, chosen])
-    others.say(Kind.DONE, DONE.pack(0, checksum(rows, chosen)))
+    others.say(MessageKind.DONE, DONE.pack(0, checksum(rows, chosen)))
     others.team.result(rows)
-    others.channels[1].send(Kind.DONE, DONE.pack(1, checksum(rows, chosen)))
-    others.channels[2].send(Kind.DONE, DONE.pack(1, checksum(rows + 1, chosen)))
+    others.channels[1].send(MessageKind.DONE, DONE.pack(1, checksum(rows, chosen)))
+    others.channels[2].send(MessageKind.DONE, DONE.pack(1, checksum(rows + 1, chosen)))
     with contextlib.suppress(ProcessLost):  # it may know already
         others.team.result(rows)
     assert "process 2 chose other tokens than the leader in step 1" in str(others.until_lost())
@@ -176,7 +178,7 @@ def test_a_failed_call_of_the_leader_is_the_end(others: Others, monkeypatch: pyt
 def test_weights_are_used_only_if_all_have_them(
     others: Others, answer: dict[str, Any], mine: Callable[[], str], problem: str | None
 ) -> None:
-    others.say(Kind.WEIGHTS, as_json(answer))
+    others.say(MessageKind.WEIGHTS, as_json(answer))
     if problem is None:
         others.team.load_weights("there", mine)
         others.team.replace_weights()
@@ -184,13 +186,13 @@ def test_weights_are_used_only_if_all_have_them(
         with pytest.raises(CheckpointError, match=problem):
             others.team.load_weights("there", mine)
     for channel in others.channels.values():
-        assert channel.receive() == (Kind.LOAD_WEIGHTS, as_json({"weights": "there"}))
-        assert channel.receive()[0] is (Kind.DROP_WEIGHTS if problem else Kind.TAKE_WEIGHTS)
+        assert channel.receive() == (MessageKind.LOAD_WEIGHTS, as_json({"weights": "there"}))
+        assert channel.receive()[0] is (MessageKind.DROP_WEIGHTS if problem else MessageKind.TAKE_WEIGHTS)
 
 
 def test_closing_tells_all_and_is_idempotent(others: Others) -> None:
     def leave(channel: Channel) -> None:
-        while channel.receive()[0] is not Kind.CLOSE:
+        while channel.receive()[0] is not MessageKind.CLOSE:
             pass
         channel.close()
 

@@ -7,13 +7,13 @@ import pytest
 
 from helpers.small import MODEL
 from rekindle._src.models.placement import placement_of
-from rekindle._src.programs.collectives import CollectiveTimes, Line, collective_times
+from rekindle._src.programs.collectives import CollectiveTimes, LinearCost, collective_times
 
-TIMES = CollectiveTimes(sum=Line(10.0, 1.0), gather=Line(100.0, 10.0), sums=5, small_sums=2, max_requests=4)
+TIMES = CollectiveTimes(sum=LinearCost(10.0, 1.0), gather=LinearCost(100.0, 10.0), sums=5, small_sums=2, max_requests=4)
 
 
 def test_a_step_has_its_sums_and_one_gathering() -> None:
-    assert Line(10.0, 1.0).seconds(1) == 10.0 and Line(10.0, 1.0).seconds(4) == 13.0
+    assert LinearCost(10.0, 1.0).seconds(1) == 10.0 and LinearCost(10.0, 1.0).seconds(4) == 13.0
     assert TIMES.step("r4t0") == 5 * 13.0 + 2 * 10.0 + 130.0
     assert TIMES.step("r2t32p") == 5 * 43.0 + 2 * 10.0 + (100.0 + 10.0 * (2 + 4 - 1)), "prompts have logits, too"
     assert TIMES.steps({"r4t0": 3, "r2t32p": 1}) == 3 * TIMES.step("r4t0") + TIMES.step("r2t32p")

@@ -12,8 +12,8 @@ from helpers import small
 from helpers.driving import tiny_config
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import Edit, Tapped
-from rekindle._src.programs.feature import Flag
+from rekindle._src.core.tapped import Edit, RequestTaps
+from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.packing import ALONE, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
 from rekindle._src.programs.taps import Steering
@@ -94,7 +94,7 @@ def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> No
             StepPlan(6, tuple(dataclasses.replace(one, slot=one.slot % 4) for one in DECODE[:2]), ()), constants
         )
     upload.pack(PLAN, constants)
-    wanted = int(Flag.SAMPLES | Flag.CHOOSES | Flag.DRAWS | Flag.LOGPROBS | Flag.TOP_P)
+    wanted = int(RowFlag.SAMPLES | RowFlag.CHOOSES | RowFlag.DRAWS | RowFlag.LOGPROBS | RowFlag.TOP_P)
     for shard, part in enumerate(SHARDS.split(PLAN)):
         own = StepPlan(
             7,
@@ -133,7 +133,7 @@ def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
             Edit(seed % 2, (1.0, 2.0, 0.0), vectors[:1], ((0, 99),), False),
             Edit(1, (0.0, 1.0, 0.0), vectors[1:], ((each.start, each.start + each.length),), True),
         )
-        request = dataclasses.replace(each.request, tapped=Tapped(edits=edits, layers=model.num_layers))
+        request = dataclasses.replace(each.request, tapped=RequestTaps(edits=edits, layers=model.num_layers))
         return dataclasses.replace(each, request=request)
 
     together = Steering(model, config, SHARDS.count)

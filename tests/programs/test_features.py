@@ -14,7 +14,7 @@ from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.programs.feature import Columns, Feature, Fields, Read, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, StepInputs
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
@@ -82,7 +82,7 @@ class Steering(Feature):
     def output(self, model: Any, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return jnp.stack(kept)[0]
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         assert read.output is not None
         for row, place, own in zip(read.plan.rows, read.places, fields, strict=True):
             if row.request.sampling.priority:

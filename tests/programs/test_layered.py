@@ -407,15 +407,15 @@ def test_options_that_xla_does_not_take_are_left_out(name: str, value: Any, monk
 def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the program that decodes is there, tokens come from that one."""
     made, release = threading.Event(), threading.Event()
-    make = layered.Layered.make
+    make = layered.LayeredPrograms.make
 
-    def slowly(self: layered.Layered, key: Bucket) -> Any:
+    def slowly(self: layered.LayeredPrograms, key: Bucket) -> Any:
         if key.tokens == 0:
             made.set()
             assert release.wait(60)
         return make(self, key)
 
-    monkeypatch.setattr(layered.Layered, "make", slowly)
+    monkeypatch.setattr(layered.LayeredPrograms, "make", slowly)
     many_layers(monkeypatch)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     decode = first_needed(programs, restoring=False)[1]
@@ -558,14 +558,14 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
 
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
-    make_one = layered.Layered.make
+    make_one = layered.LayeredPrograms.make
 
-    def slowly(self: layered.Layered, key: Bucket) -> Any:
+    def slowly(self: layered.LayeredPrograms, key: Bucket) -> Any:
         begun.set()
         assert go.wait(60)
         return make_one(self, key)
 
-    monkeypatch.setattr(layered.Layered, "make", slowly)
+    monkeypatch.setattr(layered.LayeredPrograms, "make", slowly)
     programs = programs_of()
     making = threading.Thread(target=programs.get, args=[DECODE])
     making.start()

@@ -17,7 +17,7 @@ from rekindle._src.programs.features import features_of
 from rekindle._src.programs.guides import NO_TOKEN
 from rekindle._src.programs.packing import Constants, Layout, Upload
 from rekindle._src.programs.request_state import RequestState, abstract_state, admit, pack_admission
-from rekindle._src.programs.step import Scores, make_choice
+from rekindle._src.programs.step import ChoiceInputs, make_choice
 from rekindle_kernels import unavailable_reason
 
 VOCAB, CONTEXT, HIDDEN = 1000, 40, 16
@@ -90,7 +90,7 @@ class Step:
 
     def run(self, implementation: str) -> tuple[RequestState, np.ndarray]:
         choice = make_choice(self.layout, 8, implementation=implementation)
-        scores = Scores(jnp.asarray(self.logits), jnp.ones((len(CASES), HIDDEN)))
+        scores = ChoiceInputs(jnp.asarray(self.logits), jnp.ones((len(CASES), HIDDEN)))
         state, rows = jax.jit(choice)(self.state, scores, self.upload.ints, self.upload.floats, self.masks)
         return state, np.asarray(rows)
 

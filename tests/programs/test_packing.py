@@ -10,7 +10,7 @@ import numpy as np
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.feature import FIRST_PROCESSOR, Feature, Flag, StepInputs
+from rekindle._src.programs.feature import FIRST_PROCESSOR, Feature, RowFlag, StepInputs
 from rekindle._src.programs.features import features_of
 from rekindle._src.programs.logprobs import PromptLogprobs
 from rekindle._src.programs.packing import Constants, Layout, Upload, unpack
@@ -67,8 +67,8 @@ def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
     assert step.last.tolist()[:6] == [0, 1, 2, 3, 6, 7]
     assert own(step, PromptLogprobs).tolist() == [-1] * 32
     assert step.choice.position.tolist() == [18, 10, 0, 0, 9, 1, 0, 0]
-    assert step.flag(Flag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
-    assert int(step.any_flags) == Flag.SAMPLES | Flag.CHOOSES
+    assert step.flag(RowFlag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
+    assert int(step.any_flags) == RowFlag.SAMPLES | RowFlag.CHOOSES
 
 
 def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
@@ -82,10 +82,13 @@ def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
     assert [float(x[0]) for x in (choice.temperature, choice.top_p, choice.min_p)] == [0.5, 0.25, 0.125]
     assert [float(x[0]) for x in (shaping.repetition, shaping.presence, shaping.frequency)] == [1.5, -1.0, 0.75]
     assert int(choice.top_k[0]) == 7
-    assert [bool(x[0]) for x in (shaping.biased, shaping.barred, step.flag(Flag.LOGPROBS))] == [True] * 3
+    assert [bool(x[0]) for x in (shaping.biased, shaping.barred, step.flag(RowFlag.LOGPROBS))] == [True] * 3
     assert int(step.flags[0]) >> FIRST_PROCESSOR == 2
     assert int(step.any_flags) == int(step.flags[0])
-    assert Flag(int(step.any_flags) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
+    assert (
+        RowFlag(int(step.any_flags) & 0xFFF)
+        == RowFlag(0x3FF) ^ RowFlag.CHOOSES ^ RowFlag.LARGE_K ^ RowFlag.PROMPT_LOGPROBS
+    )
     assert choice.temperature.tolist()[1:] == [0.0] * 7
     assert choice.top_p.tolist()[1:] == [1.0] * 7
     assert step.flags.tolist()[1:] == [0] * 7
@@ -108,9 +111,9 @@ def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> N
     assert step.choice.seed.tolist()[:2] == [[0, 9], [0, 9]]
     assert step.choice.temperature.tolist()[:2] == [0.5, 0.5]
     assert own(step, LogitShaping).barred.tolist()[:2] == [True, False]
-    assert step.flag(Flag.SAMPLES).tolist()[:2] == [True, False]
-    assert step.flag(Flag.CHOOSES).tolist()[:2] == [True, True]
-    assert step.flag(Flag.DRAWS).tolist()[:2] == [True, True]
+    assert step.flag(RowFlag.SAMPLES).tolist()[:2] == [True, False]
+    assert step.flag(RowFlag.CHOOSES).tolist()[:2] == [True, True]
+    assert step.flag(RowFlag.DRAWS).tolist()[:2] == [True, True]
 
 
 def test_targets_look_one_token_past_the_chunk_and_end_with_the_prompt() -> None:

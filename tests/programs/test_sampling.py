@@ -11,7 +11,7 @@ from helpers import plain_sampling
 from helpers.thorough import by_default
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs import sampling as device
-from rekindle._src.programs.feature import Flag
+from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.logprobs import WIDTH, logprobs_of, prompt_logprobs
 from rekindle_kernels import SMALL_TOP_K, Choice, Wanted, greedy, unavailable_reason
 from rekindle_kernels.xla.sampling import _kth_largest, uniforms
@@ -38,8 +38,8 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB, spread: float = 2.0)
 def choose(logits: np.ndarray, choice: Choice) -> jax.Array:
     """With the flags that the host would send."""
     top_k = choice.top_k.max()
-    wanted = Flag.DRAWS * bool((choice.temperature > 0).any()) | Flag.TOP_P * bool((choice.top_p < 1).any())
-    wanted |= Flag.TOP_K * bool(top_k > 0) | Flag.LARGE_K * bool(top_k > SMALL_TOP_K)
+    wanted = RowFlag.DRAWS * bool((choice.temperature > 0).any()) | RowFlag.TOP_P * bool((choice.top_p < 1).any())
+    wanted |= RowFlag.TOP_K * bool(top_k > 0) | RowFlag.LARGE_K * bool(top_k > SMALL_TOP_K)
     return _choose(logits, choice, jnp.int32(wanted), implementation=implementation)
 
 
@@ -201,7 +201,7 @@ def test_both_paths_draw_the_same_tokens() -> None:
     logits = logits_of(8, rows=len(rows), vocab=1000)
     logits[:, 17:200] = -np.inf
     options = choice(rows, list(range(len(rows))))
-    wanted = Flag.DRAWS | Flag.TOP_K | Flag.LARGE_K | Flag.TOP_P
+    wanted = RowFlag.DRAWS | RowFlag.TOP_K | RowFlag.LARGE_K | RowFlag.TOP_P
     ours, theirs = (_choose(logits, options, jnp.int32(wanted), implementation=name) for name in ("native", "xla"))
     # Sums in another order may turn a draw that falls on a border.
     assert np.mean(np.asarray(ours) == np.asarray(theirs)) > 0.99
@@ -245,7 +245,7 @@ def test_prompt_logprobs_of_every_chunk_size(length: int) -> None:
     weight = logits_of(51, rows=12, vocab=VOCAB)
     targets = np.arange(length, dtype=np.int32) % VOCAB
     targets[1] = -1
-    packed = jax.jit(lambda h, t: prompt_logprobs(jnp.int32(Flag.PROMPT_LOGPROBS), h, t, lambda x: x @ weight))(
+    packed = jax.jit(lambda h, t: prompt_logprobs(jnp.int32(RowFlag.PROMPT_LOGPROBS), h, t, lambda x: x @ weight))(
         hidden, targets
     )
     expected = logprobs_of(jnp.asarray(hidden @ weight), jnp.maximum(targets, 0))

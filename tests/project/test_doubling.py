@@ -32,7 +32,7 @@ from rekindle._src.models.loading import stored, tensor_files
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.notebook import bubbles
 from rekindle._src.serve import anthropic, bodies, completions, errors, info, life, openai_fields, responses
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 from rekindle._src.session.rows import RowPrompts
 from rekindle._src.session.tool_functions import read_docstring, tools_of
 from rekindle._src.structured import compilers, endings, spec
@@ -279,7 +279,7 @@ def _(_: Path) -> Read:
         for endpoint in _ENDPOINTS:
             for field in endpoint.fields:
                 for value in (text, {"type": text}, [{"role": text, "content": text}]):
-                    with suppress(Refused):
+                    with suppress(ApiError):
                         endpoint.read({field.name: value}, strict=True, unknown=lambda *_: None)
 
     return read
@@ -300,7 +300,7 @@ def _(_: Path) -> Read:
 
     def read(text: str) -> None:
         scope = {"type": "http", "headers": [(b"host", text.encode("latin-1", "replace"))], "server": ("127.0.0.1", 1)}
-        with suppress(Refused):
+        with suppress(ApiError):
             hosts.check(scope, keyed=False)
         life._ORIGIN.fullmatch(text)
 
@@ -412,7 +412,7 @@ def one(request: pytest.FixtureRequest, tmp_path: Path) -> Reader:
     made = READERS[request.param](tmp_path)
 
     def read(text: str) -> None:
-        with suppress(RekindleError, Refused):
+        with suppress(RekindleError, ApiError):
             made.read(text)
 
     return made._replace(read=read)

@@ -1,7 +1,8 @@
 """Names and docstrings in plain words: participles are refused where the field has nouns.
 
 Write `match`, `fields`, `request`, `reason` or `message` for what was found, given, asked, told or said. A docstring
-begins with a verb, or with "True if".
+begins with a verb, or with "True if". A class is named by a noun, and no other module's class is named so: one
+word, one thing.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ What this processor can do,
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def definitions() -> tuple[tuple[str, Definition], ...]:
     """All modules, classes and functions of the packages, with their names."""
     paths = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
-    modules = [
-        (path.parent.name if path.stem == "__init__" else path.stem, ast.parse(path.read_text())) for path in paths
-    ]
+    modules = [(path.parent.name if path.stem == "__init__" else path.stem, tree(path)) for path in paths]
     return (*modules, *((node.name, node) for _, module in modules for node in inside(module)))
 
 
@@ -75,6 +79,41 @@ def test_docstrings_begin_with_a_verb() -> None:
     left = set(LEFT_BEGINNINGS.strip().splitlines())
     assert not beginnings - left, 'begin with a verb, or with "True if"'
     assert not left - beginnings, "rewritten: take it off the list"
+
+
+@cache
+def class_names() -> dict[str, set[str]]:
+    """The modules that define classes, by the classes' names."""
+    modules: dict[str, set[str]] = {}
+    for package in ("toolkit/rekindle", "kernels/rekindle_kernels"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in inside(tree(path)):
+                if isinstance(node, ast.ClassDef):
+                    modules.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    return modules
+
+
+def test_no_two_modules_have_a_class_of_the_same_name() -> None:
+    doubled = {name: sorted(modules) for name, modules in class_names().items() if len(modules) > 1}
+    assert not doubled, "one word, one thing: choose a noun that says which of them it is"
+
+
+# The participles that don't end in -ed, and adjectives made of verbs.
+PARTICIPLES = """
+    Begun Behind Bound Brought Built Bought Caught Chosen Cut Done Drawn Driven Fed Found Given Gone Grown Held Hidden
+    Kept Known Laid Left Lent Lost Made Meant Met Paid Put Read Said Seen Sent Set Shown Shut Spent Split Spread Stuck
+    Taken Taught Thought Told Torn Understood Won Written
+    Ahead Attending Existing Growing Incoming Missing Outgoing Pending Remaining Running Sleeping Waiting
+"""
+NOUNS = frozenset({"Need", "_Cut", "Cut"})  # a cut divides a checkpoint's tensor, or a program
+PUBLIC_PARTICIPLES = frozenset({"Captured", "Placed", "Wanted"})  # names that users know
+
+
+def test_a_class_is_named_by_a_noun() -> None:
+    participles = {name for name in class_names() if re.fullmatch(r"_?[A-Z][a-z]*ed", name)}
+    participles |= {name for name in class_names() if name.lstrip("_") in PARTICIPLES.split()}
+    assert not participles - NOUNS - PUBLIC_PARTICIPLES, "say what it is: CheckpointPlan, not Described"
+    assert not (NOUNS | PUBLIC_PARTICIPLES) - participles, "renamed: take it off the list"
 
 
 # Places in a room. In text: after, following; next to, in addition to, along with, compared with, while it runs.

@@ -15,18 +15,18 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError
 from rekindle._src.cli.main import parser
 from rekindle._src.replicas import fleet_backend
-from rekindle._src.replicas.autoscaling import Autoscaler, Demand, Range, Room, replicas_for
+from rekindle._src.replicas.autoscaling import Autoscaler, FleetLoad, Range, Room, replicas_for
 
 ROOM = Room(sequences=8, tokens=64)
 
 
 def test_what_a_load_asks_for() -> None:
-    assert replicas_for(Demand(0, 0), ROOM) == 1
-    assert replicas_for(Demand(6, 0), ROOM) == 1
-    assert replicas_for(Demand(7, 0), ROOM) == 2  # three quarters of eight rows are six
-    assert replicas_for(Demand(2, 512), ROOM) == 1
-    assert replicas_for(Demand(2, 513), ROOM) == 2  # eight steps of 64 tokens
-    assert replicas_for(Demand(60, 513), ROOM) == 10
+    assert replicas_for(FleetLoad(0, 0), ROOM) == 1
+    assert replicas_for(FleetLoad(6, 0), ROOM) == 1
+    assert replicas_for(FleetLoad(7, 0), ROOM) == 2  # three quarters of eight rows are six
+    assert replicas_for(FleetLoad(2, 512), ROOM) == 1
+    assert replicas_for(FleetLoad(2, 513), ROOM) == 2  # eight steps of 64 tokens
+    assert replicas_for(FleetLoad(60, 513), ROOM) == 10
 
 
 def test_more_at_once_fewer_after_a_while() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rekindle import ConfigError
 from rekindle._src.replicas.routing import (
-    Keys,
+    AffinityKeys,
     Load,
     affinity,
     keys_of_messages,
@@ -26,7 +26,7 @@ from rekindle._src.replicas.routing import (
 )
 
 NAMES = st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=12, unique=True)
-KEYS = st.builds(Keys, st.binary(max_size=8), st.binary(max_size=8))
+KEYS = st.builds(AffinityKeys, st.binary(max_size=8), st.binary(max_size=8))
 INSIDE = st.integers(0, 30)
 LOADS = NAMES.flatmap(
     lambda names: st.tuples(*(st.builds(Load, st.just(name), INSIDE, st.integers(1, 40)) for name in names))
@@ -42,12 +42,12 @@ def test_without_a_name_the_others_keep_their_order(key: bytes, names: list[str]
 
 
 @given(KEYS, LOADS)
-def test_affinity_is_a_function_of_what_it_is_given(keys: Keys, loads: tuple[Load, ...]) -> None:
+def test_affinity_is_a_function_of_what_it_is_given(keys: AffinityKeys, loads: tuple[Load, ...]) -> None:
     assert affinity(keys, loads) == affinity(keys, loads[::-1])
 
 
 @given(KEYS, LOADS)
-def test_affinity_keeps_to_the_bound_and_to_the_places(keys: Keys, loads: tuple[Load, ...]) -> None:
+def test_affinity_keeps_to_the_bound_and_to_the_places(keys: AffinityKeys, loads: tuple[Load, ...]) -> None:
     route = affinity(keys, loads)
     if all(load.full for load in loads):
         assert route is None
@@ -60,7 +60,7 @@ def test_affinity_keeps_to_the_bound_and_to_the_places(keys: Keys, loads: tuple[
 
 
 @given(st.lists(KEYS, min_size=1, max_size=200), st.integers(1, 8))
-def test_no_replica_gets_more_than_the_bound(keys: list[Keys], replicas: int) -> None:
+def test_no_replica_gets_more_than_the_bound(keys: list[AffinityKeys], replicas: int) -> None:
     inside: Counter[str] = Counter()
     for one in keys:
         loads = [Load(f"r{index}", inside[f"r{index}"], 10_000) for index in range(replicas)]
@@ -72,7 +72,7 @@ def test_no_replica_gets_more_than_the_bound(keys: list[Keys], replicas: int) ->
 
 
 @given(KEYS, st.integers(2, 12))
-def test_only_the_conversations_of_a_replica_that_goes_move(keys: Keys, replicas: int) -> None:
+def test_only_the_conversations_of_a_replica_that_goes_move(keys: AffinityKeys, replicas: int) -> None:
     """Within the replicas of one system prompt, as far as these stay the same number."""
     idle = [Load(f"r{index}", 0, 100) for index in range(replicas)]
     before = affinity(keys, idle, spread=2)
@@ -87,7 +87,7 @@ def test_only_the_conversations_of_a_replica_that_goes_move(keys: Keys, replicas
 
 def test_how_many_conversations_move() -> None:
     idle = [Load(f"r{index}", 0, 100) for index in range(8)]
-    keys = [Keys(bytes([number % 16]), number.to_bytes(2, "big")) for number in range(2000)]
+    keys = [AffinityKeys(bytes([number % 16]), number.to_bytes(2, "big")) for number in range(2000)]
     before = [affinity(one, idle) for one in keys]
     after = [affinity(one, idle[1:]) for one in keys]
     moved = sum(a is not None and b is not None and a.name != b.name for a, b in zip(before, after, strict=True))
@@ -115,7 +115,9 @@ def test_turns() -> None:
         seen += last
     assert seen == "abcabca"
     full = [Load("a", 1, 1), Load("b", 0, 1)]
-    assert [router("round-robin").choose(Keys(b"", b""), full) for _ in range(2)] == [round_robin("a", full)] * 2
+    assert [router("round-robin").choose(AffinityKeys(b"", b""), full) for _ in range(2)] == [
+        round_robin("a", full)
+    ] * 2
     assert round_robin("", [Load("a", 1, 1)]) is None
 
 
@@ -123,10 +125,10 @@ def test_the_same_in_another_process() -> None:
     code = (
         "from rekindle._src.replicas.routing import *\n"
         "loads = [Load(f'r{n}', 0, 9) for n in range(9)]\n"
-        "print([affinity(Keys(bytes([n]), bytes([n, n])), loads).name for n in range(50)])"
+        "print([affinity(AffinityKeys(bytes([n]), bytes([n, n])), loads).name for n in range(50)])"
     )
     loads = [Load(f"r{number}", 0, 9) for number in range(9)]
-    found = [affinity(Keys(bytes([n]), bytes([n, n])), loads) for n in range(50)]
+    found = [affinity(AffinityKeys(bytes([n]), bytes([n, n])), loads) for n in range(50)]
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == str([route.name for route in found if route is not None])
 

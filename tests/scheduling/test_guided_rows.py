@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from helpers.fakes import FakeModel, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
-from rekindle._src.core.records import FinishReason, Guided, Mask, Request
-from rekindle._src.dispatch.backend import Turn
+from rekindle._src.core.records import FinishReason, GuideReport, Mask, Request
+from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
 
@@ -77,7 +77,7 @@ def test_a_guide_that_raises_fails_its_own_request(call: str, error: Exception) 
                 raise error
             return super().fill(mask)
 
-        def consume(self, token: int) -> Guided:
+        def consume(self, token: int) -> GuideReport:
             if call == "consume" and self.consumed == 4:
                 raise error
             return super().consume(token)
@@ -227,7 +227,7 @@ def test_a_failed_step_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch
         loop.submit(request)
     for _ in range(3):
         loop.step()
-    before = loop.engine.awaited(Turn(None))
+    before = loop.engine.awaited(LoopTurn(None))
     loop.runner.fail_fetch = lambda plan: RuntimeError("broken") if plan is before else None
     loop.run()
     assert loop.reason(first) is FinishReason.FAILED

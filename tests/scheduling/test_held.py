@@ -9,7 +9,7 @@ import pytest
 from helpers.fakes import make_request
 from helpers.scheduling import Loop, exact
 from rekindle._src.core.records import Request
-from rekindle._src.core.tapped import Backlog, Tapped
+from rekindle._src.core.tapped import Backlog, RequestTaps
 from rekindle._src.dispatch import engine
 
 PROMPT = "a prompt that goes on for some pages, the first of which others share"
@@ -18,7 +18,7 @@ PROMPT = "a prompt that goes on for some pages, the first of which others share"
 def capturing(prompt: str, backlog: Backlog, **sampling: object) -> Request:
     """A request that captures; the fake runner computes nothing for it."""
     request = make_request(prompt, **sampling)  # type: ignore[arg-type]
-    return dataclasses.replace(request, tapped=Tapped(backlog=backlog))
+    return dataclasses.replace(request, tapped=RequestTaps(backlog=backlog))
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf"])

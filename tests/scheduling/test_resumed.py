@@ -11,7 +11,7 @@ import pytest
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.sessions import CONFIG, parts
 from rekindle import FinishReason
-from rekindle._src.core.records import Request, Resumed, TokenEvent
+from rekindle._src.core.records import Request, ResumeState, TokenEvent
 from rekindle._src.dispatch.engine import Engine
 
 PROMPT = "Once upon a time there was"
@@ -51,7 +51,7 @@ def test_it_goes_on_behind_what_it_has(options: dict[str, Any], made: int) -> No
     if made >= len(whole.token_ids):
         pytest.skip("it ended before")
     scored = len(whole.prompt_logprobs) if made else 3
-    resumed = Resumed(np.asarray(whole.token_ids[:made], np.int32), min(scored, len(whole.prompt_logprobs)))
+    resumed = ResumeState(np.asarray(whole.token_ids[:made], np.int32), min(scored, len(whole.prompt_logprobs)))
     rest = joined(run(dataclasses.replace(request, resumed=resumed), model=model))
     assert rest.token_ids == whole.token_ids[made:]
     assert rest.logprobs == whole.logprobs[made:]
@@ -63,13 +63,13 @@ def test_it_is_told_apart_in_the_counts() -> None:
     scheduler, runner = parts(CONFIG)
     engine = Engine(scheduler, runner)
     request = make_request(PROMPT, max_tokens=10)
-    scheduler.submit(dataclasses.replace(request, resumed=Resumed(np.asarray([65] * 4, np.int32))))
+    scheduler.submit(dataclasses.replace(request, resumed=ResumeState(np.asarray([65] * 4, np.int32))))
     while engine.turn() is not None:
         pass
     figures = scheduler.statistics()
     assert (figures.prompt_tokens, figures.generated_tokens) == (request.prompt_length, 6)
     assert figures.prefill_tokens == request.prompt_length + 4
-    again = dataclasses.replace(request, id="again", resumed=Resumed(np.asarray([65] * 9, np.int32)))
+    again = dataclasses.replace(request, id="again", resumed=ResumeState(np.asarray([65] * 9, np.int32)))
     scheduler.submit(again)
     while engine.turn() is not None:
         pass

@@ -17,7 +17,7 @@ from helpers.asgi import post
 from helpers.sessions import eventually
 from rekindle import Server, Session
 from rekindle._src.serve import bodies, exchange
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.serve import app
 from serve.conftest import chatting_session, checked
@@ -138,10 +138,10 @@ def test_values_are_counted_outside_of_strings_in_blocks_of_any_size(monkeypatch
             names = len(re.findall(r":", re.sub(r'"(\\.|[^"\\])*"', "", text)))
             bodies.check_values(text.encode(), count, names)
             if count:
-                with pytest.raises(Refused, match="JSON values"):
+                with pytest.raises(ApiError, match="JSON values"):
                     bodies.check_values(text.encode(), count - 1, names)
             if names:
-                with pytest.raises(Refused, match="named fields"):
+                with pytest.raises(ApiError, match="named fields"):
                     bodies.check_values(text.encode(), count, names - 1)
 
 

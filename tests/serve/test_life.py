@@ -13,7 +13,7 @@ from helpers.asgi import Answer, get, post, until
 from helpers.sessions import CONFIG
 from helpers.thorough import by_default
 from rekindle import Session
-from rekindle._src.serve.models import SessionLike
+from rekindle._src.serve.models import ServedSession
 from rekindle.serve import app
 from serve.conftest import chatting_session, checked
 
@@ -158,13 +158,13 @@ async def test_a_session_that_closes_and_one_that_still_opens_are_503(session: S
 class Later:
     """A model that opens when told to."""
 
-    def __init__(self, session: SessionLike) -> None:
+    def __init__(self, session: ServedSession) -> None:
         self.session, self.ready = session, anyio.Event()
 
     def __await__(self) -> Any:
         return self._open().__await__()
 
-    async def _open(self) -> SessionLike:
+    async def _open(self) -> ServedSession:
         await self.ready.wait()
         return self.session
 

@@ -91,7 +91,7 @@ async def test_results_of_tools_come_before_what_the_user_says() -> None:
 
 
 async def test_thoughts_text_and_calls_are_blocks_one_after_another() -> None:
-    from rekindle._src.serve.anthropic import _message, _Stream
+    from rekindle._src.serve.anthropic import _EventWriter, _message
 
     exchange, _ = exchange_for()
     events = (
@@ -99,7 +99,7 @@ async def test_thoughts_text_and_calls_are_blocks_one_after_another() -> None:
         ToolCallArguments(0, '{"at": 1}'), ToolCallStarted(1, "c2", "look"), ToolCallArguments(1, "{}"),
     )  # fmt: skip
     done = completion("", events=events)
-    stream = _Stream(exchange, "m", parallel=True)
+    stream = _EventWriter(exchange, "m", parallel=True)
     stream.begin(10)
     for event in events:
         stream.take(TextDelta("r", "", events=(event,)))

@@ -10,7 +10,7 @@ from helpers.asgi import post
 from helpers.sessions import expected
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import KeptItems
 from rekindle.serve import app as rekindle_app
 from serve.replies import completion, exchange_for, sent
@@ -154,10 +154,10 @@ def test_kept_items_are_bounded() -> None:
     for index in range(5):
         kept.keep(b"", [item(str(index), "a")])
     assert kept.get(b"", "4", "input[0].id")["content"] == [{"type": "output_text", "text": "a"}]
-    with pytest.raises(Refused, match="'1' is not found"):
+    with pytest.raises(ApiError, match="'1' is not found"):
         kept.get(b"", "1", "input[0].id")
     kept.keep(b"", [item("long", "a" * 98)])
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         kept.get(b"", "4", "input[0].id")
     kept.keep(b"", [item("longer", "a" * 200)])
     assert not kept._items and kept._characters == 0

@@ -18,7 +18,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.sessions import eventually
 from rekindle import Capture, Captured, Session
-from rekindle._src.core.capture_files import CaptureFiles, _Growing
+from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
 from rekindle._src.core.tapped import Backlog
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
@@ -108,7 +108,7 @@ async def test_a_full_disk_ends_its_own_request(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rekindle._src.core.capture_files._Growing.append", full)
+    monkeypatch.setattr("rekindle._src.core.capture_files._GrowingFile.append", full)
     failing = session.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed):
@@ -146,13 +146,13 @@ async def test_a_folder_that_is_exchanged_ends_its_own_request(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[[Path], object]
 ) -> None:
     plain = await session.generate(PROMPTS[0], **GREEDY)
-    finish = _Growing.finish
+    finish = _GrowingFile.finish
 
-    def exchanged(self: _Growing, *arguments: Any) -> None:
+    def exchanged(self: _GrowingFile, *arguments: Any) -> None:
         exchange(self._path.parent)
         finish(self, *arguments)
 
-    monkeypatch.setattr(_Growing, "finish", exchanged)
+    monkeypatch.setattr(_GrowingFile, "finish", exchanged)
     failing = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed, match="captures could not be written to"):
@@ -174,9 +174,9 @@ async def test_whatever_a_file_raises_it_raises_for_its_own_request(
     def failing(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(_Growing, call, failing)
+    monkeypatch.setattr(_GrowingFile, call, failing)
     if call in ("close", "remove"):  # called where a write has failed
-        monkeypatch.setattr(_Growing, "append", failing)
+        monkeypatch.setattr(_GrowingFile, "append", failing)
     handle = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed, match="captures could not be written to") as raised:
@@ -190,13 +190,13 @@ async def test_a_disk_that_hangs_delays_its_own_request_alone(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = await session.generate(PROMPTS[0], **GREEDY)
-    works, append = threading.Event(), _Growing.append
+    works, append = threading.Event(), _GrowingFile.append
 
-    def hanging(self: _Growing, *arguments: Any) -> None:
+    def hanging(self: _GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
-    monkeypatch.setattr(_Growing, "append", hanging)
+    monkeypatch.setattr(_GrowingFile, "append", hanging)
     slow = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     given_up = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     with anyio.fail_after(60):
@@ -269,13 +269,13 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
 async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_are_counted(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, append = threading.Event(), _Growing.append
+    works, append = threading.Event(), _GrowingFile.append
 
-    def hanging(self: _Growing, *arguments: Any) -> None:
+    def hanging(self: _GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
-    monkeypatch.setattr(_Growing, "append", hanging)
+    monkeypatch.setattr(_GrowingFile, "append", hanging)
     monkeypatch.setattr(intake, "PATIENCE", 0.3)
     with anyio.fail_after(60):
         for _ in range(MOST_UNATTENDED):
@@ -295,9 +295,9 @@ async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_
 async def test_what_waits_for_a_disk_is_bounded(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, append, waiting = threading.Event(), _Growing.append, list[int]()
+    works, append, waiting = threading.Event(), _GrowingFile.append, list[int]()
 
-    def hanging(self: _Growing, *arguments: Any) -> None:
+    def hanging(self: _GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
@@ -309,7 +309,7 @@ async def test_what_waits_for_a_disk_is_bounded(
             super().add(count)
             waiting.append(self.waiting)
 
-    monkeypatch.setattr(_Growing, "append", hanging)
+    monkeypatch.setattr(_GrowingFile, "append", hanging)
     monkeypatch.setattr("rekindle._src.dispatch.intake.Backlog", Small)
     options = {**GREEDY, "max_tokens": 40}
     slow = session.submit(PROMPTS[0], **options, capture=Capture({"norm": True}, into=tmp_path))
@@ -392,14 +392,14 @@ async def test_closing_leaves_what_was_written_whole(tmp_path: Path) -> None:
 
 @anyio_test
 async def test_a_session_that_drains_waits_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, works, finish = threading.Event(), threading.Event(), _Growing.finish
+    begun, works, finish = threading.Event(), threading.Event(), _GrowingFile.finish
 
-    def late(self: _Growing, *arguments: Any) -> None:
+    def late(self: _GrowingFile, *arguments: Any) -> None:
         begun.set()
         assert works.wait(60)
         finish(self, *arguments)
 
-    monkeypatch.setattr(_Growing, "finish", late)
+    monkeypatch.setattr(_GrowingFile, "finish", late)
     opened = await rekindle.open(MODEL, **OPTIONS)
     handle = opened.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     async with anyio.create_task_group() as group:

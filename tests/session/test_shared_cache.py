@@ -159,7 +159,7 @@ def test_a_model_is_known_before_its_weights_are_there(
     monkeypatch.setattr(prepared, "DELAY", 0.0)
     folder = checkpoints.write(tmp_path / "model", mesh_models.raw("llama", 2))
 
-    def described(name: str) -> checkpoint.Described:
+    def described(name: str) -> checkpoint.CheckpointPlan:
         shared_cache.attach(str(tmp_path / "shared"), [tmp_path / name])
         return checkpoint.describe(folder, cache_dir=tmp_path / name)
 

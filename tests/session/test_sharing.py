@@ -24,8 +24,8 @@ from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel, ReceiveMemory, SendMemory
-from rekindle._src.processes.channel import Kind
-from rekindle._src.session.page_sharing import SILENCE, PageAddress, Puller, Source, introduction, parts
+from rekindle._src.processes.channel import MessageKind
+from rekindle._src.session.page_sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 SECRET = "a secret of these tests"
@@ -205,7 +205,7 @@ class Liar:
         with self._server, self._server.accept()[0] as connection:
             channel = BulkChannel(connection, greeting.listen(connection, SECRET.encode()), silence=SILENCE)
             channel.receive()
-            channel.send(Kind.IDENTITY, introduction(self.identity, sealed=False))
+            channel.send(MessageKind.IDENTITY, introduction(self.identity, sealed=False))
             channel.receive()
             self._answers(channel, self.identity)
 
@@ -222,8 +222,8 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
     _, two, _ = both
 
     def answers(channel: BulkChannel, identity: Any) -> None:
-        channel.send(Kind.PAGES, first)
-        channel.send(Kind.PAGES, second)
+        channel.send(MessageKind.PAGES, first)
+        channel.send(MessageKind.PAGES, second)
 
     liar = Liar(two, answers)
     puller = Puller(two._host, two._cache_writer)
@@ -237,7 +237,7 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
 def test_an_index_is_verified(both: Any, change: str) -> None:
     one, two, shared = both
     ask(one, 0)
-    with Source(shared._page_address(), two._cache_writer.tiers.identity) as source:
+    with PageSource(shared._page_address(), two._cache_writer.tiers.identity) as source:
         pages = source.list_pages(100)
     assert len(pages) >= PAGES
 
@@ -247,7 +247,7 @@ def test_an_index_is_verified(both: Any, change: str) -> None:
             records["digest"][3] ^= 1
         else:
             records["tokens"][3, 2] = 7 if change == "tokens" else 100_000
-        channel.send(Kind.LISTED, segment.encode(identity.fields() | {"leaves": identity.leaves}, records))
+        channel.send(MessageKind.LISTED, segment.encode(identity.fields() | {"leaves": identity.leaves}, records))
 
     with pytest.raises(Exception, match=r"digest|token"):
         Puller(two._host, two._cache_writer).likeliest(Liar(two, answers).address)
@@ -263,7 +263,7 @@ def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
         nodes = one._host.ask(lambda: writer.cache.find(np.asarray(prompt(0), np.int32)))
         pairs = writer.payloads(one._host.ask(lambda: [writer.page_record(node) for node in nodes[:3]]))
         pieces = [memoryview(np.asarray(leaf).reshape(-1).view(np.uint8)) for _, pair in pairs for leaf in pair]
-        channel.send_followed(Kind.PAGES, indexes(0, 1, 2), pieces)
+        channel.send_followed(MessageKind.PAGES, indexes(0, 1, 2), pieces)
         channel.close()
 
     pulled = Puller(two._host, two._cache_writer).prefix(Liar(two, answers).address, np.asarray(prompt(0), np.int32))

@@ -11,7 +11,7 @@ import pytest
 from helpers.sessions import opened
 from helpers.thorough import trio_in_ci
 from rekindle import Session
-from rekindle._src.core.records import Guided
+from rekindle._src.core.records import GuideReport
 from rekindle._src.programs import guides
 from rekindle._src.structured import endings
 from rekindle._src.structured.grammar import Guide
@@ -43,7 +43,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token of a grammar takes twenty milliseconds of a processor."""
     consume, clock = Guide.consume, Clock()
 
-    def slow(self: Guide, token: int) -> Guided:
+    def slow(self: Guide, token: int) -> GuideReport:
         clock.now += 0.02
         return consume(self, token)
 

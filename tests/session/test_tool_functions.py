@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, T
 
 import pytest
 
-from rekindle._src.session.tool_functions import NoSchema, convert, function_tool, read_docstring, schema_of
+from rekindle._src.session.tool_functions import NoJsonSchema, convert, function_tool, read_docstring, schema_of
 from rekindle.errors import InvalidRequest
 
 
@@ -107,7 +107,7 @@ def test_types_have_schemas(kind: Any, schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [Place, dict[int, str], bytes, type("Odd", (), {}), Literal[b"x"]])
 def test_types_without_a_schema_are_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "pydantic", raising=False)
-    with pytest.raises(NoSchema):
+    with pytest.raises(NoJsonSchema):
         schema_of(kind)
 
 

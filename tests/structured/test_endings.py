@@ -11,7 +11,7 @@ import pytest
 
 from helpers.guides import allowed_in
 from rekindle import Sampling, tiny
-from rekindle._src.core.records import Guided, mask_words
+from rekindle._src.core.records import GuideReport, mask_words
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.spec import structure_of
 from rekindle._src.text.tokenizer import Tokenizer
@@ -45,12 +45,12 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER, VOCAB)
 
 
-def written(grammars: Grammars, seed: int, budget: int, prefer: str = "", **options: Any) -> tuple[str, Guided]:
+def written(grammars: Grammars, seed: int, budget: int, prefer: str = "", **options: Any) -> tuple[str, GuideReport]:
     """What a model writes that draws its tokens, or prefers those of some characters."""
     structure = structure_of(Sampling(**options))
     assert structure is not None
     guide = grammars.compile(structure.spec).guide(frozenset(TOKENIZER.eos_ids), budget=budget)
-    drawn, tokens, told = random.Random(seed), list[int](), Guided()
+    drawn, tokens, told = random.Random(seed), list[int](), GuideReport()
     mask = np.zeros(mask_words(VOCAB), np.int32)
     while len(tokens) < budget and not told.ended:
         assert not guide.fill(mask)
@@ -113,7 +113,7 @@ def test_a_budget_that_is_enough_changes_nothing(grammars: Grammars) -> None:
     lengths = []
     for budget in (400, 0):
         guide = compiled.guide(frozenset(TOKENIZER.eos_ids), budget=budget or lengths[0] + 14)
-        text, told, mask = "", Guided(), np.zeros(mask_words(VOCAB), np.int32)
+        text, told, mask = "", GuideReport(), np.zeros(mask_words(VOCAB), np.int32)
         lengths.append(0)
         while text != wanted and not told.ended:
             assert not guide.fill(mask)

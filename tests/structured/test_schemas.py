@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 
 from rekindle import Sampling, tiny
-from rekindle._src.core.records import Guided
+from rekindle._src.core.records import GuideReport
 from rekindle._src.structured import spec
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.spec import Spec, closed, structure_of, type_schema
@@ -143,7 +143,7 @@ def test_types_of_pydantic_that_a_grammar_does_not_know() -> None:
 def fits(spec: Spec, text: str) -> bool:
     """Whether the grammar of a spec takes the whole text."""
     guide = GRAMMARS.compile(spec).guide(frozenset(TOKENIZER.eos_ids))
-    told = Guided()
+    told = GuideReport()
     for token in TOKENIZER.encode(text, add_special_tokens=False):
         told = guide.consume(token)
         if told.problem:

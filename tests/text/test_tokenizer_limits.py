@@ -19,7 +19,7 @@ from helpers.thorough import by_default, trio_in_ci
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
-from rekindle._src.text.backends import Parts
+from rekindle._src.text.backends import TokenizerSections
 from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, RequestFailed
 
@@ -111,9 +111,9 @@ def test_tokenizers_in_use_encode_in_this_process(tmp_path: Path) -> None:
     made = vocabularies.byte_level()
     for pre in PRE_TOKENIZERS.values():
         made.pre_tokenizer = pre.pre_tokenizer()
-        assert tokenizer_limits.unbounded_part(Parts.of(made)) is None, pre
+        assert tokenizer_limits.unbounded_part(TokenizerSections.of(made)) is None, pre
     for kind in vocabularies.KINDS.values():
-        assert tokenizer_limits.unbounded_part(Parts.of(kind())) is None
+        assert tokenizer_limits.unbounded_part(TokenizerSections.of(kind())) is None
     assert not Tokenizer.load(tiny.folder()).encodes_apart
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(" ", "▁"),
@@ -131,8 +131,8 @@ def test_tokenizers_in_use_encode_in_this_process(tmp_path: Path) -> None:
         ]
     )
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert tokenizer_limits.unbounded_part(Parts.of(made)) is None
-    tokenizer_limits.check_decoder(Parts.of(made), "here")
+    assert tokenizer_limits.unbounded_part(TokenizerSections.of(made)) is None
+    tokenizer_limits.check_decoder(TokenizerSections.of(made), "here")
 
 
 def test_a_class_of_characters_is_recognized_in_one_pass(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class Chain:
     outputs: list[Value]
     aliases: dict[int, int]  # results that are written into the memory of operands, by operand
     scratch: int  # bytes
-    rows: chain_plan.Rows | None
+    rows: chain_plan.RowCounts | None
 
     def bind(self, values: list[Any]) -> list[Any]:
         results = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self.outputs]
@@ -393,13 +393,15 @@ def _attention(run: Sequence[Operation]) -> Operation | None:
     return (prompts or found)[0] if len(ends) <= 1 and len(lens) == 1 else None
 
 
-def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows:
+def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.RowCounts:
     """Return where the chain finds how many rows there are."""
     names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
     places = {name: buffers[attention.operand(name)].number for name in names}
     tokens = _tokens(attention)
     most_prompts = attention.operand("ends").shape[0] - 1 if attention.has("ends") else 0
-    return chain_plan.Rows(attention.setting("decode_rows") or 0, **places, tokens=tokens, most_prompts=most_prompts)
+    return chain_plan.RowCounts(
+        attention.setting("decode_rows") or 0, **places, tokens=tokens, most_prompts=most_prompts
+    )
 
 
 def _identity(value: Value) -> Any:

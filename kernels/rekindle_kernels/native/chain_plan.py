@@ -93,7 +93,7 @@ def place(buffers: Collection[Buffer]) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCounts:
     """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands. The element
     of `ends` at the index in `prompts` counts the prompts' tokens. Rows that decode have no sequence if they come after
     the last one whose length in `lens` is not 0. `unread` is the number of an operand, or 0."""
@@ -107,7 +107,7 @@ class Rows:
     unread: int = 0
 
 
-def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
+def encode(steps: Sequence[Step], scratch: int, rows: RowCounts | None) -> np.ndarray:
     """Return the array; `scratch` is the place of the scratch memory among the results."""
     sizes: list[int] = []
     shapes: dict[tuple[int, ...], int] = {}
@@ -123,7 +123,7 @@ def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray
                 shapes[shape] = len(sizes)
                 sizes += shape
             calls.append([buffers.setdefault((buffer, shape), len(buffers))])
-    rows = rows or Rows(0, 0)
+    rows = rows or RowCounts(0, 0)
     header = HEADER.pack(
         {"sizes": len(sizes), "buffers": len(buffers), "calls": len(steps), "scratch": scratch, **asdict(rows)}
     )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rekindle_kernels.int4_format import CODES
-from rekindle_kernels.native.layout import Layout, consecutive, words
+from rekindle_kernels.native.layout import RecordLayout, consecutive, words
 
 TOKENS = "T"
 
@@ -46,7 +46,7 @@ class Operand:
         return self.axes.split()[:1] == [TOKENS]
 
     @cached_property
-    def record(self) -> Layout | None:
+    def record(self) -> RecordLayout | None:
         """The layout of an array that is a record."""
         return consecutive(self.name, dict.fromkeys(self.fields, "int32")) if self.fields else None
 
@@ -85,7 +85,7 @@ class KernelSpec:
         return tuple(operand.name for operand in self.operands if operand.optional)
 
     @cached_property
-    def settings_layout(self) -> Layout | None:
+    def settings_layout(self) -> RecordLayout | None:
         """The operand of settings: `present`, the bits of the optional operands that are there, and the settings."""
         kinds = {"present": "int32", **self.settings} if self.optional or self.settings else {}
         return consecutive(f"{self.kind} settings", kinds) if kinds else None

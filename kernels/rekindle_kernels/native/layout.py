@@ -12,7 +12,7 @@ SIZES = {"word": 8, "int32": 4, "float32": 4}  # bytes; a word is an integer or 
 WORD = SIZES["word"]
 
 
-class Field(NamedTuple):
+class RecordField(NamedTuple):
     """Where a number lies, in bytes from the begin of its record, and what it is: a key of SIZES."""
 
     offset: int
@@ -20,11 +20,11 @@ class Field(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RecordLayout:
     """The fields of a record in memory, by name."""
 
     name: str
-    fields: Mapping[str, Field]
+    fields: Mapping[str, RecordField]
     size: int  # bytes
 
     def offset(self, name: str) -> int:
@@ -47,19 +47,19 @@ class Layout:
         return record
 
 
-def consecutive(name: str, kinds: Mapping[str, str]) -> Layout:
+def consecutive(name: str, kinds: Mapping[str, str]) -> RecordLayout:
     """Fields that follow each other, all of them of one size."""
     fields, offset = {}, 0
     for field, kind in kinds.items():
-        fields[field] = Field(offset, kind)
+        fields[field] = RecordField(offset, kind)
         offset += SIZES[kind]
-    return Layout(name, fields, offset)
+    return RecordLayout(name, fields, offset)
 
 
-def words(name: str, indices: Mapping[str, int], size: int = 0) -> Layout:
+def words(name: str, indices: Mapping[str, int], size: int = 0) -> RecordLayout:
     """Words at given places, counted in words; `size` words altogether, by default up to the last one."""
-    fields = {field: Field(WORD * index, "word") for field, index in indices.items()}
-    return Layout(name, fields, WORD * (size or 1 + max(indices.values())))
+    fields = {field: RecordField(WORD * index, "word") for field, index in indices.items()}
+    return RecordLayout(name, fields, WORD * (size or 1 + max(indices.values())))
 
 
 # XLA's interface for foreign functions (xla/ffi/api/c_api.h, version 0.1), as far as the kernels use it.
@@ -75,12 +75,16 @@ CALL_FRAME = words(
     {"size": 0, "extension": 1, "api": 2, "context": 3, "operands": 9, "result_count": 12, "results": 14, "team": 15},
 )
 BUFFER = words("Buffer", {"data": 3, "rank": 4, "dims": 5})
-EXTENSION = Layout(
-    "Extension", {"kind": Field(8, "int32"), "next": Field(16, "word"), "metadata": Field(24, "word")}, size=32
+EXTENSION = RecordLayout(
+    "Extension",
+    {"kind": RecordField(8, "int32"), "next": RecordField(16, "word"), "metadata": RecordField(24, "word")},
+    size=32,
 )
 METADATA_KIND = 1  # of the extension with which XLA asks for the version
-METADATA = Layout(
-    "Metadata", {"major": Field(24, "int32"), "minor": Field(28, "int32"), "patch": Field(32, "int32")}, size=40
+METADATA = RecordLayout(
+    "Metadata",
+    {"major": RecordField(24, "int32"), "minor": RecordField(28, "int32"), "patch": RecordField(32, "int32")},
+    size=40,
 )
 API = words("Api", {"schedule": 17, "threads": 18})  # functions: six words of header, and eleven others before them
 

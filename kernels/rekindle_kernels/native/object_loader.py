@@ -31,7 +31,7 @@ _ELSEWHERE, _SPECIAL = 0, 0xFF00  # sections of a symbol
 _loaded: list[mmap.mmap] = []  # for good: XLA may call the code until the process ends
 
 
-class _Unknown(Exception):
+class _UnknownObject(Exception):
     """There is something that this does not know."""
 
 
@@ -46,7 +46,7 @@ def load(code: bytes, symbol: str, known: Mapping[str, int]) -> int | None:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
-    with contextlib.suppress(_Unknown, struct.error, IndexError, OSError, ValueError):
+    with contextlib.suppress(_UnknownObject, struct.error, IndexError, OSError, ValueError):
         return _load(code, symbol, known)
     return None
 
@@ -61,7 +61,7 @@ def _load(code: bytes, symbol: str, known: Mapping[str, int]) -> int:
         memory[place : place + section.size] = code[section.offset : section.offset + section.size]
     table = next((index for index, section in enumerate(sections) if section.kind == _SYMBOLS), None)
     if table is None:
-        raise _Unknown("no symbols")
+        raise _UnknownObject("no symbols")
     symbols = [_Symbol(*fields) for fields in _SYMBOL.iter_unpack(_bytes(code, sections[table]))]
     names = _bytes(code, sections[sections[table].link])
 
@@ -69,19 +69,19 @@ def _load(code: bytes, symbol: str, known: Mapping[str, int]) -> int:
         if found.section == _ELSEWHERE:
             return _outside(_text(names, found.name), known)
         if found.section >= _SPECIAL or found.section not in places:
-            raise _Unknown(f"a symbol of section {found.section}")
+            raise _UnknownObject(f"a symbol of section {found.section}")
         return base + places[found.section] + found.value
 
     for index, (offset, info, addend) in _relocations(code, sections, table):
         if index not in places:
             continue  # what only debuggers read
         if info & 0xFFFFFFFF != _ABSOLUTE_64 or offset + _ADDRESS.size > sections[index].size:
-            raise _Unknown(f"relocation {info:x} of section {index}")
+            raise _UnknownObject(f"relocation {info:x} of section {index}")
         value = address(symbols[info >> 32]) + addend
         _ADDRESS.pack_into(memory, places[index] + offset, value & (1 << 64) - 1)
     entry = next((found for found in symbols if _text(names, found.name) == symbol), None)
     if entry is None:
-        raise _Unknown(f"no {symbol}")
+        raise _UnknownObject(f"no {symbol}")
     found = address(entry)
     _make_executable(base, len(memory))
     _loaded.append(memory)
@@ -91,7 +91,7 @@ def _load(code: bytes, symbol: str, known: Mapping[str, int]) -> int:
 def _sections(code: bytes) -> list[_Section]:
     identity, kind, machine, *_, start, _, _, _, _, size, count, _ = _HEADER.unpack_from(code)
     if not identity.startswith(_IDENTITY) or (kind, machine, size) != (_OBJECT, _X86_64, _SECTION.size):
-        raise _Unknown("another format")
+        raise _UnknownObject("another format")
     return [_Section(*_SECTION.unpack_from(code, start + number * size)) for number in range(count)]
 
 
@@ -102,7 +102,7 @@ def _places(sections: list[_Section]) -> tuple[dict[int, int], int]:
         if not section.flags & _IN_MEMORY or section.size == 0:
             continue
         if section.kind != _DATA or section.flags & _WRITABLE or section.alignment > mmap.PAGESIZE:
-            raise _Unknown(f"section {index}")
+            raise _UnknownObject(f"section {index}")
         step = max(1, section.alignment)
         places[index] = (end + step - 1) // step * step
         end = places[index] + section.size
@@ -115,7 +115,7 @@ def _relocations(code: bytes, sections: list[_Section], symbols: int) -> Iterato
         if section.kind not in (_RELOCATIONS, _SHORT_RELOCATIONS):
             continue
         if section.kind != _RELOCATIONS or section.link != symbols:
-            raise _Unknown(f"relocations of type {section.kind}")
+            raise _UnknownObject(f"relocations of type {section.kind}")
         for fields in _RELOCATION.iter_unpack(_bytes(code, section)):
             yield section.info, fields
 
@@ -134,7 +134,7 @@ def _outside(name: str, known: Mapping[str, int]) -> int:
     function: Any = getattr(ctypes.CDLL(None), name, None)
     found = None if function is None else ctypes.cast(function, ctypes.c_void_p).value
     if not found:
-        raise _Unknown(f"no {name} in the C library")
+        raise _UnknownObject(f"no {name} in the C library")
     return found
 
 

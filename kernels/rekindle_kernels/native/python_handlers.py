@@ -32,7 +32,7 @@ from rekindle_kernels.native.layout import (
     METADATA,
     METADATA_KIND,
     WORD,
-    Layout,
+    RecordLayout,
     consecutive,
 )
 
@@ -45,7 +45,7 @@ PLAN = consecutive("Fill", dict.fromkeys(("pages", "layers", "arrays"), "int32")
 PLAN_OPERAND, IDS, FIRST = range(3)  # operands; from FIRST on the layers' arrays, then the pages' arrays
 
 
-def read(layout: Layout, address: int, name: str) -> int:
+def read(layout: RecordLayout, address: int, name: str) -> int:
     """Return a field of the record at `address`."""
     offset, kind = layout.fields[name]
     number = ctypes.c_int32 if kind == "int32" else ctypes.c_int64

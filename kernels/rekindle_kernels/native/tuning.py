@@ -130,7 +130,7 @@ def _probe(kind: str) -> Any:
     return plain
 
 
-class _Part:
+class _CoreWeights:
     """The weights that one core multiplies in a measurement, and its buffers."""
 
     def __init__(self, bits: int, nbytes: int) -> None:
@@ -166,7 +166,7 @@ def _huge_pages(nbytes: int) -> np.ndarray:
 def _rates(bits: int, addresses: list[int]) -> list[list[float]]:
     """GB/s by turn and function: in each turn all of them run once, one after the other."""
     processors = len(os.sched_getaffinity(0))
-    parts = [_Part(bits, BYTES // processors) for _ in range(processors)]
+    parts = [_CoreWeights(bits, BYTES // processors) for _ in range(processors)]
     functions = [ctypes.CFUNCTYPE(None, ctypes.c_int64)(address) for address in addresses]  # they release the GIL
 
     def rate(function: Any) -> float:

@@ -43,7 +43,7 @@ class Implementation:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class Registration:
     """The place of an implementation; its module is imported when the implementation is first used."""
 
     name: str
@@ -57,12 +57,12 @@ class Registry:
     """The implementations of one operation, in order of preference."""
 
     operation: str
-    entries: list[Registered] = field(default_factory=list)
+    entries: list[Registration] = field(default_factory=list)
 
     def register(self, name: str, module: str, attribute: str, *, platforms: tuple[str, ...] = ()) -> None:
         """Add the implementation that `attribute` of `module` holds, after the existing ones."""
         assert name not in self.names(), f"{self.operation} has an implementation {name!r} already"
-        self.entries.append(Registered(name, module, attribute, platforms))
+        self.entries.append(Registration(name, module, attribute, platforms))
 
     def names(self) -> tuple[str, ...]:
         """Return the names that `implementation=` accepts, in order of preference."""

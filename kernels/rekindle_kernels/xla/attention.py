@@ -71,7 +71,7 @@ class Blocks:
 BLOCKS = Blocks()
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """The state of an online softmax for M queries of C rows: the largest logit, the sum and the weighted values."""
 
     largest: Array  # float32 [C, K, M, 1]
@@ -201,7 +201,9 @@ def weighted_values(weights: Array, block: KeyBlock) -> Array:
     return (sums[:, :, :M] + sums[:, :, M:] / 254) * scale
 
 
-def absorb(running: Running, q: Array, block: KeyBlock, seen: Array | None, options: AttentionOptions) -> Running:
+def absorb(
+    running: SoftmaxState, q: Array, block: KeyBlock, seen: Array | None, options: AttentionOptions
+) -> SoftmaxState:
     """Continue an online softmax with a block; `seen` is a mask that broadcasts to [C, K, M, L], None without one."""
     logits = logits_of(q, block, options)
     if seen is not None:
@@ -209,22 +211,22 @@ def absorb(running: Running, q: Array, block: KeyBlock, seen: Array | None, opti
     largest = jnp.maximum(running.largest, jnp.max(logits, axis=-1, keepdims=True))
     weights = jnp.exp(logits - largest)
     keep = jnp.exp(running.largest - largest)
-    return Running(
+    return SoftmaxState(
         largest,
         running.total * keep + jnp.sum(weights, axis=-1, keepdims=True),
         running.values * keep + weighted_values(weights, block),
     )
 
 
-def start(shape: tuple[int, ...], sinks: Array | None) -> Running:
+def start(shape: tuple[int, ...], sinks: Array | None) -> SoftmaxState:
     """Begin the softmax for values of `shape` [C, K, M, D]; a sink ([K, M]) is a logit in front of all blocks."""
     if sinks is None:
-        return Running(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
+        return SoftmaxState(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
     largest = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], (*shape[:-1], 1))
-    return Running(largest, jnp.ones_like(largest), jnp.zeros(shape))
+    return SoftmaxState(largest, jnp.ones_like(largest), jnp.zeros(shape))
 
 
-def finish(running: Running) -> Array:
+def finish(running: SoftmaxState) -> Array:
     return running.values / jnp.where(running.total == 0, 1, running.total)
 
 
@@ -276,7 +278,7 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     first = jnp.min(by_chunk(jnp.where(lens > 0, first_key // keys, page_table.shape[1])), axis=1)
     ends = jnp.cumsum(jnp.maximum(last - first, 0))
 
-    def step(item: Array, running: Running) -> Running:
+    def step(item: Array, running: SoftmaxState) -> SoftmaxState:
         c = jnp.sum(ends <= item) if chunks > 1 else 0
         index = last[c] - ends[c] + item
         rows = lambda x: lax.dynamic_slice_in_dim(x, c * chunk, chunk) if chunks > 1 else x  # noqa: E731
@@ -287,11 +289,11 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         block = read_block(kv, pages, left, kv.pages.dtype == jnp.int8, options.value_size, since)
         at = index * keys + jnp.arange(keys)
         seen = (at < row_lens[:, None]) & (at >= rows(first_key)[:, None])
-        new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
+        new = absorb(SoftmaxState(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
         if chunks == 1:
             return new
         put = lambda old, x: lax.dynamic_update_slice_in_dim(old, x, c * chunk, 0)  # noqa: E731
-        return Running(*map(put, running, new))
+        return SoftmaxState(*map(put, running, new))
 
     by_head = None if sinks is None else sinks.reshape(K, H // K)
     out = finish(lax.fori_loop(0, ends[-1], step, start((*q_sorted.shape[:-1], V), by_head)))
@@ -332,7 +334,7 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         last_key = jnp.minimum(position[-1] + ahead, kv_len)
         first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
 
-        def absorb_keys(index: Array, running: Running, all_seen: bool = False) -> Running:
+        def absorb_keys(index: Array, running: SoftmaxState, all_seen: bool = False) -> SoftmaxState:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             since = None if options.sliding_window is None else (first_key - index * keys)[None]
             block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size, since)

@@ -20,7 +20,7 @@ from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.family import HeadOrder
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
-from rekindle._src.models.loading.gguf.export import Outgoing, write_gguf
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.names import place
 from rekindle._src.models.loading.gguf.rows import paired_rows
 from rekindle._src.models.registry import config_from_hf, gguf_form
@@ -58,7 +58,7 @@ def convert(adapter: Adapter, file: Path, *, config: ModelConfig = CONFIG, extra
         "general.architecture": form.architecture, "general.type": "adapter", "adapter.type": "lora",
         "adapter.lora.alpha": 8.0, **changes,
     }  # fmt: skip
-    tensors = [Outgoing(name, BY_NAME["F32"], array.shape) for name, array in arrays.items()]
+    tensors = [OutgoingTensor(name, BY_NAME["F32"], array.shape) for name, array in arrays.items()]
     write_gguf(file, metadata, tensors, iter(arrays.values()))
     return file
 
@@ -132,7 +132,7 @@ def test_nothing_is_read_before_all_shapes_are_those_of_the_model(adapter: Adapt
     for down, up, words in cases:
         shapes = {"blk.0.attn_q.weight.lora_a": down, "blk.0.attn_q.weight.lora_b": up}
         tensors, file = (
-            [Outgoing(name, BY_NAME["F32"], tuple(shape)) for name, shape in shapes.items()],
+            [OutgoingTensor(name, BY_NAME["F32"], tuple(shape)) for name, shape in shapes.items()],
             tmp_path / "a.gguf",
         )
         pairs = [pair(key, 8, text(value)) for key, value in metadata.items()]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from helpers import checkpoints, gguf_files, mesh_models
 from rekindle._src.models.loading import checkpoint, kept_weights, leaf_arrays, prepared, reading
-from rekindle._src.models.loading.load_progress import Meter
+from rekindle._src.models.loading.load_progress import ByteMeter
 from rekindle._src.models.partition import Partition
 from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import cut
@@ -52,7 +52,7 @@ class Reading:
 
     def parts(self) -> dict[str, dict[int, NDArray[Any]]]:
         found: Any = reading.read_leaves(
-            *self.plan, place=reading.place_on_default_device, meter=Meter(0, None), placement=self.placement
+            *self.plan, place=reading.place_on_default_device, meter=ByteMeter(0, None), placement=self.placement
         )
         return dict(found)
 

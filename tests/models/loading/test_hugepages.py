@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rekindle._src.models.loading import hugepages
-from rekindle._src.models.loading.hugepages import HUGE, PIECE, SLAB, Ahead, aligned
+from rekindle._src.models.loading.hugepages import HUGE, PIECE, SLAB, PrefaultArena, aligned
 
 
 def test_arrays_are_aligned_and_share_no_byte() -> None:
@@ -48,7 +48,7 @@ def test_arrays_lie_in_memory_that_was_touched_ahead_and_nothing_is_written_to_i
         memset(place, value, size)
 
     monkeypatch.setattr(hugepages.ctypes, "memset", slowly)
-    ahead = Ahead(4 * PIECE)
+    ahead = PrefaultArena(4 * PIECE)
     assert touching.wait(60)
     threading.Timer(0.05, go_on.set).start()
     array = aligned((100,), np.uint8)

@@ -25,7 +25,7 @@ from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.gguf import reading, token_table
 from rekindle._src.text.gguf.reading import PartialTokenizer
-from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
+from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, TokenizerRecipe
 from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
 from rekindle._src.text.tokenizer import LONG_TEXT
 from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS
@@ -300,7 +300,7 @@ def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
     made = [*(tmp_path / "cache" / "tokenizers").iterdir()]
     assert len(made) == 2, "the tokenizer, and the table of its tokens"
     with monkeypatch.context() as patched:
-        patched.setattr(Recipe, "whole", None)
+        patched.setattr(TokenizerRecipe, "whole", None)
         patched.setattr(token_table, "_hashed", None)
         again = Tokenizer.load(file).backend
     for text in TEXTS:

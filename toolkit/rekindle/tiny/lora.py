@@ -148,11 +148,11 @@ def _batches(count: int, size: int, random: np.random.Generator) -> Iterator[NDA
 def _loss(params: dict[str, Pair], graph: Graph, leaves: Any, tokens: Array, mask: Array) -> Array:
     module: Any = merge(graph, leaves)
     for path, pair in params.items():
-        adapt(module, path, _Trained(pair))
+        adapt(module, path, _TrainedDelta(pair))
     return -(token_logprobs(module, tokens) * mask).sum() / mask.sum()
 
 
-class _Trained:
+class _TrainedDelta:
     """The product of the matrices that are trained."""
 
     def __init__(self, pair: Pair) -> None:

@@ -21,7 +21,7 @@ from rekindle_kernels.native.language import memory
 from rekindle_kernels.native.language.jit import HANDLER_JIT, inline, jit
 from rekindle_kernels.native.language.memory import acquire, call, fetch_add, free, malloc, publish
 from rekindle_kernels.native.language.records import address_of_record, frame_at, record_at
-from rekindle_kernels.native.layout import WORD, Field, Layout, words
+from rekindle_kernels.native.layout import WORD, RecordField, RecordLayout, words
 
 # What every job begins with: the next block, how many are done, who still uses the job, and how many there are. The
 # kernel's own fields follow; after them is the task, which the threads of a chain call, or memory for asking threads.
@@ -49,15 +49,15 @@ _MAJOR, _MINOR, _PATCH = layout.API_VERSION
 
 def job_layout(
     kind: str, fields: Mapping[str, str], plain: str = "", *, numbers: Mapping[str, str] | None = None
-) -> Layout:
+) -> RecordLayout:
     """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold;
     `plain` names words that explain themselves."""
     names = [*_HEADER, *fields, *plain.split(), *(numbers or {})]
     assert len(names) <= _TASK, f"{kind}: {len(names)} fields, and room for {_TASK}"
     assert len(set(names)) == len(names), f"{kind}: two fields of one name"
     kinds = {name: "float32" if name in (numbers or {}) else "word" for name in names}
-    return Layout(
-        f"{kind} job", {name: Field(WORD * i, kinds[name]) for i, name in enumerate(names)}, WORD * len(names)
+    return RecordLayout(
+        f"{kind} job", {name: RecordField(WORD * i, kinds[name]) for i, name in enumerate(names)}, WORD * len(names)
     )
 
 
@@ -132,7 +132,7 @@ class Kernel:
     """The functions of a kernel, which `build.ensure` turns into machine code. `job` is the layout of its jobs."""
 
     spec: KernelSpec
-    job: Layout
+    job: RecordLayout
     prepare: Any
     block: Any
     finish: Any

@@ -21,17 +21,17 @@ from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import WORD, f32, i32, word
 from rekindle_kernels.native.layout import BUFFER as BUFFER_LAYOUT
-from rekindle_kernels.native.layout import CALL_FRAME, SIZES, Field, Layout
+from rekindle_kernels.native.layout import CALL_FRAME, SIZES, RecordField, RecordLayout
 
 INT, FLOAT = ir.IntType(32), ir.FloatType()
 _STORED = {"word": WORD, "int32": INT, "float32": FLOAT}
 _NUMBA = {"word": types.int64, "int32": types.int64, "float32": types.float32}
 
 
-class Record(types.Type):
+class RecordType(types.Type):
     """The type of a variable that holds the address of a record."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RecordLayout) -> None:
         self.layout = layout
         super().__init__(name=f"Record({layout.name})")
 
@@ -51,26 +51,26 @@ class Frame(types.Type):
         super().__init__(name=f"Frame({spec.kind})")
 
 
-@register_model(Record)
+@register_model(RecordType)
 @register_model(Frame)
 class _AddressModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, WORD)
 
 
-BUFFER = Record(BUFFER_LAYOUT)
+BUFFER = RecordType(BUFFER_LAYOUT)
 
 
 @cache
-def _record(layout: Layout) -> Record:
-    return Record(layout)
+def _record(layout: RecordLayout) -> RecordType:
+    return RecordType(layout)
 
 
 @infer_getattr
 class _RecordAttributes(AttributeTemplate):
-    key = Record
+    key = RecordType
 
-    def generic_resolve(self, record: Record, name: str) -> Any:
+    def generic_resolve(self, record: RecordType, name: str) -> Any:
         field = record.layout.fields.get(name)
         return None if field is None else _NUMBA[field.kind]
 
@@ -87,7 +87,7 @@ class _FrameAttributes(AttributeTemplate):
         return BUFFER if name in frame.arrays else None
 
 
-def _pointer(builder: Any, address: Any, field: Field) -> Any:
+def _pointer(builder: Any, address: Any, field: RecordField) -> Any:
     stored = _STORED[field.kind]
     return builder.gep(builder.inttoptr(address, stored.as_pointer()), [WORD(field.offset // SIZES[field.kind])])
 
@@ -110,8 +110,8 @@ def _read_float32(address: int, index: int) -> float:
 _READERS = {"word": _read_word, "int32": _read_int32, "float32": _read_float32}
 
 
-@lower_getattr_generic(Record)
-def _read(context: Any, builder: Any, record: Record, address: Any, name: str) -> Any:
+@lower_getattr_generic(RecordType)
+def _read(context: Any, builder: Any, record: RecordType, address: Any, name: str) -> Any:
     # By a call, which is inlined after each function has been optimised by itself. With a plain load LLVM copies loops
     # for every field they depend on before that, and object code gets up to 2.6 times as long.
     field = record.layout.fields[name]
@@ -121,7 +121,7 @@ def _read(context: Any, builder: Any, record: Record, address: Any, name: str) -
     return call(builder, [address, WORD(record.layout.index(name))])
 
 
-@lower_setattr_generic(Record)
+@lower_setattr_generic(RecordType)
 def _write(context: Any, builder: Any, signature: Any, args: Any, name: str) -> None:
     field = signature.args[0].layout.fields[name]
     value = builder.trunc(args[1], INT) if field.kind == "int32" else args[1]
@@ -139,7 +139,7 @@ def _array(context: Any, builder: Any, frame: Frame, address: Any, name: str) ->
         return builder.icmp_signed("!=", builder.and_(present, bit), INT(0))
     group, index = frame.arrays[name]
     buffers = builder.load(_pointer(builder, address, CALL_FRAME.fields[group]))
-    buffer = builder.load(_pointer(builder, buffers, Field(8 * index, "word")))
+    buffer = builder.load(_pointer(builder, buffers, RecordField(8 * index, "word")))
     return builder.load(_pointer(builder, buffer, BUFFER_LAYOUT.fields["data"])) if name in frame.records else buffer
 
 
@@ -184,7 +184,7 @@ def typed(numba_type: types.Type) -> Any:
     return at
 
 
-def record_at(layout: Layout) -> Any:
+def record_at(layout: RecordLayout) -> Any:
     """Return a function from an address to the record that lies there."""
     return typed(_record(layout))
 

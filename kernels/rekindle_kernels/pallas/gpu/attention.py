@@ -17,7 +17,7 @@ from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pages import LayerKV, as_stored, as_values
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import block
-from rekindle_kernels.pallas.gpu.block import Paged, Scoring, padded
+from rekindle_kernels.pallas.gpu.block import LogitScaling, PagedKV, padded
 from rekindle_kernels.pallas.gpu.decode import decode
 from rekindle_kernels.tuning import GpuPrefill
 
@@ -70,7 +70,9 @@ def attention(
     return jnp.zeros_like(q) if out is None else out
 
 
-def paged_and_scoring(inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool) -> tuple[Paged, Scoring]:
+def paged_and_scoring(
+    inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool
+) -> tuple[PagedKV, LogitScaling]:
     """Return the pages and the scoring in the kernels' form."""
     pages = as_values(inputs.kv.pages, inputs.kv)
     if 2**31 < pages.nbytes <= 2**32 and pages.dtype.itemsize == 1:
@@ -78,14 +80,14 @@ def paged_and_scoring(inputs: AttentionInputs, options: AttentionOptions, *, int
         raise ValueError(
             f"{pages.nbytes / 2**30:.1f} GiB of one-byte pages in one layer; make it at most 2 GiB or over 4"
         )
-    scoring = Scoring(float(options.scale), options.soft_cap, options.sliding_window, emulated=interpret)
-    return Paged(pages, inputs.kv.scales, inputs.page_table), scoring
+    scoring = LogitScaling(float(options.scale), options.soft_cap, options.sliding_window, emulated=interpret)
+    return PagedKV(pages, inputs.kv.scales, inputs.page_table), scoring
 
 
 def decode_rows(
     inputs: AttentionInputs,
-    paged: Paged,
-    scoring: Scoring,
+    paged: PagedKV,
+    scoring: LogitScaling,
     rows: int,
     *,
     config: tuning.GpuDecode | None = None,
@@ -115,11 +117,11 @@ INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(attention
 
 def _prefill_kernel(
     q_ref: jax.Ref,  # [T, H, D]
-    paged: block.Paged,
+    paged: block.PagedKV,
     table_ref: jax.Ref,  # int32 [5, tiles]
     sinks_ref: jax.Ref | None,  # [H]
     *refs: jax.Ref,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuPrefill,
     group: int,
 ) -> None:
@@ -178,11 +180,11 @@ def _prefill_kernel(
 
 def prefill(
     inputs: AttentionInputs,
-    paged: block.Paged,  # arrays here, references inside the kernel
+    paged: block.PagedKV,  # arrays here, references inside the kernel
     out: Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuPrefill,
     interpret: bool = False,
 ) -> Array:

@@ -26,7 +26,7 @@ K, V = np.int32(0), np.int32(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class LogitScaling:
     """The conversion of raw dot products to logits; static in every kernel."""
 
     scale: float
@@ -110,7 +110,7 @@ def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: Array | None) -> Array:
     return load(ref, (*index, columns), where, (length, padded(head_dim)))
 
 
-class Paged(NamedTuple):
+class PagedKV(NamedTuple):
     """One layer's pages and the page table: Array outside a kernel, jax.Ref inside."""
 
     pages: Any  # [P, 2, K, S, D]
@@ -126,23 +126,23 @@ class KeyPlaces(NamedTuple):
     readable: Array | None  # bool [B]; None: all of them are keys of the sequence
 
 
-def page_ids(paged: Paged, sequence: Array, positions: Array, readable: Array | None) -> Array:
+def page_ids(paged: PagedKV, sequence: Array, positions: Array, readable: Array | None) -> Array:
     """Return the pages of the keys at `positions` [B]; 0 where they must not be read."""
     entry = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
     return load(paged.table, entry, readable)
 
 
-def slots_of(paged: Paged, positions: Array) -> Array:
+def slots_of(paged: PagedKV, positions: Array) -> Array:
     """Return the slots of the keys at `positions` in their pages."""
     page_size = jnp.int32(paged.pages.shape[-2])
     return positions - lax.div(positions, page_size) * page_size
 
 
 def attend(
-    paged: Paged,
+    paged: PagedKV,
     q: Array,  # [M, D]
     state: Softmax,
-    scoring: Scoring,
+    scoring: LogitScaling,
     keys: KeyPlaces,
     *,
     head: Array,

@@ -24,7 +24,7 @@ MERGED = 8  # parts read at once by the merge
 
 def _decode_kernel(
     q_ref: jax.Ref,  # [T, H, D]
-    paged: block.Paged,
+    paged: block.PagedKV,
     lens_ref: jax.Ref,  # int32 [N]
     items_ref: jax.Ref,  # int32 [4, I]
     sinks_ref: jax.Ref | None,  # [H]
@@ -32,7 +32,7 @@ def _decode_kernel(
     top_ref: jax.Ref | None = None,  # float32 [I, H]
     total_ref: jax.Ref | None = None,
     *,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuDecode,
     group: int,
 ) -> None:
@@ -112,10 +112,10 @@ def _merge_kernel(
 
 def decode(
     inputs: AttentionInputs,
-    paged: block.Paged,  # arrays here, references inside the kernel
+    paged: block.PagedKV,  # arrays here, references inside the kernel
     *,
     decode_rows: int,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuDecode,
     extra: int,
     interpret: bool = False,

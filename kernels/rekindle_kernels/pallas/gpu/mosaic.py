@@ -73,7 +73,7 @@ class Ring(NamedTuple):
     free: Any  # barriers: both consumers have read it
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """The shared memory of a program."""
 
     rows: Any  # [consumers, 64, D] in the order of q and of the output
@@ -113,7 +113,9 @@ def _tile(table_ref: Any, index: Array, sizes: KernelSizes, window: int | None) 
     return QueryTile(sequence, query, queries, context, first, oldest, low, high)
 
 
-def _produce(pages_ref: Any, ids_ref: Any, tile: QueryTile, shared: Shared, *, head: Array, sizes: KernelSizes) -> None:
+def _produce(
+    pages_ref: Any, ids_ref: Any, tile: QueryTile, shared: SharedMemory, *, head: Array, sizes: KernelSizes
+) -> None:
     """Copy the blocks that the consumers read, a page at a time."""
     block_k, stages, copied = sizes.block_k, sizes.stages, sizes.copied
     # The range of copied positions. Others are replaced by the nearest of these, so that all blocks have equally many
@@ -169,11 +171,11 @@ def _consume(
     sinks_ref: Any,
     o_ref: Any,
     tile: QueryTile,
-    shared: Shared,
+    shared: SharedMemory,
     *,
     head: Array,
     warpgroup: Array,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     sizes: KernelSizes,
 ) -> None:
     """Compute the attention of one consumer's 64 rows."""
@@ -281,12 +283,12 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(*refs: Any, scoring: block.Scoring, sizes: KernelSizes, sinks: bool) -> None:
+def _kernel(*refs: Any, scoring: block.LogitScaling, sizes: KernelSizes, sinks: bool) -> None:
     q_ref, pages_ref, ids_ref, table_ref, *rest = refs
     sinks_ref = rest.pop(0) if sinks else None
     o_ref, rows, q, q_landed, keys, keys_landed, keys_free, values, values_landed, values_free, raw, turns, *rest = rest
     rings = Ring(keys, keys_landed, keys_free), Ring(values, values_landed, values_free)
-    shared = Shared(rows, q, q_landed, *rings, raw, turns, rest[0] if rest else None)
+    shared = SharedMemory(rows, q, q_landed, *rings, raw, turns, rest[0] if rest else None)
     warpgroup = lax.axis_index("warpgroup")
     first = lax.axis_index("heads")
     # The last tiles of a sequence have the most keys, so they begin first.
@@ -329,11 +331,11 @@ def _scratch(sizes: KernelSizes, dtype: Any, *, emulated: bool) -> list[Any]:
 
 def prefill(
     inputs: AttentionInputs,
-    paged: block.Paged,
+    paged: block.PagedKV,
     out: Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
-    scoring: block.Scoring,
+    scoring: block.LogitScaling,
     config: GpuMosaicPrefill,
     interpret: Any = None,
 ) -> Array:

@@ -162,7 +162,7 @@ class TileShape:
     sliding_window: int | None
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """The keys that one tile reads."""
 
     sequence: Array
@@ -172,7 +172,7 @@ class Span(NamedTuple):
     high: Array
 
 
-def span(table: jax.Ref | Array, tile: Array, shape: TileShape) -> Span:
+def span(table: jax.Ref | Array, tile: Array, shape: TileShape) -> KeySpan:
     """Return the tile's span, from the tile table."""
     queries, context, first = (table[row, tile] for row in (tiles.QUERIES, tiles.CONTEXT, tiles.FIRST))
     size = shape.block_pages * shape.page_size
@@ -183,7 +183,7 @@ def span(table: jax.Ref | Array, tile: Array, shape: TileShape) -> Span:
     low = jnp.zeros_like(high)
     if shape.sliding_window is not None:
         low = jnp.minimum(lax.div(jnp.maximum(nearest - shape.sliding_window + 1, 0), jnp.int32(size)), high)
-    return Span(table[tiles.SEQUENCE, tile], context, nearest, low, high)
+    return KeySpan(table[tiles.SEQUENCE, tile], context, nearest, low, high)
 
 
 class PageFetch:
@@ -193,7 +193,7 @@ class PageFetch:
         self.pages, self.table, self.buffers, self.semaphores = pages, table, buffers, semaphores
         self.shape = shape
 
-    def _for_pages(self, span: Span, block: Array, slot: Array, act: str) -> None:
+    def _for_pages(self, span: KeySpan, block: Array, slot: Array, act: str) -> None:
         first = block * self.shape.block_pages
         count = lax.div(span.context + (self.shape.page_size - 1), jnp.int32(self.shape.page_size)) - first
 
@@ -204,10 +204,10 @@ class PageFetch:
 
         lax.fori_loop(0, jnp.minimum(count, self.shape.block_pages), one, None)
 
-    def start(self, span: Span, block: Array, slot: Array) -> None:
+    def start(self, span: KeySpan, block: Array, slot: Array) -> None:
         self._for_pages(span, block, slot, "start")
 
-    def wait(self, span: Span, block: Array, slot: Array) -> None:
+    def wait(self, span: KeySpan, block: Array, slot: Array) -> None:
         # Waiting counts bytes, so any page of the same size describes the copy.
         self._for_pages(span, block, slot, "wait")
 
@@ -218,7 +218,7 @@ def _attend_block(
     top_ref: jax.Ref,  # float32 [K, M, 128]: running maximum, the same in every lane
     total_ref: jax.Ref,  # float32 [K, M, 128]
     values_ref: jax.Ref,  # float32 [K, M, D]
-    span: Span,
+    span: KeySpan,
     block: Array,
     shape: TileShape,
 ) -> None:

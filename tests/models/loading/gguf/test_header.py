@@ -177,7 +177,7 @@ def test_any_changed_byte_or_cut_is_read_or_refused_with_a_typed_error(
 def test_it_reads_what_the_gguf_package_writes_and_the_package_reads_what_it_writes(file: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
     from rekindle._src.models.loading.gguf.blocks import BY_NAME
-    from rekindle._src.models.loading.gguf.export import Outgoing, write_gguf
+    from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
     writer = gguf.GGUFWriter(file, "llama")
@@ -197,7 +197,7 @@ def test_it_reads_what_the_gguf_package_writes_and_the_package_reads_what_it_wri
 
     ours = tmp_path / "ours.gguf"
     values = {"general.architecture": "llama", "n": 3, "x": 0.25, "on": True, "names": ["a", "ü"], "far": 1 << 40}
-    write_gguf(ours, values, [Outgoing("w", BY_NAME["F32"], (3, 4))], [rows[:1], rows[1:]])
+    write_gguf(ours, values, [OutgoingTensor("w", BY_NAME["F32"], (3, 4))], [rows[:1], rows[1:]])
     theirs = gguf.GGUFReader(ours)
     assert {key: theirs.get_field(key).contents() for key in values} == values
     np.testing.assert_array_equal(theirs.tensors[0].data, rows)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rekindle._src.models.family import HeadOrder, Rewritten
+from rekindle._src.models.family import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.rows import GgufRows, JoinedRows, RewrittenRows, entry_of, joined, stored_places
 from rekindle._src.models.loading.tensor_files import TensorEntry
@@ -44,7 +44,7 @@ def grouped(array: NDArray[np.float32], order: HeadOrder) -> NDArray[np.float32]
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_come_in_the_order_of_folders(kind: str, tmp_path: Path) -> None:
     stored = write(tmp_path / "tensor", kind, ROWS, COLUMNS)
-    read = entry_of("ours", stored, Rewritten(rows=ORDER)).rows
+    read = entry_of("ours", stored, TensorRewrite(rows=ORDER)).rows
     assert isinstance(read, RewrittenRows)
     whole = rows_of(stored)
     expected = grouped(whole(0, ROWS), ORDER)
@@ -61,7 +61,7 @@ def test_heads_come_in_the_order_of_folders(kind: str, tmp_path: Path) -> None:
 def test_columns_are_read_as_numbers(tmp_path: Path) -> None:
     order = HeadOrder(first=0, groups=4, heads=8, size=8)
     stored = write(tmp_path / "tensor", "Q8_0", ROWS, COLUMNS)
-    read = entry_of("ours", stored, Rewritten(columns=order)).rows
+    read = entry_of("ours", stored, TensorRewrite(columns=order)).rows
     assert isinstance(read, RewrittenRows)
     np.testing.assert_array_equal(read(2, 9), grouped(rows_of(stored)(2, 9).T, order).T)
     assert read.packing is None
@@ -71,12 +71,12 @@ def test_rates_are_logarithms_and_axes_are_those_of_folders(tmp_path: Path) -> N
     values = np.linspace(-1, 2, 6, dtype=np.float32)
     (tmp_path / "rates").write_bytes((-np.exp(values)).tobytes())
     stored = TensorEntry("stored", tmp_path / "rates", "F32", (6, 1), 0, 24)
-    entry = entry_of("ours", stored, Rewritten((6,), logarithm=True))
+    entry = entry_of("ours", stored, TensorRewrite((6,), logarithm=True))
     assert entry.shape == (6,) and entry.rows is not None
     np.testing.assert_allclose(entry.rows(1, 5), values[1:5], rtol=1e-6)
-    plain = entry_of("ours", stored, Rewritten((6,)))
+    plain = entry_of("ours", stored, TensorRewrite((6,)))
     assert (plain.shape, plain.rows) == ((6,), None), "the same numbers are read as they are stored"
-    assert entry_of("ours", stored, Rewritten((7,))).shape == (6, 1), "a wrong shape is reported where all are"
+    assert entry_of("ours", stored, TensorRewrite((7,))).shape == (6, 1), "a wrong shape is reported where all are"
 
 
 @pytest.mark.parametrize(("first", "second"), [("Q8_0", "Q8_0"), ("Q8_0", "Q4_0"), ("F32", "F32")])

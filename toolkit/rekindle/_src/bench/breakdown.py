@@ -58,7 +58,7 @@ class Breakdown:
     parts_ms: dict[str, float]  # by the names in PARTS; their sum is step_ms
 
 
-class Step(NamedTuple):
+class StepTiming(NamedTuple):
     """A step that ran. `ended` is the time at which the host had its result, in seconds of time.perf_counter()."""
 
     program: str
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 
 def traced_times(
-    steps: Sequence[Step], trace: Path, parts: Mapping[str, str], is_selected: Callable[[Step], bool]
+    steps: Sequence[StepTiming], trace: Path, parts: Mapping[str, str], is_selected: Callable[[StepTiming], bool]
 ) -> list[dict[str, float]]:
     """Return the milliseconds by part of each selected step, without the first of `steps`."""
     runs = executions(trace)
@@ -95,13 +95,13 @@ def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
 class RecordingRunner:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.steps: list[Step] = []
+        self.steps: list[StepTiming] = []
 
     def fetch(self, in_flight: Any) -> StepResult:
         result: StepResult = self._runner.fetch(in_flight)
         if result.program:
             plan = result.plan
-            step = Step(result.program, len(plan.decode), plan.prefill_tokens, time.perf_counter())
+            step = StepTiming(result.program, len(plan.decode), plan.prefill_tokens, time.perf_counter())
             self.steps.append(step)
         return result
 
@@ -109,17 +109,17 @@ class RecordingRunner:
         return getattr(self._runner, name)
 
 
-async def full_prefills(session: Session, prompts: workloads.Prompts) -> None:
+async def full_prefills(session: Session, prompts: workloads.RandomPrompts) -> None:
     """Run W2 with several prompts at once, so that one step follows the next."""
     await session.cache.clear(tier="memory")
     await session.generate([prompts(1024) for _ in range(8)], max_tokens=1, ignore_eos=True)
 
 
-Round = Callable[["Session", workloads.Prompts], Awaitable[object]]
+Round = Callable[["Session", workloads.RandomPrompts], Awaitable[object]]
 ROUNDS: dict[str, Round] = {"W1": workloads.single_stream, "W2": full_prefills, "W3": workloads.batch}
 
 
-def measures(name: str, step: Step) -> bool:
+def measures(name: str, step: StepTiming) -> bool:
     """True if a workload measures steps of this kind: `step.rows` and `step.tokens` decide."""
     return (step.rows > 0, step.tokens > 0) == (name != "W2", name != "W1")
 
@@ -143,9 +143,9 @@ async def measure(
             runner = client_of(session).engine.runner
             assert isinstance(runner, RecordingRunner), "made by _build"
             await whole_programs(session)
-            prompts, one_round = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
+            prompts, one_round = workloads.RandomPrompts(vocab_size), round_ or ROUNDS[name]
 
-            async def run_round() -> list[Step]:
+            async def run_round() -> list[StepTiming]:
                 runner.steps = []
                 await one_round(session, prompts)
                 async with session.paused():  # no step is in flight now
@@ -156,7 +156,7 @@ async def measure(
                 return None
             program = max(counts, key=counts.__getitem__)
 
-            def is_selected(step: Step) -> bool:
+            def is_selected(step: StepTiming) -> bool:
                 return step.program == program and measures(name, step)
 
             (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.bench.shapes import random_shape
-from rekindle._src.bench.workloads import Prompts, whole_programs
+from rekindle._src.bench.workloads import RandomPrompts, whole_programs
 from rekindle._src.session import opening
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def measure(
         many, long = {"max_requests": max(ROWS), "max_model_len": 512}, {"max_requests": 2, "max_model_len": 8192}
         async with opening.open(model, **{**common, **options, **many}) as session:
             await whole_programs(session)
-            prompts = Prompts(vocab_size)
+            prompts = RandomPrompts(vocab_size)
             for rows in reach(ROWS):
                 say(f"rows {rows}")
                 points.append(Point("rows", rows, await step_ms(session, [prompts(128) for _ in range(rows)])))
@@ -118,7 +118,7 @@ async def _beside_pages(pages: int, common: dict[str, Any]) -> float:
     """Return the step time of a request that decodes while the tree holds `pages` pages."""
     length = min(4000, pages * PAGE_SIZE)
     async with _micro(common, device_pages=pages + 4096, max_requests=4) as session:
-        prompts = Prompts(500)
+        prompts = RandomPrompts(500)
         filled = 0
         while filled < pages:
             await session.generate([prompts(length) for _ in range(4)], max_tokens=1, ignore_eos=True)
@@ -129,7 +129,7 @@ async def _beside_pages(pages: int, common: dict[str, Any]) -> float:
 async def _beside_queue(queued: int, common: dict[str, Any]) -> float:
     """Return the step time of requests that decode in every slot while `queued` other requests wait."""
     async with _micro(common, device_pages=8192, max_requests=4, max_queue=queued + 16) as session:
-        prompts = Prompts(500)
+        prompts = RandomPrompts(500)
         await _decoding(session, [prompts(64) for _ in range(4)])
         running = [prompts(64) for _ in range(4)]
         return await _decoding(session, running, waiting=[prompts(16) for _ in range(queued)])

@@ -24,13 +24,13 @@ import anyio
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import IntArray, Request, Resumed, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Turn
+from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.replicas.routing import Keys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
+from rekindle._src.replicas.routing import AffinityKeys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
@@ -43,7 +43,7 @@ _PREFILL_ROWS = 8
 _TOKEN = 7  # any id: the text does not matter
 
 
-class Arrived:
+class MovedPages:
     """The host memory of a replica that decodes, as its prefix cache sees it: it holds all pages that were moved."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Device:
     def close(self) -> None: ...
 
 
-class Replica:
+class SimulatedReplica:
     """One replica: an engine, and the times of the steps on its device."""
 
     def __init__(
@@ -120,12 +120,12 @@ class Replica:
         self.places = config.max_queue + config.max_requests
         limits = dataclasses.replace(limits, max_queue=self.places)
         pool = PagePool(config.device_pages)
-        self._arrived = Arrived()
+        self._arrived = MovedPages()
         tier = self._arrived if role == "decode" else None
         self._cache = PrefixCache(pool, config.page_size, b"simulated", host_tier=tier) if config.prefix_cache else None
         self.scheduler: Scheduler = Scheduler(limits, pool, cache=self._cache, policy=config.policy, seed=0)
         self._engine = Engine(self.scheduler, Device(), config)
-        self._turn: Turn | None = None  # ends with the step that runs
+        self._turn: LoopTurn | None = None  # ends with the step that runs
         self.inside = 0
         self.routed = 0
         self.busy = 0.0
@@ -165,7 +165,7 @@ class Replica:
         return deltas, self._begin()
 
 
-class Outcome(NamedTuple):
+class SimulationOutcome(NamedTuple):
     """The result of a simulation, or of a real run in the same terms. Times in seconds."""
 
     requests: int
@@ -224,31 +224,31 @@ def simulate(
     move: float = 0.0,
     watch: Watch | None = None,
     spread: Sequence[float] = (),
-) -> Outcome:
+) -> SimulationOutcome:
     """Run a load on `replicas` replicas, one by default. With `roles`, each prompt token takes `move` s to a replica
     that decodes. `watch` decides which tokens count; it knows requests by their place in `asks`. `spread` has equally
     likely factors for the times that `cost` gives."""
     active_router = router_named(router) if isinstance(router, str) else router
     replica_roles = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    members = [Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
+    members = [SimulatedReplica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
     fleet = {member.name: member for member in members}
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
     handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, SimulatedRequest | Replica | str]] = [
+    queue: list[tuple[float, int, SimulatedRequest | SimulatedReplica | str]] = [
         (ask.at + cost.request, next(order), ask) for ask in asks
     ]
     heapq.heapify(queue)
     watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
 
-    def begin(replica: Replica, seconds: float | None) -> None:
+    def begin(replica: SimulatedReplica, seconds: float | None) -> None:
         if seconds is not None:
             heapq.heappush(queue, (now + seconds, next(order), replica))
 
-    def assign(ask: SimulatedRequest, among: Sequence[Replica]) -> Replica | None:
+    def assign(ask: SimulatedRequest, among: Sequence[SimulatedReplica]) -> SimulatedReplica | None:
         loads = [Load(member.name, member.inside, member.places) for member in among]
-        route = active_router.choose(Keys(ask.opening, ask.conversation), loads)
+        route = active_router.choose(AffinityKeys(ask.opening, ask.conversation), loads)
         if route is None:
             return None
         replica = fleet[route.name]
@@ -258,7 +258,7 @@ def simulate(
 
     while queue:
         now, number, event = heapq.heappop(queue)
-        if isinstance(event, Replica):
+        if isinstance(event, SimulatedReplica):
             deltas, seconds = event.end_step()
             for name, tokens, ended in deltas:
                 goes_on = ended and event.role == "prefill" and name in handoffs
@@ -271,7 +271,7 @@ def simulate(
         if isinstance(event, str):
             ask, request = handoffs.pop(event)
             replica = assign(ask, decode) or min(decode, key=lambda one: one.inside)
-            replica.take(dataclasses.replace(request, resumed=Resumed(np.array([_TOKEN], np.int32))))
+            replica.take(dataclasses.replace(request, resumed=ResumeState(np.array([_TOKEN], np.int32))))
             begin(replica, replica.wake())
             continue
         name = str(number)
@@ -291,7 +291,7 @@ def simulate(
     prompts = sum(member.prompt_tokens for member in figures)
     counts = [member.routed for member in fleet.values()]
     seconds = now - asks[0].at if asks else 0.0
-    return Outcome(
+    return SimulationOutcome(
         requests=sum(counts) - (sum(member.routed for member in prefill) if roles is not None else 0),
         refused=refused,
         seconds=seconds,
@@ -511,21 +511,21 @@ BUSY = 0.15  # approximate share of the time in which they keep the device busy
 OUTPUT = 24  # tokens
 
 
-class Measured(NamedTuple):
+class SessionPace(NamedTuple):
     """The pace of an open session on this machine."""
 
     cost: StepCost
     spread: tuple[float, ...]  # see `StepCost.spread`
 
 
-def measure_model(model: str, **options: Any) -> Measured:
+def measure_model(model: str, **options: Any) -> SessionPace:
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
         return measure(session)
 
 
-def measure(session: Session, *, seed: int = 0) -> Measured:
+def measure(session: Session, *, seed: int = 0) -> SessionPace:
     """Return the pace of an open session. The first round only compiles.
 
     A request's cost in addition to its steps is the time by which first tokens of chats took longer than in a
@@ -554,7 +554,7 @@ def measure(session: Session, *, seed: int = 0) -> Measured:
     cost = StepCost.fit([*steps, *_usable(batches)])
     simulated = simulate(asks, session.config, cost, spread=cost.spread(steps))
     overhead = max(0.0, percentile(watch.first, 0.5) - simulated.first_token[0])
-    return Measured(dataclasses.replace(cost, request=overhead), cost.spread(steps))
+    return SessionPace(dataclasses.replace(cost, request=overhead), cost.spread(steps))
 
 
 async def replay(target: Any, asks: Sequence[SimulatedRequest], watch: Watch | None = None) -> tuple[Watch, float]:

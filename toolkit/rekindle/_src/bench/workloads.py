@@ -37,7 +37,7 @@ SHARED = 1024  # tokens of W4's prefix
 LONG = 8064
 
 
-class Prompts:
+class RandomPrompts:
     """Random prompts; every call returns a new one."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -66,7 +66,7 @@ class Idleness:
         return max(0.0, 1 - (self._session.stats().device_seconds - self._busy) / seconds)
 
 
-async def single_stream(session: Session, prompts: Prompts) -> Figures:
+async def single_stream(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W1: one stream."""
     await session.cache.clear(tier="memory")
     device = Idleness(session)
@@ -79,7 +79,7 @@ async def single_stream(session: Session, prompts: Prompts) -> Figures:
     }
 
 
-async def prefill(session: Session, prompts: Prompts) -> Figures:
+async def prefill(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W2: one long prompt."""
     await session.cache.clear(tier="memory")
     length = _beside(session, 1, SHARED)
@@ -87,7 +87,7 @@ async def prefill(session: Session, prompts: Prompts) -> Figures:
     return {"prefill_tok_s": length / completion.timings.first_token}
 
 
-async def batch(session: Session, prompts: Prompts) -> Figures:
+async def batch(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W3: 32 requests at once."""
     await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
@@ -95,7 +95,7 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
     return {**await together(session, inputs, prompts.lengths(32, 96, 32)), "idle_share": device.share}
 
 
-async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
+async def shared_prefix(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W4: all requests at once with a cold cache, then with the prefix sent first; the time includes that."""
     prefix = prompts(_beside(session, 32 + 32, SHARED))
     await session.cache.clear(tier="memory")
@@ -117,14 +117,14 @@ def _beside(session: Session, others: int, tokens: int) -> int:
     return min(tokens, (session.config.max_model_len or tokens + others) - others)
 
 
-async def long_context(session: Session, prompts: Prompts) -> Figures:
+async def long_context(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W6: decoding with a long context."""
     await session.cache.clear(tier="memory")
     completion = await session.generate(prompts(LONG), max_tokens=64, ignore_eos=True)
     return {"prefill_tok_s": LONG / completion.timings.first_token, "decode_tok_s": completion.timings.decode_rate(64)}
 
 
-async def arrivals(session: Session, prompts: Prompts) -> Figures:
+async def arrivals(session: Session, prompts: RandomPrompts) -> Figures:
     """Run W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch reaches."""
     await session.cache.clear(tier="memory")
     count = 48
@@ -187,7 +187,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else 0.0
 
 
-Workload = Callable[["Session", Prompts], Awaitable[Figures]]
+Workload = Callable[["Session", RandomPrompts], Awaitable[Figures]]
 WORKLOADS: dict[str, Workload] = {
     "W1": single_stream,
     "W2": prefill,
@@ -281,7 +281,7 @@ def _first(order: dict[str, Any]) -> dict[str, Any]:
 def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
     from rekindle._src.session.opening import open_sync
 
-    prompts = Prompts(500)  # ids below 500 are in every vocabulary
+    prompts = RandomPrompts(500)  # ids below 500 are in every vocabulary
     prefix, unrelated = prompts(SHARED), prompts(SHARED)
     requests, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, unrelated))
     restored = order["do"] == "restored"

@@ -80,7 +80,7 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
     precompile = "all" if current_platform() == "cpu" else "lazy"
     options = {"precompile": precompile, "quiet": True, **needed(model, name, options), **options}
     async with opening.open(model, **options) as session:
-        prompts = workloads.Prompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
+        prompts = workloads.RandomPrompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
         runs = await _runs(session, functools.partial(workloads.WORKLOADS[name], session, prompts), repeat)
         stats = session.stats()
     figures = _medians(runs)

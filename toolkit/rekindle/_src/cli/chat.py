@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         with reader.waiting():
             session = stack.enter_context(open_sync(arguments.model, **engine_options(arguments)))
             session.render("Hello")  # refuses a model that can't chat before a word is typed
-        Chat(session, reader, Writer(), arguments.system, options).run()
+        Chat(session, reader, TerminalWriter(), arguments.system, options).run()
     return 0
 
 
@@ -54,7 +54,7 @@ class Chat:
     """A conversation at a terminal, or with the lines of a pipe."""
 
     def __init__(
-        self, session: Session, reader: Lines, writer: Writer, system: str | None, options: dict[str, Any]
+        self, session: Session, reader: Lines, writer: TerminalWriter, system: str | None, options: dict[str, Any]
     ) -> None:
         self.session, self.reader, self.writer = session, reader, writer
         self._system, self._options = system, options
@@ -362,7 +362,7 @@ def _history(folder: Path) -> Any:
     return InMemoryHistory()
 
 
-class Writer:
+class TerminalWriter:
     """Writes text piece by piece. In a terminal, words wrap whole, and control characters are visible."""
 
     def __init__(self) -> None:

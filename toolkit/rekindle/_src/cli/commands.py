@@ -25,7 +25,7 @@ from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import Completion
-    from rekindle._src.programs.warming import Warmed
+    from rekindle._src.programs.warming import WarmingProgress
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -111,9 +111,9 @@ LAST_SECONDS = 2.0  # for a follower's call in progress, after the leader is gon
 def follow(arguments: argparse.Namespace) -> int:
     """Give a leader's session this process's devices, until it ends."""
     from rekindle._src.opening.following import follow
-    from rekindle._src.processes.greeting import Place
+    from rekindle._src.processes.greeting import ProcessPlace
 
-    place, options = Place(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
+    place, options = ProcessPlace(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
     follow(arguments.coordinator, place, model=arguments.model, wait=arguments.wait, say=_say, lost=_lost, **options)
     _say("the session has ended")
     return 0
@@ -187,7 +187,7 @@ def _check_kind(kind: str) -> None:
         raise ConfigError("--device-kind", kind, problem, fix)
 
 
-def _show(warmed: Warmed) -> None:
+def _show(warmed: WarmingProgress) -> None:
     program = warmed.program
     line = f"[{warmed.done:2}/{warmed.total}] {program.name:8} {program.origin} in {program.seconds:.2f} s"
     print(line, file=sys.stderr, flush=True)

@@ -157,7 +157,7 @@ class _Files:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Writing:
+class _AwaitableWrite:
     """The object that Orbax awaits. A coroutine would warn where a full disk keeps Orbax from awaiting it."""
 
     directory: Any
@@ -172,7 +172,7 @@ class _Handler:
     """Writes the one item of such a checkpoint for Orbax, or returns the place of its files."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
-        return _Writing(directory, checkpointable)
+        return _AwaitableWrite(directory, checkpointable)
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Path]:
         async def read() -> Path:

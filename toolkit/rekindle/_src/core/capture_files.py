@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import close_each
-from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, Tapped
+from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, RequestTaps
 from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
 from rekindle_kernels import private_files
@@ -42,13 +42,13 @@ def name_of(key: Key) -> str:
 class CaptureFiles:
     """The files of one request's captures. Every method may wait for the disk."""
 
-    def __init__(self, tapped: Tapped, length: int, *, quiet: bool = True) -> None:
+    def __init__(self, tapped: RequestTaps, length: int, *, quiet: bool = True) -> None:
         """Make nothing yet. `length` are the positions that the request has at most."""
         assert tapped.into is not None, "the request names no folder"
         self.into, self._layers = Path(tapped.into), tapped.layers
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
         self._folder: Path | None = None
-        self._files: dict[Key, _Growing] = {}
+        self._files: dict[Key, _GrowingFile] = {}
         self._positions: list[NDArray[np.int32]] = []
         self._written = 0
         self._activity = Activity(self.look, quiet=quiet)
@@ -70,7 +70,7 @@ class CaptureFiles:
             self._activity.start()
         for key, array in part.arrays.items():
             if key not in self._files:
-                self._files[key] = _Growing(self._folder / f"{name_of(key)}{SUFFIX}", array)
+                self._files[key] = _GrowingFile(self._folder / f"{name_of(key)}{SUFFIX}", array)
             self._files[key].append(array)
         self._positions.append(part.positions)
         self._written += len(part.positions)
@@ -107,7 +107,7 @@ class CaptureFiles:
         return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self.into}", share)
 
 
-class _Growing:
+class _GrowingFile:
     """A safetensors file whose array is appended to."""
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:

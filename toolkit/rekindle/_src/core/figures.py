@@ -12,7 +12,7 @@ T = TypeVar("T")
 Group = Literal["requests", "tokens", "steps", "pages"]
 
 
-class Figure(NamedTuple):
+class FigureSpec(NamedTuple):
     """The declaration of one figure."""
 
     name: str
@@ -23,7 +23,7 @@ class Figure(NamedTuple):
     own: bool  # vLLM has no metric of that name
 
 
-FIGURES: dict[str, Figure] = {}
+FIGURES: dict[str, FigureSpec] = {}
 
 
 def figure(
@@ -33,7 +33,7 @@ def figure(
 
     def declare(getter: Callable[[Any], T]) -> Callable[[Any], T]:
         words = " ".join((getter.__doc__ or "").split())
-        FIGURES[getter.__name__] = Figure(getter.__name__, group, words, gauge, counters, own)
+        FIGURES[getter.__name__] = FigureSpec(getter.__name__, group, words, gauge, counters, own)
         return getter
 
     return declare

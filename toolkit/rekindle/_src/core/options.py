@@ -35,7 +35,7 @@ Place = Literal["command", "serve", "warm", "http", "checkpoint"]
 _ENTRY = re.compile(r"    (\w+) \([^:]*\): (.*)")  # an option in a docstring: name (default): words
 
 
-class Check(Protocol):
+class Validator(Protocol):
     """Returns a value in the form that the record keeps, or raises `error`. Any object may arrive here."""
 
     def __call__(self, name: str, value: Any, error: Refusal, /) -> Any: ...
@@ -135,7 +135,7 @@ class Option(NamedTuple):
 
     name: str
     default: Any  # or a function that makes it, for a mapping
-    check: Check
+    check: Validator
     also: tuple[Place, ...]  # where else it is offered
 
     def new_default(self) -> Any:
@@ -143,7 +143,7 @@ class Option(NamedTuple):
         return self.default() if isinstance(self.default, type) else self.default
 
 
-def option(default: Any, check: Check, *, also: tuple[Place, ...] = ()) -> Any:
+def option(default: Any, check: Validator, *, also: tuple[Place, ...] = ()) -> Any:
     """Declare a field of a record of options. A type as the default is called for each record."""
     metadata = {"option": (check, also)}
     if isinstance(default, type):

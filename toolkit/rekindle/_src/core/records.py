@@ -21,7 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
-    Parsing,
+    DeferredParse,
     ReasoningDelta,
     Reply,
     ReplyEvent,
@@ -30,7 +30,7 @@ from rekindle._src.core.reply import (
     fold,
 )
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.core.taps import Captured
 from rekindle.errors import NotParsed
 
@@ -42,7 +42,7 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-class Guided(NamedTuple):
+class GuideReport(NamedTuple):
     """The report of a guide on a token that it took."""
 
     forced: bool = False  # no other text could have come
@@ -76,7 +76,7 @@ class GuideLike(Protocol):
         """Write the tokens that may come next; return the reason if there are none, else an empty string."""
         ...
 
-    def consume(self, token: int) -> Guided:
+    def consume(self, token: int) -> GuideReport:
         """Move on by one token."""
         ...
 
@@ -126,7 +126,7 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
-class Resumed(NamedTuple):
+class ResumeState(NamedTuple):
     """The state of a sequence that another process had to give up. It continues from there, as after a preemption."""
 
     token_ids: IntArray  # tokens generated so far
@@ -158,12 +158,12 @@ class Request:
     index: int = 0  # of the sequence among the n
     pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
     guide: GuideLike | None = None  # decides how its text may go on; the only part that changes, on the device's thread
-    resumed: Resumed | None = None  # if it began in another process
+    resumed: ResumeState | None = None  # if it began in another process
     caller: str = ""  # grammars of several callers are compiled by turns
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
     adapter: AdapterLike | None = None  # added to the model's weights
     altered: tuple[str, ...] = ()  # digests of what changes its keys and values, such as its adapter's
-    tapped: Tapped | None = None  # what it reads and changes inside the model
+    tapped: RequestTaps | None = None  # what it reads and changes inside the model
 
     @property
     def root(self) -> str | None:
@@ -296,7 +296,7 @@ class RowResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
-    guided: Guided | None = None  # the guide's report on the token
+    guided: GuideReport | None = None  # the guide's report on the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
     pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
     captured: CapturedPart | None = None  # at the positions that the request wants of it
@@ -326,7 +326,7 @@ class RowResult:
             () if self.captured is None else (self.captured,),
         )
 
-    def following(self, guided: Guided, error: Exception | None) -> RowResult:
+    def following(self, guided: GuideReport, error: Exception | None) -> RowResult:
         """Return the result with its guide's report, in half the time of `dataclasses.replace`."""
         return RowResult(
             self.request_id,
@@ -394,7 +394,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
-    guided: tuple[Guided, ...] = ()  # the guide's report on each token
+    guided: tuple[GuideReport, ...] = ()  # the guide's report on each token
     weights_version: int = 0  # of its tokens: how often weights had been swapped
     captured: tuple[CapturedPart, ...] = ()
 
@@ -520,7 +520,7 @@ class Completion:
     @property
     def parse_error(self) -> NotParsed | None:
         """The reason why `parsed` is None in spite of a structure, else None. Its `reason` is one word."""
-        parsing: Parsing | None = self.parsing
+        parsing: DeferredParse | None = self.parsing
         return None if parsing is None else parsing.get().problem
 
     @property
@@ -629,7 +629,7 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Embedded:
+class EmbeddingResult:
     """The pooled hidden states of a prompt."""
 
     vector: Vector

@@ -133,39 +133,39 @@ def as_text(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-class Parsed(NamedTuple):
+class ParseResult(NamedTuple):
     """An object, or the reason why there is none."""
 
     value: Any = None
     problem: NotParsed | None = None
 
 
-class Parsing:
+class DeferredParse:
     """Builds the object of a text, in the thread that asks for it, since users' classes take part."""
 
     __slots__ = ("_parse", "_parsed", "_text")
 
     def __init__(self, text: str, parse: Callable[[str], Any], problem: NotParsed | None = None) -> None:
         self._text, self._parse = text, parse
-        self._parsed = None if problem is None else Parsed(None, problem)
+        self._parsed = None if problem is None else ParseResult(None, problem)
 
-    def get(self) -> Parsed:
+    def get(self) -> ParseResult:
         """Return the object, the same one each time. A validator's objection becomes the problem of the result."""
         if self._parsed is None:
             try:
-                self._parsed = Parsed(self._parse(self._text))
+                self._parsed = ParseResult(self._parse(self._text))
             except Exception as error:
                 message = str(error).strip() or type(error).__name__
                 problem = NotParsed("invalid", f"the text does not validate: {message}")
                 problem.__cause__ = error
-                self._parsed = Parsed(None, problem)
+                self._parsed = ParseResult(None, problem)
         return self._parsed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self._text, self.get())
 
 
-def _made(text: str, parsed: Parsed) -> Parsing:
-    parsing = Parsing(text, str)
+def _made(text: str, parsed: ParseResult) -> DeferredParse:
+    parsing = DeferredParse(text, str)
     parsing._parsed = parsed
     return parsing

@@ -14,10 +14,10 @@ from rekindle._src.core import foreign_names, html
 from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
-    Check,
     Flag,
     Real,
     Refusal,
+    Validator,
     Whole,
     Word,
     bounded,
@@ -206,7 +206,7 @@ def _count(name: str, value: Any, error: Refusal) -> int:
     return _COUNT(name, value, error)
 
 
-def _alternatives(most: int) -> Check:
+def _alternatives(most: int) -> Validator:
     """Return a check of how many likely tokens to see; True means 1."""
     number = Whole(0, most, "Use the number of alternatives to see, such as 5")
 

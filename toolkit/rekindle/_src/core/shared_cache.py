@@ -66,7 +66,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "time
 class SharedCache:
     """Thread-safe. Satisfies `read_through.Behind`."""
 
-    def __init__(self, folder: Path, where: str, place: Place, key: bytes | None) -> None:
+    def __init__(self, folder: Path, where: str, place: BlobPlace, key: bytes | None) -> None:
         self.folder, self.where = folder, where
         self.max_bytes, self.max_age = MAX_BYTES, MAX_AGE
         self.fetched = self.missed = self.refused = self.failed = self.stored = 0
@@ -232,7 +232,7 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
             read_through.attach(folder, SharedCache(folder, where, place, key))
 
 
-def _check_private(where: str, place: Place) -> None:
+def _check_private(where: str, place: BlobPlace) -> None:
     reason: str | None = "is reached by others, too"
     if isinstance(place, FolderPlace):
         reasons = (private_files.distrust_reason(place.root / kind) for kind in KINDS)
@@ -277,7 +277,7 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
     """Write an entry as the blob `name`; return its size in bytes. Raises OSError."""
     files = _files(entry)
     header = json.dumps({"name": name, "files": [(path, file.stat().st_size) for path, file in files]}).encode()
-    mark = _Mark(key)
+    mark = _BlobSignature(key)
     total = out.write(mark.added(MAGIC + len(header).to_bytes(_LENGTH, "little") + header))
     for path, file in files:
         size = file.stat().st_size
@@ -293,7 +293,7 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
 def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, limit: int) -> int:
     """Write a blob's files to `target`, which must not exist yet; return their size in bytes. Raises StoreError for a
     blob that is damaged, too large or not `name`'s; the caller removes the files written so far."""
-    mark = _Mark(key)
+    mark = _BlobSignature(key)
     begin = mark.added(_exactly(blob, len(MAGIC) + _LENGTH))
     if not begin.startswith(MAGIC):
         raise StoreError("it is not a blob of this version")
@@ -319,7 +319,7 @@ def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, limit: i
     return total
 
 
-def _unpack_large(blob: IO[bytes], size: int, mark: _Mark, out: IO[bytes]) -> int:
+def _unpack_large(blob: IO[bytes], size: int, mark: _BlobSignature, out: IO[bytes]) -> int:
     """Unpack up to `size` bytes and return their number. They are read, marked and written at the same time, in reused
     memory: new memory for each piece cost as much as the marks."""
     parts: deque[tuple[memoryview, tuple[Future[Any], ...]]] = deque()
@@ -351,7 +351,7 @@ def _read_into(blob: IO[bytes], memory: memoryview) -> int:
     return len(piece)
 
 
-class _Mark:
+class _BlobSignature:
     """The mark over all added data. A thread adds large pieces while they are written or the next one is read:
     this took half of the time for 260 MB of weights."""
 
@@ -445,7 +445,7 @@ class Blob(NamedTuple):
     written: float  # seconds since the epoch; the present time if the store does not tell
 
 
-class Place(Protocol):
+class BlobPlace(Protocol):
     """Blobs by kind and name. Methods raise OSError, or any exception of the store's library."""
 
     def open(self, kind: str, name: str) -> IO[bytes]:
@@ -467,7 +467,7 @@ class Place(Protocol):
         ...
 
 
-def place_of(where: str) -> Place:
+def place_of(where: str) -> BlobPlace:
     """Return the place of this path or URL. Raises ConfigError and MissingExtra."""
     protocol, separator, rest = where.partition("://")
     if not separator or protocol in ("file", "local"):

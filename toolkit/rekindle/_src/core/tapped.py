@@ -103,7 +103,7 @@ class Backlog:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Tapped:
+class RequestTaps:
     """The taps of one request, resolved for its prompt."""
 
     keys: tuple[Key, ...] = ()
@@ -167,7 +167,7 @@ def resolve(
     prompt_length: int,
     facts: TapFacts | None,
     custom: Sequence[str] = (),
-) -> Tapped | None:
+) -> RequestTaps | None:
     """Return the taps of a request that has any; None elsewhere than in the model's process. Raise `InvalidRequest` for
     what can't be had.
 
@@ -194,7 +194,7 @@ def resolve(
     _check_size(edits)
     wanted = () if capture is None else runs_of("capture", capture.positions, prompt_length)
     names = tuple(name for name in facts.custom if name in custom)
-    return Tapped(
+    return RequestTaps(
         () if capture is None else keys_of(capture, facts),
         wanted,
         edits,

@@ -87,7 +87,7 @@ class Resume(NamedTuple):
     """caller → schedule: the opposite of one `Pause`."""
 
 
-class Stepped(NamedTuple):
+class StepOutcome(NamedTuple):
     """The outcome of a single step; `result` is None if there was nothing to do."""
 
     result: StepResult | None
@@ -97,7 +97,7 @@ class Stepped(NamedTuple):
 class StepOnce(NamedTuple):
     """caller → schedule: run exactly one step of a paused session."""
 
-    report: OneShot[Stepped]
+    report: OneShot[StepOutcome]
 
 
 class Exclusive(NamedTuple):
@@ -113,14 +113,14 @@ class Drain(NamedTuple):
     """intake → backend, last of all: end once every request has ended."""
 
 
-class Turn(NamedTuple):
+class LoopTurn(NamedTuple):
     """schedule → step: dispatch `plan`, then fetch the step dispatched in the turn before."""
 
     plan: StepPlan | None
     job: Callable[[], Any] | None = None  # instead of a step
 
 
-class Outcome(NamedTuple):
+class TurnOutcome(NamedTuple):
     """step → schedule: the results of a turn."""
 
     result: StepResult | None = None
@@ -139,7 +139,7 @@ class Events(NamedTuple):
 
 Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
 BackendMessage = Request | Abort | Finish | Control | Drain
-ScheduleMessage = BackendMessage | Outcome
+ScheduleMessage = BackendMessage | TurnOutcome
 
 
 def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:

@@ -23,9 +23,9 @@ from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.own_failure import close_each, own_failure
 from rekindle._src.core.records import (
     Completion,
-    Embedded,
+    EmbeddingResult,
     FinishReason,
-    Guided,
+    GuideReport,
     Request,
     TextDelta,
     Timings,
@@ -34,12 +34,12 @@ from rekindle._src.core.records import (
     Usage,
     Vector,
 )
-from rekindle._src.core.reply import Parsing, ReplyEvent, fold
+from rekindle._src.core.reply import DeferredParse, ReplyEvent, fold
 from rekindle._src.core.tapped import CapturedPart
 from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Abort, Events, Finish, ScheduleMessage
 from rekindle._src.dispatch.capture_writer import CaptureWriter
-from rekindle._src.dispatch.threads import Mailbox, OneShot, Outcome, Relayed
+from rekindle._src.dispatch.threads import Mailbox, OneShot, Outcome, RelayResult
 from rekindle.errors import NotParsed, NotParsedReason, RekindleError, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class OutputState(Output):
         program_wait: ProgramWait = NO_WAIT,
         *,
         scanner: ReplyScanner | None = None,
-        structured: Structured | None = None,
+        structured: TextStructure | None = None,
         writer: CaptureWriter | None = None,
     ) -> None:
         super().__init__(request, mailbox, request.index)
@@ -121,7 +121,7 @@ class OutputState(Output):
         self._tokens: list[int] = []
         self._versions: list[int] = []  # of the weights, for each token
         self._structured = structured
-        self._guided: list[Guided] = []  # one for each token, if the text follows a structure
+        self._guided: list[GuideReport] = []  # one for each token, if the text follows a structure
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._scores = 0  # of them, those delivered
@@ -228,7 +228,9 @@ class OutputState(Output):
             return None
         return Captured.joined(self._captured[first:], tapped.layers)
 
-    def completion(self, reason: FinishReason, now: float, captured: Captured | None = None) -> Completion | Embedded:
+    def completion(
+        self, reason: FinishReason, now: float, captured: Captured | None = None
+    ) -> Completion | EmbeddingResult:
         """Return the completion of a sequence that ended for `reason` at `now`, or its embedding.
 
         `captured` are its captures if they are in files.
@@ -244,7 +246,7 @@ class OutputState(Output):
         )
         if request.pooling is not None:
             assert self._pooled is not None, f"{request.id} ended without its vector"
-            return Embedded(self._pooled, usage, timings)
+            return EmbeddingResult(self._pooled, usage, timings)
         if captured is None and (inside := self._joined()) is not None:
             captured = inside.before(self._end_of_captures)
         text, structured = "".join(self._text), self._structured
@@ -414,10 +416,10 @@ class RelayedOutput(Output):
     def outcome(
         self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
     ) -> Outcome:
-        return Relayed(reason) if error is None else error  # its reader knows the reason from the last event
+        return RelayResult(reason) if error is None else error  # its reader knows the reason from the last event
 
 
-class Structured(NamedTuple):
+class TextStructure(NamedTuple):
     """The structure of a request's text, and the parts from which its object is made."""
 
     structure: Structure
@@ -425,16 +427,18 @@ class Structured(NamedTuple):
     decode: Callable[[Sequence[int]], str]
     closes: str | None = None  # the text that ends a model's reasoning
 
-    def parsing(self, text: str, tokens: Sequence[int], guided: Sequence[Guided], reason: FinishReason) -> Parsing:
+    def parsing(
+        self, text: str, tokens: Sequence[int], guided: Sequence[GuideReport], reason: FinishReason
+    ) -> DeferredParse:
         """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
         if self.before:
             text = self.decode([*self.before, *tokens])
         if self.closes is not None and self.closes in text:
             text = text.partition(self.closes)[2]
-        return Parsing(text, self.structure.parse, _cut(guided, reason))
+        return DeferredParse(text, self.structure.parse, _cut(guided, reason))
 
 
-def _cut(guided: Sequence[Guided], reason: FinishReason) -> NotParsed | None:
+def _cut(guided: Sequence[GuideReport], reason: FinishReason) -> NotParsed | None:
     """Return why a text is not whole; None if it is.
 
     A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.

@@ -9,7 +9,7 @@ from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.core.records import PageMove
 
 
-class Freed(NamedTuple):
+class FreedMemory(NamedTuple):
     """Bytes of device memory that were given back."""
 
     weights: int
@@ -42,7 +42,7 @@ class Device:
         """Read pages out to the tiers below."""
         raise NotImplementedError("no tiers")
 
-    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> Freed:
+    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> FreedMemory:
         """Read pages out, then give device memory back. With `drop`, weights are read again from their source."""
         raise NotImplementedError("no weights")
 

@@ -29,13 +29,13 @@ from rekindle._src.dispatch.backend import (
     Drain,
     Events,
     Exclusive,
-    Outcome,
+    LoopTurn,
     Pause,
     Resume,
     ScheduleMessage,
     StepOnce,
-    Stepped,
-    Turn,
+    StepOutcome,
+    TurnOutcome,
     next_waiting,
     take,
 )
@@ -73,8 +73,8 @@ class Engine:
         self._turning = False  # a turn has begun and not ended
         self._pauses = 0
         self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
-        self._steps: deque[OneShot[Stepped]] = deque()  # requested single steps
-        self._stepping: OneShot[Stepped] | None = None  # the one that runs
+        self._steps: deque[OneShot[StepOutcome]] = deque()  # requested single steps
+        self._stepping: OneShot[StepOutcome] | None = None  # the one that runs
         self._exclusive: deque[Exclusive] = deque()
         self._job: Exclusive | None = None  # the one that runs
         self._draining = False
@@ -98,7 +98,7 @@ class Engine:
         batch = self.events()
         return () if batch is None else batch.events
 
-    def begin(self) -> Turn | None:
+    def begin(self) -> LoopTurn | None:
         """Plan the next step. Return the device's next turn, if it may have one now."""
         if self._turning:
             return None
@@ -110,11 +110,11 @@ class Engine:
                 return None
             self._job = self._exclusive.popleft()
             self._turning = True
-            return Turn(None, self._job.job)
+            return LoopTurn(None, self._job.job)
         self._last, self._turning = plan, True
-        return Turn(plan)
+        return LoopTurn(plan)
 
-    def advance(self, turn: Turn) -> Outcome:
+    def advance(self, turn: LoopTurn) -> TurnOutcome:
         """Dispatch the turn's plan, then fetch the step that it awaits. Blocks until the device has finished that.
 
         The only place that waits for the device; dispatching may compile a program.
@@ -122,9 +122,9 @@ class Engine:
         if turn.job is not None:
             assert self._in_flight is None, "a job runs while no step is in flight"
             try:
-                return Outcome(returned=turn.job())
+                return TurnOutcome(returned=turn.job())
             except Exception as error:
-                return Outcome(error=error)
+                return TurnOutcome(error=error)
         plan, last, result, failed = turn.plan, self._in_flight, None, []
         current, dispatch_error = None, None
         if plan is not None:
@@ -146,16 +146,16 @@ class Engine:
             failed.append((plan, dispatch_error))
         self.watchdog.leave()
         self._in_flight = current
-        return Outcome(result, tuple(failed))
+        return TurnOutcome(result, tuple(failed))
 
-    def awaited(self, turn: Turn) -> StepPlan | None:
+    def awaited(self, turn: LoopTurn) -> StepPlan | None:
         """Return the step whose result a turn fetches: the one in flight, or its own if the next plan needs it."""
         if self._in_flight is not None:
             return self._in_flight.plan
         # Reading a step with drafts right away saves a round trip to the scheduler.
         return turn.plan if turn.plan is not None and (turn.plan.drafted or not self._ahead) else None
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: TurnOutcome) -> None:
         """Commit the results of a turn."""
         self._turning = False
         if self._job is not None:
@@ -182,7 +182,7 @@ class Engine:
             self._stepping.fail(outcome.failed[0][1])
             self._stepping = None
         elif outcome.result is not None:
-            self._report(Stepped(outcome.result, tuple(events)))
+            self._report(StepOutcome(outcome.result, tuple(events)))
 
     def events(self) -> Events | None:
         """Return the events since the last call; None if there are none."""
@@ -255,7 +255,7 @@ class Engine:
         device: DeviceThread,
     ) -> None:
         """Run until a `Drain` has come and no request is left: schedule and step, which exchange turns and outcomes."""
-        turns, turned = anyio.create_memory_object_stream[Turn](1)
+        turns, turned = anyio.create_memory_object_stream[LoopTurn](1)
         with turns, turned:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self.watchdog.run)
@@ -267,7 +267,7 @@ class Engine:
     async def schedule(
         self,
         inbox: MemoryObjectReceiveStream[ScheduleMessage],
-        turns: MemoryObjectSendStream[Turn],
+        turns: MemoryObjectSendStream[LoopTurn],
         outbox: MemoryObjectSendStream[Events],
     ) -> None:
         """Decide after every message whether the device gets another turn."""
@@ -289,7 +289,7 @@ class Engine:
 
     async def step(
         self,
-        inbox: MemoryObjectReceiveStream[Turn],
+        inbox: MemoryObjectReceiveStream[LoopTurn],
         outbox: MemoryObjectSendStream[ScheduleMessage],
         device: DeviceThread,
     ) -> None:
@@ -310,7 +310,7 @@ class Engine:
         return self._draining and self._idle and not self.scheduler.has_work and not self._exclusive
 
     def _take(self, message: ScheduleMessage) -> None:
-        if isinstance(message, Outcome):
+        if isinstance(message, TurnOutcome):
             self.end(message)
         else:
             take(self, message)
@@ -331,7 +331,7 @@ class Engine:
         if plan is not None:
             self._started += [row.request.id for row in plan.rows if row.fresh]
         elif self._stepping is not None:
-            self._report(Stepped(None, ()))
+            self._report(StepOutcome(None, ()))
         self._check_progress(plan)
         return plan
 
@@ -353,7 +353,7 @@ class Engine:
         if lost:
             self.scheduler.flush_cache(recompute=True)
 
-    def _report(self, stepped: Stepped) -> None:
+    def _report(self, stepped: StepOutcome) -> None:
         assert self._stepping is not None
         self._then.append(partial(self._stepping.put, stepped))
         self._stepping = None
@@ -365,7 +365,7 @@ class Engine:
             )
 
 
-def _end_job(job: Exclusive, outcome: Outcome) -> None:
+def _end_job(job: Exclusive, outcome: TurnOutcome) -> None:
     if outcome.error is not None:
         job.done.fail(outcome.error)
         if job.vital:

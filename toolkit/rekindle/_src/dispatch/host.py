@@ -38,7 +38,7 @@ from rekindle._src.dispatch.threads import (
     LoopWaker,
     Mailbox,
     OneShot,
-    Relayed,
+    RelayResult,
     Wakeup,
     caller,
     current_waker,
@@ -539,7 +539,7 @@ class Dispatch:
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in: `take` gets its events, on this loop."""
         if mailbox.abandoned:  # it was aborted before it came here
-            mailbox.complete(0, Relayed(FinishReason.ABORTED))
+            mailbox.complete(0, RelayResult(FinishReason.ABORTED))
             return
         self.mailboxes.add(mailbox)
         mailbox.on_complete = self.mailboxes.discard

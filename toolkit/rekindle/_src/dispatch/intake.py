@@ -22,7 +22,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.own_failure import close_each, own_failure
 from rekindle._src.core.records import FinishReason, GuideLike, IntArray, Request
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, Tapped, resolve
+from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, RequestTaps, resolve
 from rekindle._src.dispatch.backend import (
     Control,
     Drain,
@@ -34,7 +34,7 @@ from rekindle._src.dispatch.backend import (
     next_waiting,
 )
 from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors
-from rekindle._src.dispatch.detokenize import Output, OutputState, Structured
+from rekindle._src.dispatch.detokenize import Output, OutputState, TextStructure
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
@@ -344,14 +344,14 @@ def prepare(
     ]
 
 
-def with_backlog(tapped: Tapped | None) -> Tapped | None:
+def with_backlog(tapped: RequestTaps | None) -> RequestTaps | None:
     """Return the taps of one sequence, with a backlog of its own if what it captures goes into files."""
     if tapped is None or tapped.into is None or not tapped.keys:
         return tapped
     return dataclasses.replace(tapped, backlog=Backlog())
 
 
-def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> Tapped | None:
+def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> RequestTaps | None:
     """Return what a request reads and changes inside the model. Raise `InvalidRequest` for what can't be had."""
     if not sampling.looks_inside:
         return None
@@ -478,13 +478,13 @@ def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | No
     return Reasoning(opens, closes) if chat and not turned_off else None
 
 
-def covered_by(submission: Submission, ids: IntArray, front: Front) -> Structured | None:
+def covered_by(submission: Submission, ids: IntArray, front: Front) -> TextStructure | None:
     """Return the parser of a structured text, with the part of the prompt that the structure covers."""
     if submission.structure is None:
         return None
     before = ids[len(ids) - submission.covered :].tolist()
     closes = None if front.think_ids is None else front.tokenizer.decode(front.think_ids[1:], skip_special_tokens=False)
-    return Structured(submission.structure, before, front.tokenizer.decode, closes)
+    return TextStructure(submission.structure, before, front.tokenizer.decode, closes)
 
 
 class Turns:

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import anyio
 
 from rekindle._src.core.own_failure import close_each
-from rekindle._src.core.records import Completion, Embedded, FinishReason, IntArray, TextDelta
+from rekindle._src.core.records import Completion, EmbeddingResult, FinishReason, IntArray, TextDelta
 
 T = TypeVar("T")
 Callback = Callable[[], object]
@@ -326,13 +326,13 @@ class OneShot(Generic[T]):
         return self._value
 
 
-class Relayed(NamedTuple):
+class RelayResult(NamedTuple):
     """The result of a sequence whose events went to another process."""
 
     reason: FinishReason
 
 
-Outcome = Completion | Embedded | Relayed | BaseException  # of one sequence
+Outcome = Completion | EmbeddingResult | RelayResult | BaseException  # of one sequence
 
 
 class Mailbox:

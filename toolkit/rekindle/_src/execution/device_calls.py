@@ -1,8 +1,8 @@
 """The device's side of a runner: weights, pages and request state, and every call of a program over them.
 
 All calls pass here, in the order in which they run, and nothing else calls a program. So a session of several processes
-needs only this seam: its `Recorder` is notified of each call before it is made, and followers make the same calls over
-weights, pages and state of their own.
+needs only this seam: its `CallRecorder` is notified of each call before it is made, and followers make the same calls
+over weights, pages and state of their own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from rekindle._src.programs.buckets import (
     Helper,
     Key,
 )
-from rekindle._src.programs.packing import PUT, AnyUpload, Batch, Layout, SentTables
+from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
 
-Leaving = list[tuple[Batch, paged.Payload]]  # pages read out together, not yet on the host
+Leaving = list[tuple[PageBatch, paged.Payload]]  # pages read out together, not yet on the host
 
 
-class Recorder:
+class CallRecorder:
     """Is notified of every call before it is made; an error raised here prevents the call.
 
     This one belongs to a session of one process, and does nothing. `processes.team.Team` passes calls on to followers.
@@ -107,7 +107,7 @@ class Buffers(Protocol):
     def floats(self) -> np.ndarray: ...
 
 
-class Forwarded(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The output of the first half of a late step."""
 
     scores: Any
@@ -117,12 +117,12 @@ class Forwarded(NamedTuple):
 class DeviceCalls:
     """Owns weights, pages and state on the device. One thread makes the calls."""
 
-    def __init__(self, programs: Programs, leaves: Sequence[Any], recorder: Recorder | None = None) -> None:
+    def __init__(self, programs: Programs, leaves: Sequence[Any], recorder: CallRecorder | None = None) -> None:
         self.programs = programs
         self.leaves: tuple[Any, ...] = tuple(leaves)
-        self._recorder = recorder or Recorder()
+        self._recorder = recorder or CallRecorder()
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
-        self._reported = _Reported(self)
+        self._reported = _ErrorReporter(self)
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
@@ -154,7 +154,7 @@ class DeviceCalls:
         result: StepOutput = output
         return result
 
-    def forward(self, key: Bucket, program: Any, upload: Buffers) -> Forwarded:
+    def forward(self, key: Bucket, program: Any, upload: Buffers) -> ForwardOutput:
         """Run the first half of a late step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
@@ -166,7 +166,7 @@ class DeviceCalls:
             if tables:
                 self.state = state._replace(tables=outputs.pop())
             self._tables_dispatched()
-        forwarded = Forwarded(*outputs)
+        forwarded = ForwardOutput(*outputs)
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
@@ -355,7 +355,7 @@ class DeviceCalls:
             leaf.delete()
 
 
-class _Reported:
+class _ErrorReporter:
     """Reports errors raised inside it to the recorder; other processes may have made the same call."""
 
     def __init__(self, calls: DeviceCalls) -> None:
@@ -368,12 +368,12 @@ class _Reported:
             self._calls.failed(error)
 
 
-class Choice(NamedTuple):
+class ChoiceCall(NamedTuple):
     """The second half of a late step that is two programs; it is dispatched once it has its operand."""
 
     key: Bucket
     program: Any
-    forwarded: Forwarded
+    forwarded: ForwardOutput
     operand: IntArray
 
 
@@ -395,7 +395,7 @@ class InFlight:
     dispatched: float = 0.0
     host_seconds: float = 0.0
     idle_seconds: float = 0.0  # the device had nothing to do before it
-    choice: Choice | MaskGate | None = None  # of a late step, until it has its operand
+    choice: ChoiceCall | MaskGate | None = None  # of a late step, until it has its operand
     operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
     late_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: it can't go on
     error: Exception | None = None  # raised while the choice was dispatched
@@ -434,7 +434,7 @@ class LateSteps:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
             free = self._operands[bucket]
             operand = free.pop() if free else self._new_operand(upload.layout)
-            step.choice = Choice(bucket.programs[1], programs[1], forwarded, operand)
+            step.choice = ChoiceCall(bucket.programs[1], programs[1], forwarded, operand)
             return
         if latest is not None and _has_ended(latest.output) and self.needs_unread_token(plan):
             try:

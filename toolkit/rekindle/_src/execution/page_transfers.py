@@ -19,7 +19,7 @@ from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import COPY, TAILS_IN
 from rekindle._src.programs.host_pages import PageParts
-from rekindle._src.programs.packing import Batch
+from rekindle._src.programs.packing import PageBatch
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
@@ -122,11 +122,11 @@ class PageTransfers:
                 from_ids[place] = sources[move.page] % self._shards.pages
             self._calls.copy(from_ids, batch.ids)
 
-    def _gather(self, batch: Batch) -> paged.Payload:
+    def _gather(self, batch: PageBatch) -> paged.Payload:
         """Begin to read the pages of a batch out of the device."""
         return self._calls.gather(batch.ids, [move.digest for move in batch.moves])
 
-    def _arrived(self, batch: Batch, payload: paged.Payload) -> list[paged.Payload]:
+    def _arrived(self, batch: PageBatch, payload: paged.Payload) -> list[paged.Payload]:
         """Wait for a payload, and return the part of each page in it."""
         self._calls.arrive(payload)
         arrays = self._to_host(payload)
@@ -135,7 +135,7 @@ class PageTransfers:
     def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
         return self._parts.to_host(payload)
 
-    def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
+    def _fill(self, batch: PageBatch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""
         if self._calls.programs.pinned:
             doubled = {place: self._parts.to_scatter(page) for place, page in pages.items()}
@@ -180,13 +180,13 @@ class TailTransfers(PageTransfers):
         leaving = self.read_out([PageMove(page, b"") for page in pages])
         return [page for batch, payload in leaving for page in self._arrived(batch, payload)]
 
-    def _gather(self, batch: Batch) -> paged.Payload:
+    def _gather(self, batch: PageBatch) -> paged.Payload:
         return self._calls.tails_out(batch.ids)
 
     def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
         return self._whole.to_host(payload, tails=True)
 
-    def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
+    def _fill(self, batch: PageBatch, pages: Mapping[int, paged.Payload]) -> None:
         ready = {place: self._whole.to_device(page, tails=True) for place, page in pages.items()}
         pinned = self._calls.programs.pinned
         self._calls.tails_in(batch.ids, host_pages.joined(ready, len(batch.ids)) if pinned else tuple(ready.values()))

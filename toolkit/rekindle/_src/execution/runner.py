@@ -21,7 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
-from rekindle._src.execution.device_calls import Choice, DeviceCalls, InFlight, LateSteps, Recorder
+from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
 from rekindle._src.execution.page_transfers import (
     PageTransfers,
     PayloadStore,
@@ -32,7 +32,7 @@ from rekindle._src.execution.page_transfers import (
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
-from rekindle._src.programs.feature import GREEDY, Feature, Fields, Flag, Read
+from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, Fields, RowFlag
 from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
@@ -44,7 +44,7 @@ from rekindle.errors import ConfigError, RekindleError, SessionClosed
 
 log = logging.getLogger("rekindle.session")
 _REHEARSED = 16  # tokens of a made-up prompt: with none of its own a step skips most of its work
-_PADDING_FLAGS = int(GREEDY & ~Flag.KEPT)
+_PADDING_FLAGS = int(GREEDY & ~RowFlag.KEPT)
 
 
 _Admission = tuple[Row, tuple[np.ndarray, np.ndarray] | None]  # None: nothing of the request is read from its slot
@@ -63,7 +63,7 @@ class Runner:
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
-        recorder: Recorder | None = None,
+        recorder: CallRecorder | None = None,
     ) -> None:
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
@@ -135,7 +135,7 @@ class Runner:
         step.idle_seconds = idle = self._idle(now)
         step.dispatched, step.host_seconds = now if idle else dispatched, now - start
         self._latest, self._seen_running = step, now
-        if isinstance(step.choice, Choice) and not self._late.needs_unread_token(ran_plan):
+        if isinstance(step.choice, ChoiceCall) and not self._late.needs_unread_token(ran_plan):
             self._late.choose(step)
         return step
 
@@ -512,7 +512,7 @@ def _row_results(
     valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
     for feature, output in outputs:
         columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]
-        feature.read(Read(plan, valid, places, columns, output), fields)
+        feature.read(FeatureRead(plan, valid, places, columns, output), fields)
     entries = zip(plan.rows, chosen, fields, strict=True)
     return tuple([_result(row, token, layout, own) for row, token, own in entries])
 

@@ -7,7 +7,7 @@ from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.kvcache.tiers.tiers import CostModel, Tiers
-from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
+from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Publication
 
 __all__ = [
     "AnyCache",
@@ -19,7 +19,7 @@ __all__ = [
     "PrefixCache",
     "PrefixCaches",
     "PrefixMatch",
-    "Published",
+    "Publication",
     "TierLike",
     "Tiers",
     "TreeStates",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.core.taps import Key
 from rekindle._src.kvcache.digest import page_digest, salted_root
 
@@ -67,14 +67,14 @@ class KeptCaptures:
             names.append(digest)
         return names
 
-    def reach(self, names: Sequence[bytes], keys: Sequence[Key], tapped: Tapped, position: int) -> int:
+    def reach(self, names: Sequence[bytes], keys: Sequence[Key], tapped: RequestTaps, position: int) -> int:
         """Return the first position from this one on that is wanted and not kept, of the pages `names` of a prompt."""
         room = 0 if self.stored is None else self.budget
         while (reached := self._walk(names, keys, tapped, position, room)) < 0:
             room = 0  # look again: what was read may have taken the place of other lines of this prompt
         return reached
 
-    def _walk(self, names: Sequence[bytes], keys: Sequence[Key], tapped: Tapped, position: int, room: int) -> int:
+    def _walk(self, names: Sequence[bytes], keys: Sequence[Key], tapped: RequestTaps, position: int, room: int) -> int:
         """Do the same. While the prompt's lines fill less than `room` bytes, read from disk what is missing; return -1
         if any was there."""
         position, size, read = tapped.next_wanted(position), self.page_size, False

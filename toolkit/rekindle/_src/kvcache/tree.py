@@ -49,7 +49,7 @@ class PrefixMatch(NamedTuple):
         return [node.page for node in self.nodes[: self.on_device]]
 
 
-class Published(NamedTuple):
+class Publication(NamedTuple):
     """The node and the pages that a sequence uses after the tree took over those it had."""
 
     node: Node  # the deepest one
@@ -285,7 +285,7 @@ class PrefixCache:
 
     # -- publishing
 
-    def publish(self, parent: Node, keys: Sequence[int], tokens: IntArray, pages: Sequence[int]) -> Published | None:
+    def publish(self, parent: Node, keys: Sequence[int], tokens: IntArray, pages: Sequence[int]) -> Publication | None:
         """Take over the caller's `pages`, computed and committed, that hold `tokens` after `parent`.
 
         The caller holds the parent's page. Where a page was computed twice, the one that came first is shared with the
@@ -320,7 +320,7 @@ class PrefixCache:
         self.version += 1
         self._counts["published_pages"] += len(keep)
         self._counts["merged_pages"] += len(duplicates)
-        return Published((known + added)[-1] if keys else parent, used, duplicates)
+        return Publication((known + added)[-1] if keys else parent, used, duplicates)
 
     def graft(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
         """Make every full page of `tokens` known, following `after` or the root; lower tiers may have the payloads.

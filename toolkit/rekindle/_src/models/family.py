@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.hf_config import Keys
+from rekindle._src.models.hf_config import ConfigKeys
 from rekindle._src.models.loading.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class HeadOrder(NamedTuple):
     size: int  # rows, or columns, of each
 
 
-class Rewritten(NamedTuple):
+class TensorRewrite(NamedTuple):
     """The difference of a GGUF file's tensor from Hugging Face's."""
 
     shape: tuple[int, ...] | None = None  # Hugging Face's: the file has the same numbers with other axes
@@ -71,7 +71,7 @@ class GgufForm:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, with the ends of their names
     fused_experts: bool = False  # gate and up of experts are one tensor
     # Of a layer and a tensor of Hugging Face's, as in `tensors`: how the file's is another, None if it is not.
-    rewritten: Callable[[ModelConfig, int, str], Rewritten | None] = lambda config, layer, name: None
+    rewritten: Callable[[ModelConfig, int, str], TensorRewrite | None] = lambda config, layer, name: None
     joined: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}  # the file has several for one
     paired: bool = False  # rows of q and k lie with rotated pairs side by side (LLAMA_ROPE_TYPE_NORM)
     norm: str = "layer_norm_rms_epsilon"
@@ -108,7 +108,7 @@ class Family(NamedTuple):
     """The entry of one model_type in the `FAMILIES` of its module."""
 
     architecture: str  # as in config.json's `architectures`
-    config: Callable[[Keys], ModelConfig]
+    config: Callable[[ConfigKeys], ModelConfig]
     module: Callable[[ModelConfig, Precision], Any]
     manifest: Callable[[ModelConfig], Manifest]
     aliases: Mapping[str, str] = MappingProxyType({})  # transformers' `attribute_map` for this model_type

@@ -26,7 +26,7 @@ _MOST_ELSEWHERE = 1 << 24
 _RAMP = {"beta_fast": 32, "beta_slow": 1}  # of YaRN
 
 
-class Keys:
+class ConfigKeys:
     """A config.json as a family reads it: its own keys, with transformers' aliases and defaults.
 
     `aliases` is transformers' `attribute_map`: a key may be in the file under either of its two names.
@@ -230,7 +230,7 @@ class Keys:
 
 
 def decoder(
-    keys: Keys,
+    keys: ConfigKeys,
     *,
     kv_heads_implied: bool = False,
     head_dim: int | None = None,

@@ -175,7 +175,7 @@ class MeshPlacement(Placement):
             shape[division.axis] *= count_of(division.over, self.sizes)
         return tuple(shape)
 
-    def hold(self, path: str, leaf: Array, shape: tuple[int, ...]) -> Held:
+    def hold(self, path: str, leaf: Array, shape: tuple[int, ...]) -> LeafParts:
         """Return a leaf in checkpoints' form, joined when it is read as an array. On CPU it outlives the leaf."""
         by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
         on_host = all(device.platform == "cpu" for device in by_device)
@@ -183,9 +183,9 @@ class MeshPlacement(Placement):
             (place["expert"], place["model"]): np.asarray(by_device[device]) if on_host else by_device[device]
             for device, place in self._places()
         }
-        return Held(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
+        return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> list[Held]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> list[LeafParts]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
@@ -274,7 +274,7 @@ class MeshPlacement(Placement):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class LeafParts:
     """A leaf in parts that reads as one array."""
 
     parts: Mapping[tuple[int, int], Any]

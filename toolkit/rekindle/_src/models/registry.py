@@ -70,13 +70,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     architectures = raw.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
     entry = family(raw.get("model_type"), f" (architecture {architecture})")
-    from rekindle._src.models.hf_config import MAX_EXPERTS, Keys  # a start that finds everything kept needs neither
+    from rekindle._src.models.hf_config import (  # a start that finds everything kept needs neither
+        MAX_EXPERTS,
+        ConfigKeys,
+    )
     from rekindle._src.models.loading.quantized import scheme
 
     scheme(raw)  # raises for a quantization_config that is not supported
     try:
         nested = entry.nested if "nested_in" in raw else {}
-        config = entry.config(Keys({**nested, **raw}, entry.aliases))
+        config = entry.config(ConfigKeys({**nested, **raw}, entry.aliases))
     except UnsupportedModel:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -30,7 +30,7 @@ MOVED = "#9b59b6"
 TIER_COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
 
 
-class Observed(Protocol):
+class Observable(Protocol):
     """Calls functions with every committed step."""
 
     def observe(self, observer: Observer) -> None: ...
@@ -42,11 +42,11 @@ class Dashboard(Live):
 
     interval: float = 0.5
 
-    def __init__(self, session: SessionLike, steps_of: Observed, *, steps: int = 240) -> None:
+    def __init__(self, session: SessionLike, steps_of: Observable, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session, self._steps = session, steps_of
         self._recorder = Recorder(steps)
-        self._timeline = Timeline(session.config.max_requests, steps)
+        self._timeline = TimelinePicture(session.config.max_requests, steps)
         self._newest: StepRecord | None = None  # the latest step in the timeline
         self._last = ""
         self._seen: Any = None
@@ -176,7 +176,7 @@ class Recorder:
         return gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0
 
 
-class _Run(NamedTuple):
+class _PhaseRun(NamedTuple):
     """One request in one phase in one slot, from step `first` on."""
 
     request: str
@@ -184,7 +184,7 @@ class _Run(NamedTuple):
     first: int
 
 
-class Timeline:
+class TimelinePicture:
     """Takes steps one by one, so the cost of a picture does not grow with the number of its steps.
 
     Coordinates count steps since the first one: the markup of ended runs stays valid while the view box moves.
@@ -195,7 +195,7 @@ class Timeline:
         self._slots, self._window = slots, steps
         self._count = 0  # steps taken
         self._numbers: deque[int] = deque(maxlen=steps)  # numbers of the shown steps
-        self._open: dict[int, _Run] = {}  # by slot
+        self._open: dict[int, _PhaseRun] = {}  # by slot
         self._over: deque[tuple[int, str]] = deque()  # last step, markup
 
     def add(self, step: StepRecord) -> None:
@@ -206,7 +206,7 @@ class Timeline:
                 del self._open[slot]
         for slot, (request, kind) in requests.items():
             if slot not in self._open:
-                self._open[slot] = _Run(request, kind, self._count)
+                self._open[slot] = _PhaseRun(request, kind, self._count)
         if step.moved:
             self._over.append((self._count + 1, _mark(self._count, step.moved)))
         self._count += 1
@@ -214,7 +214,7 @@ class Timeline:
         while self._over and self._over[0][0] <= self._count - self._window:
             self._over.popleft()
 
-    def _rect(self, slot: int, run: _Run) -> str:
+    def _rect(self, slot: int, run: _PhaseRun) -> str:
         length = self._count - run.first
         place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
         title = f"{html.escape(run.request)} {run.kind}, {html.count(length, 'step')}"

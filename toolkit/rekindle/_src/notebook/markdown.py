@@ -231,7 +231,7 @@ def _is_dashes(line: str) -> bool:
 # Within a line. Each reader yields the places of its elements, from the left, none of which overlap.
 
 
-class Span(NamedTuple):
+class InlineSpan(NamedTuple):
     """An element at [start, stop) of a line, its text, and where it leads."""
 
     start: int
@@ -250,7 +250,7 @@ def _inline(text: str) -> str:
 
 
 def _emphasis(text: str) -> str:
-    def linked(link: Span) -> str:
+    def linked(link: InlineSpan) -> str:
         target = html.escape(link.target)
         looks = 'target="_blank" rel="noopener noreferrer"'
         return f'<a href="{target}" {looks} title="{target}">{_strong(link.text)}</a>'
@@ -268,7 +268,9 @@ def _italic(text: str) -> str:
     return _replaced(escaped, _italics(escaped), str, lambda italic: f"<i>{italic.text}</i>")
 
 
-def _replaced(text: str, spans: Iterator[Span], rest: Callable[[str], str], element: Callable[[Span], str]) -> str:
+def _replaced(
+    text: str, spans: Iterator[InlineSpan], rest: Callable[[str], str], element: Callable[[InlineSpan], str]
+) -> str:
     """Return a line with its `spans` as elements, and the `rest` between them."""
     parts, end = [], 0
     for span in spans:
@@ -296,7 +298,7 @@ def _backticks(text: str) -> Iterator[_Run]:
         yield _Run(start, stop)
 
 
-def _codes(text: str) -> Iterator[Span]:
+def _codes(text: str) -> Iterator[InlineSpan]:
     """Yield code: between a run of backticks and the next one within reach that is as long.
 
     Where there is none, the end of a run may begin code, the longest such end first.
@@ -319,11 +321,11 @@ def _codes(text: str) -> Iterator[Span]:
                 closing, length = numbers[0], size
         if length:
             start, stop = runs[closing]
-            yield Span(opening.stop - length, stop, text[opening.stop : start])
+            yield InlineSpan(opening.stop - length, stop, text[opening.stop : start])
         first = closing + 1
 
 
-def _links(text: str) -> Iterator[Span]:
+def _links(text: str) -> Iterator[InlineSpan]:
     """Yield "[text](https://…)"."""
     end, middle = 0, text.find("](")
     while middle >= 0:
@@ -335,11 +337,11 @@ def _links(text: str) -> Iterator[Span]:
             stop = _NO_TARGET.search(text, host, host + _RUN + 1)
             if stop is not None and stop[0] == ")" and stop.start() > host:
                 end = stop.end()
-                yield Span(start, end, text[start + 1 : middle], text[target : end - 1])
+                yield InlineSpan(start, end, text[start + 1 : middle], text[target : end - 1])
         middle = text.find("](", max(end, middle + 1))
 
 
-def _bolds(text: str) -> Iterator[Span]:
+def _bolds(text: str) -> Iterator[InlineSpan]:
     """Yield "**text**", without a space at either end."""
     start, closing = text.find("**"), 0
     while start >= 0:
@@ -351,18 +353,18 @@ def _bolds(text: str) -> Iterator[Span]:
                 if closing < 0:
                     return
             if closing - start - 2 <= _RUN:
-                yield Span(start, closing + 2, text[start + 2 : closing])
+                yield InlineSpan(start, closing + 2, text[start + 2 : closing])
                 start = closing + 1
         start = text.find("**", start + 1)
 
 
-def _italics(text: str) -> Iterator[Span]:
+def _italics(text: str) -> Iterator[InlineSpan]:
     """Yield "*text*" that touches neither a word nor another asterisk, without a space at either end."""
     start = text.find("*")
     while start >= 0 and (stop := text.find("*", start + 1)) >= 0:
         inner, beside = text[start + 1 : stop], text[max(0, start - 1) : start] + text[stop + 1 : stop + 2]
         fits = 1 <= len(inner) <= _RUN and not inner[0].isspace() and not inner[-1].isspace()
         if fits and not any(sign in "*_" or sign.isalnum() for sign in beside):
-            yield Span(start, stop + 1, inner)
+            yield InlineSpan(start, stop + 1, inner)
             stop = text.find("*", stop + 1)
         start = stop

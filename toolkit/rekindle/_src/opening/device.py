@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.records import PageMove
-from rekindle._src.dispatch.device import Device, Freed
+from rekindle._src.dispatch.device import Device, FreedMemory
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.unpacking import words
@@ -68,12 +68,12 @@ class ModelDevice(Device):
     def set_aside(self, leaving: Sequence[PageMove]) -> None:
         self._runner.set_aside(leaving)
 
-    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> Freed:
+    def sleep(self, leaving: Sequence[PageMove], drop: bool) -> FreedMemory:
         if drop:
             self._weights.check_dropped()
         pages = self._runner.page_bytes
         self._runner.sleep(leaving)
-        return Freed(self._weights.sleep(drop), pages)
+        return FreedMemory(self._weights.sleep(drop), pages)
 
     def wake(self, weights: Any) -> bytes | None:
         self._weights.wake(weights)

@@ -20,8 +20,8 @@ from rekindle._src.opening.peers import agreed
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.weights import Weights, delete, replacement
 from rekindle._src.processes import joining
-from rekindle._src.processes.channel import Channel, Kind
-from rekindle._src.processes.greeting import Facts, Place, as_json, encoded, from_json
+from rekindle._src.processes.channel import Channel, MessageKind
+from rekindle._src.processes.greeting import ProcessPlace, ProcessReport, as_json, encoded, from_json
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.host_pages import PageParts
@@ -33,7 +33,7 @@ Say = Callable[[str], object]
 
 def follow(
     coordinator: str,
-    place: Place,
+    place: ProcessPlace,
     *,
     model: str | None = None,
     cache_dir: str | None = None,
@@ -58,14 +58,14 @@ def follow(
             owners.callback(programs.close)
             weights = Weights.open(plan, None)
             programs.opened()
-            channel.send(Kind.LOADED)
+            channel.send(MessageKind.LOADED)
             say(f"it has its part of {model or session['model']}")
             disk = _disk(plan, programs.all, weights.model.fingerprint)
             load = _loader(plan, weights.model)
             Replay(channel, programs.all, _loaded(weights.model), load, disk=disk, lost=lost).run()
     except BaseException as error:
         with contextlib.suppress(RekindleError):
-            channel.send(Kind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
+            channel.send(MessageKind.FAILED, as_json({"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}))
         raise
     finally:
         ended.set()
@@ -75,12 +75,12 @@ def follow(
 def _agreed_plan(
     channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
 ) -> Blueprint:
-    def agree(facts: Facts) -> int:
-        channel.send(Kind.FACTS, encoded(facts))
+    def agree(facts: ProcessReport) -> int:
+        channel.send(MessageKind.FACTS, encoded(facts))
         kind, content = channel.receive()
-        if kind is Kind.FAILED:
+        if kind is MessageKind.FAILED:
             raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
-        if kind is not Kind.AGREED:
+        if kind is not MessageKind.AGREED:
             raise ProcessLost(f"the leader sent a {kind.name} message before the session was open")
         pages = from_json(content).get("device_pages")
         if not isinstance(pages, int):

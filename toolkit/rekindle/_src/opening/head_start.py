@@ -16,9 +16,9 @@ from rekindle import tiny
 from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.models.loading import kept_weights, stored
-from rekindle._src.models.loading.hugepages import Ahead
-from rekindle._src.models.loading.kept_weights import Brought, Mapped
-from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.hugepages import PrefaultArena
+from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
+from rekindle._src.models.loading.stored import StoredCheckpoint
 
 MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
 LEAST = 32 << 20  # bytes of weights that memory is touched for
@@ -28,11 +28,11 @@ class HeadStart:
     """A thread that begins at once. Its errors are ignored: opening the model afterwards meets them again."""
 
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
-        self.seen: Stored | None = None  # the checkpoint as it lies on disk; None if not examined
+        self.seen: StoredCheckpoint | None = None  # the checkpoint as it lies on disk; None if not examined
         self._kept: Path | None = None
-        self._mapped: Mapped | None = None  # the weights that are kept there
-        self._brought: Brought | None = None
-        self._memory: Ahead | None = None  # for weights that are not kept
+        self._mapped: MappedFile | None = None  # the weights that are kept there
+        self._brought: MappedWeights | None = None
+        self._memory: PrefaultArena | None = None  # for weights that are not kept
         self._lock = threading.Lock()  # of the two below
         self._read = self._over = False
         self._thread: threading.Thread | None = None
@@ -45,7 +45,7 @@ class HeadStart:
                 thread.start()
                 self._thread = thread
 
-    def weights(self, kept: Path) -> Brought | None:
+    def weights(self, kept: Path) -> MappedWeights | None:
         """Return the weights kept at `kept`, if they were read; None otherwise. The caller releases them."""
         if self._thread is not None:
             self._thread.join()
@@ -90,9 +90,9 @@ class HeadStart:
                 return
         size = _size(checkpoint)
         if config.quantize is None and LEAST <= size <= MOST and (os.cpu_count() or 1) > 1 and memory.fits(size):
-            self._memory = Ahead(size)
+            self._memory = PrefaultArena(size)
 
-    def _bring(self, mapped: Mapped) -> None:
+    def _bring(self, mapped: MappedFile) -> None:
         with contextlib.suppress(Exception):
             self._brought = kept_weights.bring(mapped)
         with self._lock:
@@ -102,7 +102,7 @@ class HeadStart:
             self._release()
 
 
-def _size(checkpoint: Stored) -> int:
+def _size(checkpoint: StoredCheckpoint) -> int:
     """Return about how many bytes the weights take: at most two for each number."""
     entries = (entry for header in checkpoint.headers for entry in header.entries)
     return sum(min(entry.nbytes, 2 * math.prod(entry.shape)) for entry in entries)

@@ -15,11 +15,11 @@ from rekindle._src.dispatch.threads import Contexts
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
-    from rekindle._src.models.loading.kept_weights import Brought
+    from rekindle._src.models.loading.kept_weights import MappedWeights
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
     from rekindle._src.opening.head_start import HeadStart
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
-    from rekindle._src.programs.warming import Warmed
+    from rekindle._src.programs.warming import WarmingProgress
 
 
 class OpeningProgress:
@@ -31,13 +31,13 @@ class OpeningProgress:
         self.hidden: bool = False  # something else shows its own progress
         self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
         self._weights: LoadProgress | None = None
-        self._warmed: Warmed | None = None
+        self._warmed: WarmingProgress | None = None
 
     def weights(self, report: LoadProgress) -> None:
         """Record how much of the weights was read."""
         self._weights = report
 
-    def warmed(self, report: Warmed) -> None:
+    def warmed(self, report: WarmingProgress) -> None:
         """Record that a program is ready."""
         self._warmed = report
 
@@ -78,7 +78,7 @@ class OpenRequest:
         """Show what the opening is at."""
         self.shown.stage = stage
 
-    def brought(self, kept: Path) -> Brought | None:
+    def brought(self, kept: Path) -> MappedWeights | None:
         """Return weights that are kept in the cache, if they were brought into memory before."""
         return None if self.ahead is None else self.ahead.weights(kept)
 

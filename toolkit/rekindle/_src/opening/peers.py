@@ -13,13 +13,13 @@ from rekindle._src.processes.others import OtherProcesses
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.greeting import Facts
+    from rekindle._src.processes.greeting import ProcessReport
 
 # The options that are each process's own, or that only the process with the scheduler uses.
 OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
-Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
+Agree = Callable[["ProcessReport"], int]  # with the other processes, on the KV pages that all have room for
 
 
 def gather(request: OpenRequest) -> OtherProcesses:

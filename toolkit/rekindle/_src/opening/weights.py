@@ -23,7 +23,7 @@ from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
-from rekindle._src.models.loading.kept_weights import Brought
+from rekindle._src.models.loading.kept_weights import MappedWeights
 from rekindle._src.models.loading.load_progress import Report
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
@@ -140,7 +140,7 @@ class Weights:
         source: LoadedModel | None,
         *,
         progress: Report | None = None,
-        brought: Callable[[Path], Brought | None] = lambda kept: None,
+        brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
         others: OtherProcesses | None = None,
     ) -> Weights:
         """Read the weights of a blueprint onto their devices, or take those of `source`.

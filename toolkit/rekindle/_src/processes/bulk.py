@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.processes.channel import Channel, Keys, Kind, exactly
+from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind, exactly
 from rekindle.errors import ProcessLost
 
 try:
@@ -45,7 +45,7 @@ _REPORT = b"\0"
 class BulkChannel(Channel):
     """One side of a connection with bulk data. One thread uses it at a time."""
 
-    def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
+    def __init__(self, connection: socket.socket, keys: ChannelKeys, *, silence: float) -> None:
         super().__init__(connection, keys, silence=silence)
         self.sealed = not on_loopback(connection)
         self._offered: SendMemory | None = None  # memory that is offered
@@ -79,7 +79,7 @@ class BulkChannel(Channel):
             return False
         return True
 
-    def send_followed(self, kind: Kind, content: bytes, pieces: Sequence[memoryview]) -> None:
+    def send_followed(self, kind: MessageKind, content: bytes, pieces: Sequence[memoryview]) -> None:
         """Send a message and the pieces that follow it. Raises ProcessLost if the connection is gone."""
         with self._sending:
             self._send(kind, content)
@@ -106,7 +106,7 @@ class BulkChannel(Channel):
             if not hmac.compare_digest(seal, _seal(self._keys.receiving, self._received, pieces)):
                 raise ProcessLost("what followed a message is not what the other process sent")
 
-    def receive(self) -> tuple[Kind, bytes]:
+    def receive(self) -> tuple[MessageKind, bytes]:
         """Receive the next message, once the other side has read the bytes that follow this side's messages."""
         if self._outgoing is not None:
             with self._losing():

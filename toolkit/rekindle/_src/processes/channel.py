@@ -54,7 +54,7 @@ _JOINED = 64 << 10  # shorter contents are sent in one piece with header and mar
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """The kind of a message: its number, which is part of the protocol, and the most bytes of its content.
 
     Nothing is allocated for a longer one.
@@ -106,7 +106,7 @@ class Kind(enum.IntEnum):
     COPY = 37, _KIB
 
 
-class Keys(NamedTuple):
+class ChannelKeys(NamedTuple):
     sending: bytes
     receiving: bytes
 
@@ -123,7 +123,7 @@ def mark(key: bytes, *parts: bytes | memoryview) -> bytes:
 class Channel:
     """One side of a connection after the greeting. Any thread may send; one receives."""
 
-    def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
+    def __init__(self, connection: socket.socket, keys: ChannelKeys, *, silence: float) -> None:
         """Wrap a connection. The other side counts as gone after `silence` seconds without a message."""
         self._connection, self._keys = connection, keys
         self._sent = self._received = 0
@@ -133,7 +133,7 @@ class Channel:
         with contextlib.suppress(OSError):  # not TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, kind: Kind, content: bytes = b"") -> None:
+    def send(self, kind: MessageKind, content: bytes = b"") -> None:
         """Send a message; waits while the other side does not read. Raises ProcessLost if the connection is gone."""
         with self._sending:
             self._send(kind, content)
@@ -142,11 +142,11 @@ class Channel:
         """Send a sign of life, unless another message is being sent anyway."""
         if self._sending.acquire(blocking=False):
             try:
-                self._send(Kind.PING, b"")
+                self._send(MessageKind.PING, b"")
             finally:
                 self._sending.release()
 
-    def _send(self, kind: Kind, content: bytes) -> None:
+    def _send(self, kind: MessageKind, content: bytes) -> None:
         if len(content) > kind.limit:
             raise ProcessLost(f"a {kind.name} message of {len(content):,} bytes is longer than {kind.limit:,}")
         header = _HEADER.pack(kind, len(content), self._sent)
@@ -162,13 +162,13 @@ class Channel:
         self._sent += 1
         self.bytes_sent += len(before) + len(content) + len(after)
 
-    def receive(self) -> tuple[Kind, bytes]:
+    def receive(self) -> tuple[MessageKind, bytes]:
         """Receive the next message, skipping pings. Raises ProcessLost if it is forged, or none comes."""
-        while (message := self._receive())[0] is Kind.PING:
+        while (message := self._receive())[0] is MessageKind.PING:
             pass
         return message
 
-    def _receive(self) -> tuple[Kind, bytes]:
+    def _receive(self) -> tuple[MessageKind, bytes]:
         first = self._exactly(_HEADER.size + _SHORT)
         header = bytes(first[: _HEADER.size])
         if not hmac.compare_digest(mark(self._keys.receiving, header)[:_SHORT], first[_HEADER.size :]):
@@ -177,7 +177,7 @@ class Channel:
         if count != self._received:
             raise ProcessLost(f"message {count} came in place of message {self._received}")
         try:
-            kind = Kind(number)
+            kind = MessageKind(number)
         except ValueError:
             raise ProcessLost(f"a message of the unknown kind {number} came") from None
         if length > kind.limit:

@@ -23,7 +23,7 @@ from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import FEW, FORWARD, Bucket, Key
-from rekindle._src.programs.feature import Flag
+from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.host_pages import PageParts, PayloadLayout
 from rekindle._src.programs.packing import Layout, columns_of, sections
@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<BI")
 _TYPES = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<i4"))
 _LENGTH = struct.Struct("<I")
 DONE = struct.Struct("<QI")  # the number of the step, and the checksum
-_SAMPLES = int(Flag.SAMPLES)
+_SAMPLES = int(RowFlag.SAMPLES)
 
 
 def packed(values: NDArray[np.integer]) -> bytes:
@@ -54,7 +54,7 @@ def zipped(array: NDArray[np.generic]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-class Reader:
+class MessageReader:
     """Reads a message part by part; raises ProcessLost where one is missing or longer than its place."""
 
     def __init__(self, content: bytes) -> None:
@@ -177,7 +177,7 @@ class StepCodec:
 
     def decode(self, layout: Layout, message: bytes) -> tuple[Ints, NDArray[np.float32]]:
         """Decode a message into new buffers. Raises ProcessLost if it doesn't fit the layout."""
-        reader, ints = Reader(message), np.zeros(layout.ints, np.int32)
+        reader, ints = MessageReader(message), np.zeros(layout.ints, np.int32)
         parts = sections(layout, ints)
         decode, prefills, aims = reader.unpack(_STEP)
         if decode > layout.rows or prefills > layout.prefills:
@@ -239,7 +239,7 @@ def _exceptions(values: Ints, expected: Ints) -> tuple[bytes, bytes]:
     return packed(at), packed(values[at])
 
 
-def _with_exceptions(reader: Reader, expected: Ints) -> Ints:
+def _with_exceptions(reader: MessageReader, expected: Ints) -> Ints:
     at = reader.ints(len(expected), max(1, len(expected)))
     values = reader.ints(len(expected))
     _check_count(len(at), len(values))
@@ -293,7 +293,7 @@ class CallCodec:
     def read_choose(self, content: bytes) -> tuple[Bucket, Mask]:
         key, rest = self._key(content)
         sequences = self._programs.layout(key).sequences
-        reader = Reader(rest)
+        reader = MessageReader(rest)
         rows = reader.ints(sequences, sequences)
         masks = np.full((sequences, self._words), -1, np.int32)
         masks[rows] = reader.zipped(np.dtype("<i4"), (len(rows), self._words))
@@ -306,7 +306,7 @@ class CallCodec:
         return _COUNT.pack(used) + content
 
     def read_admit(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        reader = Reader(content)
+        reader = MessageReader(content)
         (used,) = reader.unpack(_COUNT)
         if used > self._ints:
             raise ProcessLost(f"an admission has {used} integers, more than {self._ints}")
@@ -321,7 +321,7 @@ class CallCodec:
         return packed(ids) + self.encode_digests(digests)
 
     def read_move(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
-        reader = Reader(content)
+        reader = MessageReader(content)
         ids = self._ids(reader)
         digests = self.read_digests(content[reader.at :])
         if len(digests) > FEW:
@@ -332,7 +332,7 @@ class CallCodec:
         return packed(sources) + packed(ids)
 
     def read_copy(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        reader = Reader(content)
+        reader = MessageReader(content)
         sources, ids = self._ids(reader), self._ids(reader)
         reader.end()
         return sources, ids
@@ -361,7 +361,7 @@ class CallCodec:
 
     def read_part(self, content: bytes, layout: PayloadLayout | None = None) -> tuple[bytes, paged.Payload | None]:
         """Decode a page's part; without a layout, it is this process's own part."""
-        reader = Reader(content)
+        reader = MessageReader(content)
         digest = reader.take(DIGEST_SIZE)
         if reader.at == len(content):
             return digest, None
@@ -372,14 +372,14 @@ class CallCodec:
         reader.end()
         return digest, tuple(leaves)
 
-    def _ids(self, reader: Reader) -> np.ndarray:
+    def _ids(self, reader: MessageReader) -> np.ndarray:
         ids = reader.ints(FEW, paged.pages_of(self._programs.kv)[0].num_pages)
         if len(ids) != FEW:
             raise ProcessLost(f"{len(ids)} pages are named, {FEW} belong to a transfer")
         return ids
 
     def _key(self, content: bytes) -> tuple[Bucket, bytes]:
-        reader = Reader(content)
+        reader = MessageReader(content)
         (length,) = reader.unpack(_NAME)
         key = self.program(reader.take(length))
         if not isinstance(key, Bucket):

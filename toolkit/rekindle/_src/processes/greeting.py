@@ -7,7 +7,7 @@ Between the processes of a session:
 
     leader    MAGIC  its random number
     follower  MAGIC  its random number  its process  process count  HMAC(secret, "follower" and all of these)
-    leader    an `Answer`               HMAC(secret, "leader" and all of these), if the answer is WELCOME
+    leader    a `LeaderAnswer`                HMAC(secret, "leader" and all of these), if the answer is WELCOME
 
 Between sessions that share pages, and nothing else but a secret:
 
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.version import VERSION
-from rekindle._src.processes.channel import Channel, Keys, exactly, mark
+from rekindle._src.processes.channel import Channel, ChannelKeys, exactly, mark
 from rekindle._src.programs import store as program_store
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
@@ -46,14 +46,14 @@ _RANDOM, _PROOF = 32, 32
 _PLACE = struct.Struct("<HH")
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """A process's number, and the number of processes; 0 is the leader."""
 
     process: int
     processes: int
 
 
-class Answer(enum.IntEnum):
+class LeaderAnswer(enum.IntEnum):
     """The answer of a leader to a follower."""
 
     WELCOME = 0
@@ -63,14 +63,14 @@ class Answer(enum.IntEnum):
 
 
 _WORDS = {
-    Answer.SECRET: f"it has another secret. Give both the same {SECRET}",
-    Answer.COUNT: "it shares its model among another number of processes. Pass the same --processes",
-    Answer.TAKEN: "it has another process of this number already. Number the followers from 1",
+    LeaderAnswer.SECRET: f"it has another secret. Give both the same {SECRET}",
+    LeaderAnswer.COUNT: "it shares its model among another number of processes. Pass the same --processes",
+    LeaderAnswer.TAKEN: "it has another process of this number already. Number the followers from 1",
 }
 _REFUSALS = {
-    Answer.SECRET: f"it does not know the secret. Give all processes the same {SECRET}",
-    Answer.COUNT: "its --process or --processes does not fit this session",
-    Answer.TAKEN: "its number has joined already",
+    LeaderAnswer.SECRET: f"it does not know the secret. Give all processes the same {SECRET}",
+    LeaderAnswer.COUNT: "its --process or --processes does not fit this session",
+    LeaderAnswer.TAKEN: "its number has joined already",
 }
 
 
@@ -103,7 +103,7 @@ def checked_secret(text: str | None) -> bytes:
 
 
 def lead(
-    connection: socket.socket, key: bytes, place: Place, joined: frozenset[int], *, silence: float
+    connection: socket.socket, key: bytes, place: ProcessPlace, joined: frozenset[int], *, silence: float
 ) -> tuple[int, Channel]:
     """Greet a follower; returns its number and the channel to it. Raises ProcessRefused for one that may not join."""
     connection.settimeout(GREETING_SECONDS)
@@ -112,14 +112,14 @@ def lead(
     message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
     greeting, proof = message[:-_PROOF], message[-_PROOF:]
     follower_random = greeting[len(MAGIC) : len(MAGIC) + _RANDOM]
-    claimed, answer = Place(*_PLACE.unpack(greeting[-_PLACE.size :])), Answer.WELCOME
+    claimed, answer = ProcessPlace(*_PLACE.unpack(greeting[-_PLACE.size :])), LeaderAnswer.WELCOME
     if not (greeting.startswith(MAGIC) and hmac.compare_digest(proof, mark(key, b"follower", leader_random, greeting))):
-        answer = Answer.SECRET
+        answer = LeaderAnswer.SECRET
     elif claimed.processes != place.processes or not 0 < claimed.process < place.processes:
-        answer = Answer.COUNT
+        answer = LeaderAnswer.COUNT
     elif claimed.process in joined:
-        answer = Answer.TAKEN
-    if answer is not Answer.WELCOME:
+        answer = LeaderAnswer.TAKEN
+    if answer is not LeaderAnswer.WELCOME:
         _send(connection, bytes([answer]))
         raise ProcessRefused(f"a process was refused: {_REFUSALS[answer]}")
     _send(connection, bytes([answer]) + mark(key, b"leader", leader_random, greeting))
@@ -127,7 +127,7 @@ def lead(
     return claimed.process, Channel(connection, keys, silence=silence)
 
 
-def follow(connection: socket.socket, key: bytes, place: Place, *, silence: float) -> Channel:
+def follow(connection: socket.socket, key: bytes, place: ProcessPlace, *, silence: float) -> Channel:
     """Greet the leader. Raises ProcessRefused, with its answer, if this process may not join."""
     connection.settimeout(GREETING_SECONDS)
     message = bytes(exactly(connection, len(MAGIC) + _RANDOM))
@@ -139,16 +139,16 @@ def follow(connection: socket.socket, key: bytes, place: Place, *, silence: floa
     greeting = MAGIC + follower_random + _PLACE.pack(*place)
     _send(connection, greeting + mark(key, b"follower", leader_random, greeting))
     answer = exactly(connection, 1)[0]
-    if answer != Answer.WELCOME:
-        known = answer in list(Answer)
-        raise ProcessRefused(f"the leader refused: {_WORDS[Answer(answer)] if known else f'answer {answer}'}")
+    if answer != LeaderAnswer.WELCOME:
+        known = answer in list(LeaderAnswer)
+        raise ProcessRefused(f"the leader refused: {_WORDS[LeaderAnswer(answer)] if known else f'answer {answer}'}")
     if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", leader_random, greeting)):
         raise ProcessRefused(f"the leader does not know the secret. Give all processes the same {SECRET}")
     keys = _keys(key, b"follower", b"leader", leader_random, follower_random)
     return Channel(connection, keys, silence=silence)
 
 
-def listen(connection: socket.socket, secret: bytes) -> Keys:
+def listen(connection: socket.socket, secret: bytes) -> ChannelKeys:
     """Greet a process that has connected. Return the keys of this side. Raises ProcessRefused without the secret."""
     connection.settimeout(GREETING_SECONDS)
     listener_random = secrets.token_bytes(_RANDOM)
@@ -163,7 +163,7 @@ def listen(connection: socket.socket, secret: bytes) -> Keys:
     return _keys(secret, b"listener", b"caller", listener_random, caller_random)
 
 
-def call(connection: socket.socket, secret: bytes) -> Keys:
+def call(connection: socket.socket, secret: bytes) -> ChannelKeys:
     """Greet the listener; returns the keys of this side. Raises ProcessRefused if either does not know the secret."""
     connection.settimeout(GREETING_SECONDS)
     message = bytes(exactly(connection, len(PAGES_MAGIC) + _RANDOM))
@@ -189,22 +189,22 @@ def _send(connection: socket.socket, content: bytes) -> None:
         raise ProcessLost(f"the connection broke: {error}") from error
 
 
-def _keys(key: bytes, own: bytes, other: bytes, *randoms: bytes) -> Keys:
-    return Keys(mark(key, b"to the " + other, *randoms), mark(key, b"to the " + own, *randoms))
+def _keys(key: bytes, own: bytes, other: bytes, *randoms: bytes) -> ChannelKeys:
+    return ChannelKeys(mark(key, b"to the " + other, *randoms), mark(key, b"to the " + own, *randoms))
 
 
 _OF_CPUS = ("cpu", "threads", "machine")  # facts on which programs for a CPU depend
 _LONGEST = 60  # characters of a value in a message
 
 
-class Facts(NamedTuple):
+class ProcessReport(NamedTuple):
     """The report of one process on itself."""
 
     same: Mapping[str, Any]  # must be equal to the leader's
     pages: int  # that its devices have room for
 
 
-def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
+def facts(config: EngineConfig, *, model: str, fingerprint: str) -> ProcessReport:
     """Collect the facts of this process; `config` is resolved, `model` a digest of the model's own config."""
     environment = dict(program_store.environment())
     for name in _OF_CPUS if environment["platform"] != "cpu" else ():
@@ -218,10 +218,10 @@ def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
         "the model's config": model,
         "the weights": fingerprint,
     }
-    return Facts(json.loads(json.dumps(same, default=str)), config.device_pages)
+    return ProcessReport(json.loads(json.dumps(same, default=str)), config.device_pages)
 
 
-def compare(leader: Facts, follower: Facts, process: int) -> None:
+def compare(leader: ProcessReport, follower: ProcessReport, process: int) -> None:
     """Raise ProcessRefused with the facts that differ in a follower."""
     names = dict.fromkeys((*leader.same, *follower.same))
     reasons = [
@@ -236,16 +236,16 @@ def compare(leader: Facts, follower: Facts, process: int) -> None:
         )
 
 
-def encoded(report: Facts) -> bytes:
+def encoded(report: ProcessReport) -> bytes:
     return as_json(report._asdict())
 
 
-def decoded(content: bytes) -> Facts:
+def decoded(content: bytes) -> ProcessReport:
     fields = from_json(content)
     same, pages = fields.get("same"), fields.get("pages")
     if not isinstance(same, dict) or not isinstance(pages, int):
         raise ProcessLost("a process told its facts in another form")
-    return Facts(same, pages)
+    return ProcessReport(same, pages)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

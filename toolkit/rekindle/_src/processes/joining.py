@@ -17,8 +17,8 @@ import jax
 
 from rekindle._src.core.mesh_shape import address
 from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import Channel, Kind
-from rekindle._src.processes.greeting import Place, as_json, from_json
+from rekindle._src.processes.channel import Channel, MessageKind
+from rekindle._src.processes.greeting import ProcessPlace, as_json, from_json
 from rekindle._src.processes.team import PING_SECONDS, Team
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleError
 
@@ -69,7 +69,7 @@ def lead(
     try:
         service = f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}"
         team.welcome(as_json({**session, "service": service}))
-        initialize(service, Place(0, processes))
+        initialize(service, ProcessPlace(0, processes))
     except BaseException:
         team.close()
         raise
@@ -82,7 +82,7 @@ class _Gathering:
     def __init__(
         self, key: bytes, processes: int, waiting: Callable[[int], object], given_up: Callable[[], bool]
     ) -> None:
-        self._key, self._place, self._waiting, self._given_up = key, Place(0, processes), waiting, given_up
+        self._key, self._place, self._waiting, self._given_up = key, ProcessPlace(0, processes), waiting, given_up
         self._channels: dict[int, Channel] = {}
         self._pinged = 0.0
         self._lock = threading.Lock()
@@ -147,17 +147,17 @@ class _Gathering:
             self._greeting.release()
 
 
-def enter(channel: Channel, place: Place) -> dict[str, Any]:
+def enter(channel: Channel, place: ProcessPlace) -> dict[str, Any]:
     """Join JAX's service with the others, once all have come. Return the leader's description of the session."""
     kind, content = channel.receive()
-    if kind is not Kind.WELCOME:
+    if kind is not MessageKind.WELCOME:
         raise ProcessLost(f"the leader began with a {kind.name} message")
     session = from_json(content)
     initialize(str(session.get("service")), place)
     return session
 
 
-def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
+def connect(coordinator: str, place: ProcessPlace, *, wait: float) -> Channel:
     """Connect to the leader, which may come later.
 
     Raises ProcessLost if there is none within `wait` seconds, and ProcessRefused if it refuses this process.
@@ -182,7 +182,7 @@ def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
             time.sleep(_LOOK_SECONDS)
 
 
-def initialize(service: str, place: Place) -> None:
+def initialize(service: str, place: ProcessPlace) -> None:
     """Join JAX's service. A lost process does not end the others: the session reports the loss."""
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself

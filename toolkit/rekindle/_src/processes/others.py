@@ -6,23 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.execution.device_calls import Recorder
+from rekindle._src.execution.device_calls import CallRecorder
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.programs.programs import Programs
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.greeting import Facts
+    from rekindle._src.processes.greeting import ProcessReport
 
 Say = Callable[[str], object]
 
 
-class OtherProcesses(Recorder):
+class OtherProcesses(CallRecorder):
     """Nothing is sent or divided: this process makes all calls, and has whole pages and all weights."""
 
     @property
-    def agreement(self) -> Callable[[Facts], int] | None:
+    def agreement(self) -> Callable[[ProcessReport], int] | None:
         """A function that agrees with the others on the KV pages that all have room for; None without others."""
         return None
 

@@ -20,7 +20,7 @@ from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import HostTier, size
-from rekindle._src.processes.channel import Channel, Kind
+from rekindle._src.processes.channel import Channel, MessageKind
 from rekindle._src.processes.codec import DONE, CallCodec, StepCall, checksum
 from rekindle._src.processes.greeting import as_json, from_json
 from rekindle._src.programs import kv_layout as paged
@@ -78,7 +78,7 @@ class Replay:
 
     def run(self) -> None:
         """Make calls until the leader closes the session. Raises the error of any other end."""
-        messages: queue.Queue[tuple[Kind, bytes] | BaseException] = queue.Queue(WAITING_CALLS)
+        messages: queue.Queue[tuple[MessageKind, bytes] | BaseException] = queue.Queue(WAITING_CALLS)
         threading.Thread(target=self._receive, args=(messages,), name="rekindle leader", daemon=True).start()
         reader = threading.Thread(target=self._read, name="rekindle results", daemon=True)
         reader.start()
@@ -87,7 +87,7 @@ class Replay:
             if isinstance(message, BaseException):
                 raise message
             kind, content = message
-            if kind is Kind.CLOSE:
+            if kind is MessageKind.CLOSE:
                 break
             self._make(kind, content)
         self._results.put(None)
@@ -97,12 +97,12 @@ class Replay:
             self._calls.free()
         self._weights.delete()
 
-    def _receive(self, messages: queue.Queue[tuple[Kind, bytes] | BaseException]) -> None:
+    def _receive(self, messages: queue.Queue[tuple[MessageKind, bytes] | BaseException]) -> None:
         try:
             while True:
                 kind, content = self._channel.receive()
                 messages.put((kind, content))
-                if kind is Kind.CLOSE:
+                if kind is MessageKind.CLOSE:
                     return
         except BaseException as error:
             self._lost(error)
@@ -113,75 +113,75 @@ class Replay:
         try:
             while (entry := self._results.get()) is not None:
                 step, rows, chosen = entry
-                self._channel.send(Kind.DONE, DONE.pack(step, checksum(np.asarray(rows), chosen)))
+                self._channel.send(MessageKind.DONE, DONE.pack(step, checksum(np.asarray(rows), chosen)))
         except BaseException as error:
             self._problem = error
             while self._results.get() is not None:
                 pass
 
-    def _make(self, kind: Kind, content: bytes) -> None:
+    def _make(self, kind: MessageKind, content: bytes) -> None:
         problem = self._problem or self._pages.problem
         if problem is not None:
             raise problem
         codec = self._codec
         match kind:
-            case Kind.PREPARE:
+            case MessageKind.PREPARE:
                 self._prepare(content)
-            case Kind.RENEW:
+            case MessageKind.RENEW:
                 if self._calls is None:
                     self._calls = DeviceCalls(self._programs, self._weights.leaves)
                 else:
                     self._calls.renew()
-            case Kind.STEP:
+            case MessageKind.STEP:
                 self._step(codec.read_step(content))
-            case Kind.CHOOSE:
+            case MessageKind.CHOOSE:
                 key, masks = codec.read_choose(content)
                 if self._guided is None:
                     raise ProcessLost("tokens are to be chosen of no step")
                 (scores, upload, chosen), self._guided = self._guided, None
                 calls = self._device_calls
                 self._report_rows(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
-            case Kind.ADMIT:
+            case MessageKind.ADMIT:
                 self._device_calls.admit(self._device_calls.program(ADMIT), *codec.read_admit(content))
-            case Kind.COLLECT:
+            case MessageKind.COLLECT:
                 ids, digests = codec.read_move(content)
                 self._pages.collected(digests, self._device_calls.collect(ids, digests))
-            case Kind.GATHER:
+            case MessageKind.GATHER:
                 ids, digests = codec.read_move(content)
                 self._pages.expect(digests, self._device_calls.gather(ids, digests))
-            case Kind.SCATTER:
+            case MessageKind.SCATTER:
                 ids, digests = codec.read_move(content)
                 pages = [codec.parts.to_scatter(self._pages.get(digest)) for digest in digests]
                 self._device_calls.scatter(ids, pages, digests)
-            case Kind.COPY:
+            case MessageKind.COPY:
                 self._device_calls.copy(*codec.read_copy(content))
-            case Kind.KEEP:
+            case MessageKind.KEEP:
                 digest, part = codec.read_part(content)
                 self._pages.keep(digest, part)
-            case Kind.DROP:
+            case MessageKind.DROP:
                 self._pages.drop(codec.read_digests(content))
-            case Kind.FETCH:
+            case MessageKind.FETCH:
                 self._pages.fetch(content)
-            case Kind.READ:
+            case MessageKind.READ:
                 self._pages.read(codec.read_digests(content))
-            case Kind.STORE:
+            case MessageKind.STORE:
                 self._pages.store(codec.read_records(content))
-            case Kind.FORGET:
+            case MessageKind.FORGET:
                 self._pages.forget()
-            case Kind.LOAD_WEIGHTS:
+            case MessageKind.LOAD_WEIGHTS:
                 self._load_weights(content)
-            case Kind.TAKE_WEIGHTS:
+            case MessageKind.TAKE_WEIGHTS:
                 if self._loaded is None:
                     raise ProcessLost("weights are to be used that were not loaded")
                 self._device_calls.replace_weights(self._loaded.leaves)
                 self._weights.delete()
                 self._weights, self._loaded = self._loaded, None
                 self._pages.belong_to(self._weights.fingerprint)
-            case Kind.DROP_WEIGHTS:
+            case MessageKind.DROP_WEIGHTS:
                 if self._loaded is not None:
                     self._loaded.delete()
                 self._loaded = None
-            case Kind.FAILED:
+            case MessageKind.FAILED:
                 raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")
             case _:
                 raise ProcessLost(f"the leader sent a {kind.name} message, which followers don't take")
@@ -212,7 +212,7 @@ class Replay:
             self._programs.get(key)
         except CompileError as error:
             fields["error"] = str(error)[:LONGEST_ERROR]
-        self._channel.send(Kind.READY, as_json(fields))
+        self._channel.send(MessageKind.READY, as_json(fields))
 
     def _load_weights(self, content: bytes) -> None:
         try:
@@ -220,13 +220,15 @@ class Replay:
             fields = {"fingerprint": self._loaded.fingerprint}
         except Exception as error:
             fields = {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
-        self._channel.send(Kind.WEIGHTS, as_json(fields))
+        self._channel.send(MessageKind.WEIGHTS, as_json(fields))
 
 
 class KeptPages:
     """Parts by digest. The thread that makes calls uses it; another one waits for devices and disk, and answers."""
 
-    def __init__(self, codec: CallCodec, send: Callable[[Kind, bytes], object], disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, codec: CallCodec, send: Callable[[MessageKind, bytes], object], disk: DiskTier | None = None
+    ) -> None:
         """Set up; `send` sends the leader a message. Without a `disk` nothing is written or read."""
         self._codec, self._parts, self._send, self._disk = codec, codec.parts, send, disk
         self._host = HostTier(sys.maxsize)  # the leader's budget bounds it: it drops pages beyond that
@@ -295,7 +297,7 @@ class KeptPages:
 
     def fetch(self, digest: bytes) -> None:
         """Send a part to the leader, once all earlier ones have arrived."""
-        self._jobs.put(lambda: self._send(Kind.PART, self._codec.part(digest, self._host.peek(digest))))
+        self._jobs.put(lambda: self._send(MessageKind.PART, self._codec.part(digest, self._host.peek(digest))))
 
     # -- the disk
 
@@ -367,7 +369,7 @@ class KeptPages:
             for run in self._disk.runs(digests):
                 parts.update(self._disk.load_run(run, self._host.memory))
         self._read = parts
-        self._send(Kind.HAVE, self._codec.encode_digests(list(parts)))
+        self._send(MessageKind.HAVE, self._codec.encode_digests(list(parts)))
 
     def _work(self) -> None:
         try:

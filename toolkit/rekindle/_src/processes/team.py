@@ -25,9 +25,9 @@ from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.host import DividedHostTier
-from rekindle._src.processes.channel import Channel, Kind
+from rekindle._src.processes.channel import Channel, MessageKind
 from rekindle._src.processes.codec import DONE, CallCodec, checksum
-from rekindle._src.processes.greeting import Facts, as_json, compare, decoded, from_json
+from rekindle._src.processes.greeting import ProcessReport, as_json, compare, decoded, from_json
 from rekindle._src.processes.others import OtherProcesses, Say
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, Key
@@ -41,23 +41,23 @@ SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # for followers to receive the end of the session
 FAILURE_SECONDS = 3.0  # after a failed call, until the loss of a follower is known
-MOST_NAMES = Kind.DROP.limit // DIGEST_SIZE
+MOST_NAMES = MessageKind.DROP.limit // DIGEST_SIZE
 MOST_STORED = 1024  # pages of a message that has them written
 
 
-class Connections(Protocol):
+class FollowerConnections(Protocol):
     """The followers of a session, by process."""
 
-    def send_to(self, process: int, kind: Kind, content: bytes) -> None: ...
-    def ask_each(self, kind: Kind, content: bytes, answer: Kind) -> Mapping[int, bytes]:
+    def send_to(self, process: int, kind: MessageKind, content: bytes) -> None: ...
+    def ask_each(self, kind: MessageKind, content: bytes, answer: MessageKind) -> Mapping[int, bytes]:
         """Send all followers the same message. Return their answers. One caller at a time."""
         ...
 
 
-class SharedPages:
+class FollowerPages:
     """Implements `OtherHosts` of `kvcache.tiers.host` and `OtherDisks` of `kvcache.tiers.disk`."""
 
-    def __init__(self, followers: Connections, codec: CallCodec, heads: Mapping[int, Heads]) -> None:
+    def __init__(self, followers: FollowerConnections, codec: CallCodec, heads: Mapping[int, Heads]) -> None:
         """Set up; `heads` are the kv heads of a page that each follower's devices have."""
         self._followers, self._codec, self._heads = followers, codec, heads
         self._lock = threading.Lock()  # expected digests change together with the message that names them
@@ -89,7 +89,7 @@ class SharedPages:
             if stored:
                 self._on_disk[process].discard(digest)
             content = self._codec.part(digest, None if stored else self._codec.parts.cut(whole, heads))
-            self._followers.send_to(process, Kind.KEEP, content)
+            self._followers.send_to(process, MessageKind.KEEP, content)
 
     def forget_read(self) -> None:
         """Forget read parts: followers are about to read other pages, and drop those that they need not keep."""
@@ -97,7 +97,7 @@ class SharedPages:
 
     def read(self, digests: Sequence[bytes]) -> None:
         """Have the followers read their parts from disk; one caller at a time. Raises ProcessLost if one is gone."""
-        answers = self._followers.ask_each(Kind.READ, self._codec.encode_digests(digests), Kind.HAVE)
+        answers = self._followers.ask_each(MessageKind.READ, self._codec.encode_digests(digests), MessageKind.HAVE)
         self._on_disk = {process: set(self._codec.read_digests(content)) for process, content in answers.items()}
 
     def store(self, pages: Sequence[Page]) -> None:
@@ -106,13 +106,13 @@ class SharedPages:
             for at in range(0, len(pages), MOST_STORED):
                 content = self._codec.encode_records(pages[at : at + MOST_STORED])
                 for process in self._heads:
-                    self._followers.send_to(process, Kind.STORE, content)
+                    self._followers.send_to(process, MessageKind.STORE, content)
 
     def forget(self) -> None:
         """Have all followers remove their parts on disk."""
         with contextlib.suppress(RekindleError):
             for process in self._heads:
-                self._followers.send_to(process, Kind.FORGET, b"")
+                self._followers.send_to(process, MessageKind.FORGET, b"")
 
     def drop(self, digests: Sequence[bytes]) -> None:
         """Have all followers drop pages. A lost follower is ignored: the session ends because of it elsewhere."""
@@ -122,14 +122,14 @@ class SharedPages:
                 for at in range(0, len(digests), MOST_NAMES):
                     content = self._codec.encode_digests(digests[at : at + MOST_NAMES])
                     for process in self._heads:
-                        self._followers.send_to(process, Kind.DROP, content)
+                        self._followers.send_to(process, MessageKind.DROP, content)
 
     def whole(self, digest: bytes, own_part: paged.Payload) -> paged.Payload | None:
         """Join this process's part of a page with those of all followers; None if one of them has none."""
         parts = []
         try:
             with self._asking:
-                answers = self._followers.ask_each(Kind.FETCH, digest, Kind.PART)
+                answers = self._followers.ask_each(MessageKind.FETCH, digest, MessageKind.PART)
         except RekindleError:
             return None
         for process, content in answers.items():
@@ -143,10 +143,10 @@ class SharedPages:
         return self._codec.parts.join(own_part, parts)
 
 
-class Follower:
+class FollowerLink:
     def __init__(self, process: int, channel: Channel) -> None:
         self.process, self.channel = process, channel
-        self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
+        self.answers: dict[MessageKind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
 
 
 class Team(OtherProcesses):
@@ -158,10 +158,10 @@ class Team(OtherProcesses):
 
     def __init__(self, channels: Mapping[int, Channel]) -> None:
         self.lost: RekindleError | None = None
-        self.followers = [Follower(process, channels[process]) for process in sorted(channels)]
+        self.followers = [FollowerLink(process, channels[process]) for process in sorted(channels)]
         self._numbered = {follower.process: follower for follower in self.followers}
         self._codec: CallCodec | None = None
-        self._pages: SharedPages | None = None
+        self._pages: FollowerPages | None = None
         self._changed = threading.Condition()
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
@@ -185,16 +185,16 @@ class Team(OtherProcesses):
     # -- opening
 
     def welcome(self, session: bytes) -> None:
-        self._broadcast(Kind.WELCOME, session)
+        self._broadcast(MessageKind.WELCOME, session)
 
     @property
-    def agreement(self) -> Callable[[Facts], int]:
+    def agreement(self) -> Callable[[ProcessReport], int]:
         return self.agree
 
-    def agree(self, own_facts: Facts) -> int:
+    def agree(self, own_facts: ProcessReport) -> int:
         """Compare the facts of all followers with this process's. Return the pages that all have room for."""
         pages = own_facts.pages
-        for follower, content in self._answers(Kind.FACTS):
+        for follower, content in self._answers(MessageKind.FACTS):
             facts = decoded(content)
             try:
                 compare(own_facts, facts, follower.process)
@@ -202,20 +202,20 @@ class Team(OtherProcesses):
                 self._fail_session(error, farewell=as_json({"error": str(error)}))
                 raise
             pages = min(pages, facts.pages)
-        self._broadcast(Kind.AGREED, as_json({"device_pages": pages}))
+        self._broadcast(MessageKind.AGREED, as_json({"device_pages": pages}))
         return pages
 
     def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:
         """Wait until all followers have their weights; calls may be made from then on."""
         say("the other processes")
-        for _ in self._answers(Kind.LOADED):
+        for _ in self._answers(MessageKind.LOADED):
             pass
         self._codec = codec = CallCodec(programs)
         heads = {follower.process: codec.parts.heads(follower.process) for follower in self.followers}
-        self._pages = SharedPages(self, codec, heads)
+        self._pages = FollowerPages(self, codec, heads)
 
     @property
-    def pages(self) -> SharedPages:
+    def pages(self) -> FollowerPages:
         """The parts of pages that all processes keep in host memory."""
         assert self._pages is not None, "followers are not ready"
         return self._pages
@@ -238,14 +238,14 @@ class Team(OtherProcesses):
 
     def prepare(self, key: Key) -> None:
         if key not in self._everywhere:
-            self._broadcast(Kind.PREPARE, key.name.encode())
+            self._broadcast(MessageKind.PREPARE, key.name.encode())
 
     def prepared(self, key: Key) -> None:
         if key in self._everywhere:
             return
         for follower in self.followers:
             while True:
-                fields = from_json(self._answer(follower, Kind.READY))
+                fields = from_json(self._answer(follower, MessageKind.READY))
                 if fields.get("program") == key.name:
                     break
             if fields.get("error"):
@@ -258,7 +258,7 @@ class Team(OtherProcesses):
         content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
         if not key.part:
             self._expected.append(self._chosen)
-        self._broadcast(Kind.STEP, content)
+        self._broadcast(MessageKind.STEP, content)
 
     def forwarded(self, scores: Any) -> None:
         self._scores = scores
@@ -268,32 +268,32 @@ class Team(OtherProcesses):
         self._scores = None
         content = self._encoder().choose(key, masks)
         self._expected.append(self._chosen)
-        self._broadcast(Kind.CHOOSE, content)
+        self._broadcast(MessageKind.CHOOSE, content)
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
-        self._broadcast(Kind.ADMIT, self._encoder().admit(ints, floats))
+        self._broadcast(MessageKind.ADMIT, self._encoder().admit(ints, floats))
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._broadcast(Kind.COLLECT, self._encoder().encode_move(ids, digests))
+        self._broadcast(MessageKind.COLLECT, self._encoder().encode_move(ids, digests))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         content = self._encoder().encode_move(ids, digests)
-        self.pages.gather(digests, lambda: self._broadcast(Kind.GATHER, content))
+        self.pages.gather(digests, lambda: self._broadcast(MessageKind.GATHER, content))
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._broadcast(Kind.SCATTER, self._encoder().encode_move(ids, digests))
+        self._broadcast(MessageKind.SCATTER, self._encoder().encode_move(ids, digests))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
-        self._broadcast(Kind.COPY, self._encoder().encode_copy(sources, ids))
+        self._broadcast(MessageKind.COPY, self._encoder().encode_copy(sources, ids))
 
     def scatter_pinned(self) -> None:
         raise AssertionError("processes exchange pages one by one")
 
     def renew(self) -> None:
-        self._broadcast(Kind.RENEW)
+        self._broadcast(MessageKind.RENEW)
 
     def replace_weights(self) -> None:
-        self._broadcast(Kind.TAKE_WEIGHTS)
+        self._broadcast(MessageKind.TAKE_WEIGHTS)
 
     def load_weights(self, weights: Any, load: Callable[[], str]) -> None:
         """Have all followers read other weights while `load` does so here, which returns their fingerprint.
@@ -307,13 +307,13 @@ class Team(OtherProcesses):
                 "is in this process only, and others share the model",
                 "Pass a folder or hub id that all of them can read",
             )
-        self._broadcast(Kind.LOAD_WEIGHTS, as_json({"weights": str(weights)}))
+        self._broadcast(MessageKind.LOAD_WEIGHTS, as_json({"weights": str(weights)}))
         try:
             fingerprint, problem = load(), None
         except Exception as error:
             fingerprint, problem = "", error
         problems = []
-        for follower, content in self._answers(Kind.WEIGHTS):
+        for follower, content in self._answers(MessageKind.WEIGHTS):
             fields = from_json(content)
             if fields.get("error"):
                 problems.append(f"process {follower.process} can't load them: {fields['error']}")
@@ -323,7 +323,7 @@ class Team(OtherProcesses):
             reasons = "; ".join(problems)
             problem = CheckpointError(f"{weights} can't be used: {reasons}. Give all processes the same files")
         if problem is not None:
-            self._broadcast(Kind.DROP_WEIGHTS)
+            self._broadcast(MessageKind.DROP_WEIGHTS)
             raise problem
 
     def arrive(self, arrays: Any) -> None:
@@ -367,17 +367,17 @@ class Team(OtherProcesses):
             self._closing = True
             self._changed.notify_all()
         if self.lost is None:
-            self._farewell(Kind.CLOSE)
+            self._farewell(MessageKind.CLOSE)
         for follower in self.followers:
             follower.channel.close()
 
-    def send_to(self, process: int, kind: Kind, content: bytes) -> None:
+    def send_to(self, process: int, kind: MessageKind, content: bytes) -> None:
         """Send one follower a message. Raises ProcessLost, also while the session is being closed."""
         if self._closing:
             raise ProcessLost("the session was closed")
         self._send(self._numbered[process], kind, content)
 
-    def ask_each(self, kind: Kind, content: bytes, answer: Kind) -> dict[int, bytes]:
+    def ask_each(self, kind: MessageKind, content: bytes, answer: MessageKind) -> dict[int, bytes]:
         """Send all followers a message. Return their answers. One caller at a time for each kind of answer."""
         for process in self._numbered:
             self.send_to(process, kind, content)
@@ -385,13 +385,13 @@ class Team(OtherProcesses):
 
     # -- its threads
 
-    def _listen(self, follower: Follower) -> None:
+    def _listen(self, follower: FollowerLink) -> None:
         try:
             while True:
                 kind, content = follower.channel.receive()
-                if kind is Kind.FAILED:
+                if kind is MessageKind.FAILED:
                     raise ProcessLost(str(from_json(content).get("error")))
-                if kind is Kind.DONE:
+                if kind is MessageKind.DONE:
                     self._compare(follower.process, *DONE.unpack(content))
                 else:
                     with self._changed:
@@ -438,11 +438,11 @@ class Team(OtherProcesses):
         assert self._codec is not None, "followers are not ready"
         return self._codec
 
-    def _broadcast(self, kind: Kind, content: bytes = b"") -> None:
+    def _broadcast(self, kind: MessageKind, content: bytes = b"") -> None:
         for follower in self.followers:
             self._send(follower, kind, content)
 
-    def _send(self, follower: Follower, kind: Kind, content: bytes) -> None:
+    def _send(self, follower: FollowerLink, kind: MessageKind, content: bytes) -> None:
         self.check()
         try:
             follower.channel.send(kind, content)
@@ -456,10 +456,10 @@ class Team(OtherProcesses):
             assert self.lost is not None
             raise self.lost from error
 
-    def _answers(self, kind: Kind) -> list[tuple[Follower, bytes]]:
+    def _answers(self, kind: MessageKind) -> list[tuple[FollowerLink, bytes]]:
         return [(follower, self._answer(follower, kind)) for follower in self.followers]
 
-    def _answer(self, follower: Follower, kind: Kind) -> bytes:
+    def _answer(self, follower: FollowerLink, kind: MessageKind) -> bytes:
         with self._changed:
             self._changed.wait_for(lambda: self.lost is not None or self._closing or follower.answers[kind])
             if not follower.answers[kind]:
@@ -476,13 +476,13 @@ class Team(OtherProcesses):
             watchers = tuple(self._watchers)
             self._changed.notify_all()
         if farewell:
-            self._farewell(Kind.FAILED, farewell)
+            self._farewell(MessageKind.FAILED, farewell)
         for follower in self.followers:
             follower.channel.close()
         for watcher in watchers:
             watcher(error)
 
-    def _farewell(self, kind: Kind, content: bytes = b"") -> None:
+    def _farewell(self, kind: MessageKind, content: bytes = b"") -> None:
         for follower in self.followers:
             with contextlib.suppress(RekindleError):
                 follower.channel.send(kind, content)

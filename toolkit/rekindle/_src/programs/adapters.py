@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
     up: Any  # [experts · CHUNK, out]
 
 
-class Operands(NamedTuple):
+class AdapterOperands(NamedTuple):
     """The stacks as a program's operands."""
 
     owners: Any  # int32 [sites · chunks, UNITS]: the slot of each unit's adapter, 0 if it has no product at the site
@@ -71,7 +71,7 @@ class Stacks:
         self._dtype = jnp.dtype(dtype)
         self._slots: dict[str, int] = {}  # by digest
         self._stacks: list[list[Chunk]] | None = None  # made at the first use
-        self._operands: Operands | None = None  # of steps, until the stacks change
+        self._operands: AdapterOperands | None = None  # of steps, until the stacks change
         self._host: dict[tuple[int, int], Chunk] = {}  # the content of chunks that are not empty
 
     @functools.cached_property
@@ -93,15 +93,15 @@ class Stacks:
         return self._slots[digest]
 
     @functools.cached_property
-    def shapes(self) -> Operands:
+    def shapes(self) -> AdapterOperands:
         """The shapes of the operands."""
         stacks = tuple((self._shape(site),) * self.chunks for site in self.sites)
-        return Operands(jax.ShapeDtypeStruct((len(self.sites) * self.chunks, UNITS), np.int32), stacks)
+        return AdapterOperands(jax.ShapeDtypeStruct((len(self.sites) * self.chunks, UNITS), np.int32), stacks)
 
     @property
     def layout(self) -> Any:
         """The layout of the operands on a mesh: each device has the rows and columns of its part of the weights."""
-        return Operands(WHOLE, PARTS)  # type: ignore[arg-type]  # of all stacks
+        return AdapterOperands(WHOLE, PARTS)  # type: ignore[arg-type]  # of all stacks
 
     def outputs(self, site: Site) -> tuple[int, ...]:
         """Return the outputs of each module of a site on a device."""
@@ -112,14 +112,14 @@ class Stacks:
         return array[0] if self._placement.divided else array
 
     @property
-    def operands(self) -> Operands:
+    def operands(self) -> AdapterOperands:
         """The operands of the next step."""
         if self._operands is None:
             if self._stacks is None:
                 self._stacks = self._placed()
             owners: Any = self._owners.reshape(-1, UNITS)  # a mesh takes it from the host
             owners = owners.copy() if self._placement.divided else jax.device_put(owners)
-            self._operands = Operands(owners, tuple(map(tuple, self._stacks)))
+            self._operands = AdapterOperands(owners, tuple(map(tuple, self._stacks)))
         return self._operands
 
     @property
@@ -240,11 +240,11 @@ class Adapters(Feature):
         self._failed: dict[str, AdapterLoad] = {}  # by digest; tried again for each request
 
     @property
-    def operands(self) -> Operands:  # type: ignore[override]
+    def operands(self) -> AdapterOperands:  # type: ignore[override]
         return self.stacks.operands
 
     @property
-    def operand_shapes(self) -> Operands:
+    def operand_shapes(self) -> AdapterOperands:
         return self.stacks.shapes
 
     @property

@@ -28,7 +28,7 @@ MOST_TOKENS, MOST_ROWS = 256, 8  # larger steps are extrapolated
 _SIZES = re.compile(r"r(\d+)t(\d+)")
 
 
-class Line(NamedTuple):
+class LinearCost(NamedTuple):
     """Seconds that grow with a size."""
 
     first: float  # with a size of 1
@@ -41,8 +41,8 @@ class Line(NamedTuple):
 class CollectiveTimes(NamedTuple):
     """Seconds of one sum by tokens, of one gathering of logits by rows, and the number of sums in a step."""
 
-    sum: Line
-    gather: Line
+    sum: LinearCost
+    gather: LinearCost
     sums: int
     small_sums: int  # of one number for each token
     max_requests: int
@@ -84,9 +84,9 @@ def collective_times(placement: Placement, max_requests: int, max_tokens: int) -
 
 
 @functools.lru_cache(maxsize=32)
-def _line(mesh: Any, round_: Callable[[jax.Array], jax.Array], most: int, width: int, dtype: str) -> Line:
+def _line(mesh: Any, round_: Callable[[jax.Array], jax.Array], most: int, width: int, dtype: str) -> LinearCost:
     first, last = (_seconds(mesh, round_, size, width, dtype) for size in (1, most))
-    return Line(first, max(0.0, last - first) / (most - 1))
+    return LinearCost(first, max(0.0, last - first) / (most - 1))
 
 
 def _seconds(mesh: Any, round_: Callable[[jax.Array], jax.Array], size: int, width: int, dtype: str) -> float:

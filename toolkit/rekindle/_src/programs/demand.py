@@ -37,7 +37,7 @@ class Need:
         self.options = options  # it is not greedy: programs of parts need their whole closing
 
 
-class Wanted(NamedTuple):
+class ProgramRequest(NamedTuple):
     """A program to make; with `whole`, also the closing that a program of parts begins without."""
 
     key: Key
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     """The programs for a step: whether it can run now, and those to make so that it runs as fast as it can."""
 
     ready: bool
-    wanted: tuple[Wanted, ...] = ()
+    wanted: tuple[ProgramRequest, ...] = ()
 
 
 _FITS = Fit(True)
@@ -69,26 +69,26 @@ class Demand:
     ) -> None:
         self._programs, self._contexts = programs, contexts
         self._lock = threading.Lock()
-        self._wanted: tuple[Wanted, ...] = ()
-        self._errors: dict[Wanted, Exception] = {}
+        self._wanted: tuple[ProgramRequest, ...] = ()
+        self._errors: dict[ProgramRequest, Exception] = {}
         self._thread: threading.Thread | None = None
         self._stopped = False
         self.flush = programs.flush
 
-    def ready(self, wanted: Wanted) -> bool:
+    def ready(self, wanted: ProgramRequest) -> bool:
         """True if a step can run the program now."""
         return self._programs.ready(wanted.key, whole=wanted.whole)
 
-    def error(self, wanted: Wanted) -> Exception | None:
+    def error(self, wanted: ProgramRequest) -> Exception | None:
         """Return why a program could not be made; None if nothing is known against it."""
         return self._errors.get(wanted)
 
-    def forget(self, wanted: Wanted) -> None:
+    def forget(self, wanted: ProgramRequest) -> None:
         """Let a program that could not be made be tried again when it is wanted again."""
         with self._lock:
             self._errors.pop(wanted, None)
 
-    def want(self, wanted: tuple[Wanted, ...]) -> None:
+    def want(self, wanted: tuple[ProgramRequest, ...]) -> None:
         """Make these programs, in this order, in place of those that were wanted before and have not begun.
 
         Until they are ready, steps take larger programs that can do the same.
@@ -126,7 +126,7 @@ class Demand:
                     with self._lock:
                         self._errors[job] = error
 
-    def _next(self) -> Wanted | None:
+    def _next(self) -> ProgramRequest | None:
         if self._stopped or not threading.main_thread().is_alive():
             return None
         return next((each for each in self._wanted if each not in self._errors and not self.ready(each)), None)
@@ -162,7 +162,7 @@ class StepPrograms:
             return _FITS
         late, options = any(need.late for need in needs), any(need.options for need in needs)
         variants = self._features.joined(frozenset[str]().union(*(need.letters for need in needs)))
-        helpers = dict.fromkeys(Wanted(key) for need in needs for key in need.helpers)
+        helpers = dict.fromkeys(ProgramRequest(key) for need in needs for key in need.helpers)
         missing = tuple(each for each in helpers if not self._demand.ready(each))
         lattice = [bucket for bucket in self._programs.lattice_for(variants, late=late) if bucket.variants == variants]
         ready = [bucket for bucket in lattice if not self._missing(bucket, options)]
@@ -178,8 +178,8 @@ class StepPrograms:
             return _FITS
         return Fit(not missing and self._bucket(ready, size, variants) is not None, wanted)
 
-    def _missing(self, bucket: Bucket, options: bool) -> tuple[Wanted, ...]:
-        programs = (Wanted(key, options) for key in bucket.programs)
+    def _missing(self, bucket: Bucket, options: bool) -> tuple[ProgramRequest, ...]:
+        programs = (ProgramRequest(key, options) for key in bucket.programs)
         return tuple(each for each in programs if not self._demand.ready(each))
 
     def _bucket(self, buckets: Sequence[Bucket], size: StepSize, variants: str) -> Bucket | None:

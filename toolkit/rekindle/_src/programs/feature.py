@@ -31,7 +31,7 @@ from rekindle_kernels import SMALL_TOP_K, Choice
 T = TypeVar("T")
 
 
-class Flag(enum.IntFlag):
+class RowFlag(enum.IntFlag):
     """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
 
     SAMPLES = 1  # the last position's logits choose a token
@@ -51,18 +51,20 @@ class Flag(enum.IntFlag):
 
 FIRST_PROCESSOR = 12  # bit
 MAX_PROCESSORS = 16
-GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all the flags of steps of greedy rows without further options
+GREEDY = (
+    RowFlag.SAMPLES | RowFlag.KEPT | RowFlag.CHOOSES
+)  # all the flags of steps of greedy rows without further options
 PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 
 
 def drawing_flags(sampling: Sampling) -> int:
     """Return the bits of the options by which a token is drawn."""
-    flags = Flag(0)
+    flags = RowFlag(0)
     if not sampling.greedy:
-        flags |= Flag.DRAWS
-        flags |= Flag.TOP_K * (sampling.top_k > 0)
-        flags |= Flag.LARGE_K * (sampling.top_k > SMALL_TOP_K)
-        flags |= Flag.TOP_P * (sampling.top_p < 1.0)
+        flags |= RowFlag.DRAWS
+        flags |= RowFlag.TOP_K * (sampling.top_k > 0)
+        flags |= RowFlag.LARGE_K * (sampling.top_k > SMALL_TOP_K)
+        flags |= RowFlag.TOP_P * (sampling.top_p < 1.0)
     return int(flags)
 
 
@@ -88,7 +90,7 @@ class StepInputs(NamedTuple):
     cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
     num_prefills: Array  # []
     last: Array  # [N]: index of each sequence's last token
-    flags: Array  # [N]: `Flag`s of each row
+    flags: Array  # [N]: `RowFlag`s of each row
     any_flags: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
     own: tuple[Any, ...]  # of each feature: the result of its `unpack`
@@ -135,7 +137,7 @@ class Columns(NamedTuple):
     tokens: Any  # [T]
 
 
-class Read(NamedTuple):
+class FeatureRead(NamedTuple):
     """The results that the host reads for a feature, of the rows of a step, or of one data shard's."""
 
     plan: StepPlan
@@ -274,5 +276,5 @@ class Feature:
         """Wait for the output of a step. Return it in the host's memory: an array, or a dict of arrays."""
         return np.asarray(output)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         """Add the feature's fields of each row's `RowResult`."""

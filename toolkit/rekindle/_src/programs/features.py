@@ -19,7 +19,7 @@ from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import POOLS
-from rekindle._src.programs.feature import GREEDY, Feature, Fields, Helpers, Read, StepInputs, drawing_flags
+from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, Fields, Helpers, StepInputs, drawing_flags
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables
 from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogprobs
@@ -65,7 +65,7 @@ class Pooling(Feature):
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         assert read.output is not None, "a program that does not pool ran a request with pooling"
         for index, row in enumerate(read.plan.prefill):
             if row.request.pooling is not None:

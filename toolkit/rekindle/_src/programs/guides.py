@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import Guided, GuideLike, Mask, Row, RowResult, StepPlan, mask_words
+from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan, mask_words
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take
@@ -186,12 +186,12 @@ class _Clock:
         return seconds
 
 
-def _with_time(report: Guided, seconds: float) -> Guided:
+def _with_time(report: GuideReport, seconds: float) -> GuideReport:
     """Add the time to a guide's report; a guide that is too slow gets a problem, so that it can't continue."""
     if seconds > SLOWEST_TOKEN and not report.problem and not report.ended:
         problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
         report = report._replace(problem=problem)
-    return Guided._make((*report[:-1], seconds))  # a third of the time of `_replace`
+    return GuideReport._make((*report[:-1], seconds))  # a third of the time of `_replace`
 
 
 def _limits(row: Row) -> str:

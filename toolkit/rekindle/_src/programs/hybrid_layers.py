@@ -117,7 +117,7 @@ def tail_pages(model: ModelConfig, config: EngineConfig, pages: int, *, apart: b
     return min(pages, max(least_pages(model, config), share))
 
 
-class Spread(NamedTuple):
+class RowPages(NamedTuple):
     """The pages of each row, and the place of the first."""
 
     first: Array  # [N]
@@ -151,5 +151,5 @@ class TailTables(Feature):
         out[0] = row.first
         out[1 : 1 + len(row.tails)] = row.tails
 
-    def unpack(self, columns: Columns) -> Spread:
-        return Spread(columns.row_ints[:, 0], columns.row_ints[:, 1:])
+    def unpack(self, columns: Columns) -> RowPages:
+        return RowPages(columns.row_ints[:, 0], columns.row_ints[:, 1:])

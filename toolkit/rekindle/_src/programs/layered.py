@@ -31,14 +31,14 @@ from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.step import Computed, Leaves, Operands, Scores, StepOutput, finish, finish_forward
+from rekindle._src.programs.step import ChoiceInputs, Leaves, ModelOutput, Operands, StepOutput, finish, finish_forward
 from rekindle._src.programs.store import LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
 Tables = tuple[tuple[Array, ...], ...]  # of each of the model's ropes, as `rope.tables` returns them
 
 
-class Opened(NamedTuple):
+class OpeningOutput(NamedTuple):
     """The results of the opening."""
 
     x: Array  # [R + T, E]
@@ -48,10 +48,10 @@ class Opened(NamedTuple):
 
 
 Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
-Opening = Callable[[Leaves, Array, Array, Array], Opened]
+Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
 Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
-ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[Scores, tuple[Any, ...]]]
+ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Cut:
 def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
     """Return the part from a step's buffers to the first layer. The leaves are the outer ones."""
 
-    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> Opened:
+    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> OpeningOutput:
         inputs = unpack(layout, page_size, ints, floats, last_token)
         model = cut.model(cut.outer, outer)
         x, tables = model.begin(inputs.tokens, inputs.positions, inputs.rope_lengths)
-        return Opened(x, tuple(tables.tables[rope] for rope in model.config.ropes), tables.own, inputs)
+        return OpeningOutput(x, tuple(tables.tables[rope] for rope in model.config.ropes), tables.own, inputs)
 
     return opening
 
@@ -144,16 +144,16 @@ def make_closing(cut: Cut, layout: Layout, *, greedy: bool = False) -> Closing:
 def make_forward_closing(cut: Cut, layout: Layout) -> ForwardClosing:
     """Return the part from the last layer to the results of a late step's first half."""
 
-    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[Scores, tuple[Any, ...]]:
+    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
         return finish_forward(layout, _computed(cut, layout, outer, x), inputs)
 
     return closing
 
 
-def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> Computed:
+def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
     """Return the results of the last layer; features that replace layers are not in programs made of parts."""
     model = cut.model(cut.outer, outer)
-    return Computed(model, model.end(x), (None,) * len(layout.compiled))
+    return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
 
 
 class LayeredProgram:
@@ -190,11 +190,11 @@ class LayeredProgram:
 
     def _run(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
-    ) -> tuple[tuple[Any, ...], paged.KV, Opened]:
+    ) -> tuple[tuple[Any, ...], paged.KV, OpeningOutput]:
         """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
-        opened: Opened = self._opening(outer, last_token, ints, floats)
+        opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
         for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
             own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
@@ -220,7 +220,7 @@ class LayeredForward(LayeredProgram):
 
     def __call__(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any, operands: Operands
-    ) -> tuple[paged.KV, Scores, Any]:
+    ) -> tuple[paged.KV, ChoiceInputs, Any]:
         closing = self._rest()
         outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
         return new_kv, *closing(outer, opened.x, opened.inputs)
@@ -232,7 +232,7 @@ MANY_LAYERS, ALIKE = 5, 3
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """One part of a program: its name in the store, and the function to trace with its arguments."""
 
     name: str
@@ -242,7 +242,7 @@ class Part(NamedTuple):
     opens: tuple[int, int] | None = None  # the size (rows, tokens) of an opening; None for other parts
 
 
-class Layered:
+class LayeredPrograms:
     """A maker of programs in parts, which keeps the parts. All methods are thread-safe."""
 
     def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: LateStore) -> None:
@@ -250,7 +250,7 @@ class Layered:
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
         self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
-        self._opened: dict[tuple[int, int], Opened] = {}  # the shapes of openings' results, by size
+        self._opened: dict[tuple[int, int], OpeningOutput] = {}  # the shapes of openings' results, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
 
     def quicker(self, keys: Iterable[Key]) -> bool:
@@ -332,7 +332,7 @@ class Layered:
         self.save()
         return parts[name]
 
-    def _made(self, parts: Iterable[Part]) -> dict[str, Compiled]:
+    def _made(self, parts: Iterable[ProgramPart]) -> dict[str, Compiled]:
         """Trace one part after the other, as the GIL allows no more, and compile each in its own thread meanwhile."""
         futures: dict[str, Future[Compiled]] = {}
         threads: list[threading.Thread] = []
@@ -347,7 +347,7 @@ class Layered:
             for thread in threads:
                 thread.join()
 
-    def _begin(self, part: Part, future: Future[Compiled]) -> list[threading.Thread]:
+    def _begin(self, part: ProgramPart, future: Future[Compiled]) -> list[threading.Thread]:
         """Load a part, or start a thread that compiles it. Return the threads started, one or none."""
         start = time.perf_counter()
         try:
@@ -391,13 +391,13 @@ class Layered:
             self._parts.pop(name, None)
         future.set_exception(error)
 
-    def _traced(self, part: Part) -> Any:
+    def _traced(self, part: ProgramPart) -> Any:
         traced = jax.jit(self._counted(part.function), donate_argnums=part.donated).trace(*part.arguments())
         if part.opens is not None:
             self._opened[part.opens] = _shapes_of(traced.out_info)
         return traced
 
-    def _first(self, key: Bucket) -> Iterator[Part]:
+    def _first(self, key: Bucket) -> Iterator[ProgramPart]:
         """Yield the parts that a program needs to begin, its layers early, since they take longest to compile."""
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
@@ -405,16 +405,16 @@ class Layered:
         changes = any(feature.variant and feature.changing for feature in self._recipes.layout(key).compiled)
         yield self._closing(key, greedy=not changes and not key.part)
 
-    def _opening(self, key: Bucket) -> Part:
+    def _opening(self, key: Bucket) -> ProgramPart:
         recipes, layout = self._recipes, self._recipes.layout(key)
         function = make_opening(self._cut, layout, recipes.page_size)
 
         def arguments() -> tuple[Any, ...]:
             return self._outer, recipes.state.last_token, *recipes.upload(layout)
 
-        return Part(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
+        return ProgramPart(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
 
-    def _layer(self, key: Bucket, layer: int) -> Part:
+    def _layer(self, key: Bucket, layer: int) -> ProgramPart:
         recipes, cut = self._recipes, self._cut
         function = make_layer(cut, layer, recipes.layout(key), implementation=recipes.config.kernels)
 
@@ -424,9 +424,9 @@ class Layered:
             own = shapes.own[layer : layer + 1]
             return leaves, recipes.kv[cut.sources[layer]], shapes.x, shapes.tables, shapes.inputs.paging, *own
 
-        return Part(self._layer_name(key, layer), function, arguments, (1,))
+        return ProgramPart(self._layer_name(key, layer), function, arguments, (1,))
 
-    def _closing(self, key: Bucket, *, greedy: bool) -> Part:
+    def _closing(self, key: Bucket, *, greedy: bool) -> ProgramPart:
         recipes, cut, layout = self._recipes, self._cut, self._recipes.layout(key)
         name = self._closing_name(key, greedy=greedy)
         if key.part == FORWARD:
@@ -435,14 +435,14 @@ class Layered:
                 shapes = self._shapes(key)
                 return self._outer, shapes.x, shapes.inputs
 
-            return Part(name, make_forward_closing(cut, layout), forwarded)
+            return ProgramPart(name, make_forward_closing(cut, layout), forwarded)
         function = make_closing(cut, layout, greedy=greedy)
 
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)
             return self._outer, recipes.state, shapes.x, shapes.inputs
 
-        return Part(name, function, arguments, (1,))
+        return ProgramPart(name, function, arguments, (1,))
 
     def _size(self, key: Bucket) -> str:
         """Return the first words of the names of parts that all programs of one size share."""
@@ -461,7 +461,7 @@ class Layered:
     def _outer(self) -> tuple[Any, ...]:
         return tuple(self._cut.leaves[index] for index in self._cut.outer)
 
-    def _shapes(self, key: Bucket) -> Opened:
+    def _shapes(self, key: Bucket) -> OpeningOutput:
         """Return the shapes of the opening's results; trace the opening for them if it was loaded."""
         size = (key.rows, key.tokens)
         if size not in self._opened:
@@ -486,6 +486,6 @@ def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> Compiled:
             _unknown.update(unsupported)
 
 
-def _shapes_of(found: Opened) -> Opened:
-    shapes: Opened = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
+def _shapes_of(found: OpeningOutput) -> OpeningOutput:
+    shapes: OpeningOutput = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), found)
     return shapes

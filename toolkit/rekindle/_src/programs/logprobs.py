@@ -23,7 +23,7 @@ from rekindle._src.core.records import IntArray, Request, Row, StepPlan, TokenLo
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import WHOLE
-from rekindle._src.programs.feature import Columns, Feature, Fields, Flag, Read, StepInputs, branch
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, RowFlag, StepInputs, branch
 from rekindle_kernels import Choice, top_k
 
 Packed = NDArray[np.int32]
@@ -74,18 +74,18 @@ def logprobs_of(logits: Array, tokens: Array, *, deterministic: bool = False) ->
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
-def row_logprobs(any_flags: Array | Flag, logits: Array, tokens: Array, *, deterministic: bool = False) -> Array:
+def row_logprobs(any_flags: Array | RowFlag, logits: Array, tokens: Array, *, deterministic: bool = False) -> Array:
     """Return `logprobs_of`, or zeros if no row of the step needs log-probabilities."""
     with jax.named_scope("logprobs"):
         return branch(
-            any_flags & Flag.LOGPROBS != 0,
+            any_flags & RowFlag.LOGPROBS != 0,
             lambda: logprobs_of(logits, tokens, deterministic=deterministic),
             lambda: jnp.zeros((logits.shape[0], WIDTH), jnp.int32),
         )
 
 
 def prompt_logprobs(
-    any_flags: Array | Flag,
+    any_flags: Array | RowFlag,
     hidden: Array,
     targets: Array,
     to_logits: Callable[[Array], Array],
@@ -121,13 +121,13 @@ def prompt_logprobs(
 
     with jax.named_scope("prompt_logprobs"):
         empty = jnp.zeros((T, WIDTH), jnp.int32)
-        return branch(any_flags & Flag.PROMPT_LOGPROBS != 0, score, lambda: empty)
+        return branch(any_flags & RowFlag.PROMPT_LOGPROBS != 0, score, lambda: empty)
 
 
 class Logprobs(Feature):
     """The log-probability of each chosen token, and the most likely ones: columns next to the token."""
 
-    option, bits, width = "sampling.scored", int(Flag.LOGPROBS), WIDTH
+    option, bits, width = "sampling.scored", int(RowFlag.LOGPROBS), WIDTH
 
     def __init__(self, *, deterministic: bool) -> None:
         self._deterministic = deterministic
@@ -139,7 +139,7 @@ class Logprobs(Feature):
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         return row_logprobs(inputs.any_flags, logits, tokens, deterministic=self._deterministic)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
             sampling = row.request.sampling
             if sampling.logprobs is not None and not sampling.whole_logprobs and token is not None:
@@ -150,7 +150,7 @@ class PromptLogprobs(Feature):
     """The log-probabilities of a prompt's own tokens: an array of a line for each prefill token."""
 
     option = "sampling.scored"
-    bits = steady = int(Flag.PROMPT_LOGPROBS)
+    bits = steady = int(RowFlag.PROMPT_LOGPROBS)
     per_token = has_output = True
 
     def __init__(self, *, deterministic: bool) -> None:
@@ -169,7 +169,7 @@ class PromptLogprobs(Feature):
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: Any) -> Array:
         return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         assert read.output is not None, "all programs score prompts"
         first = 0
         for index, row in enumerate(read.plan.prefill, start=len(read.plan.decode)):
@@ -207,7 +207,7 @@ def model_logprobs(logits: Array, *, deterministic: bool = False) -> Array:
 
 
 def sampled_logprobs(
-    logits: Array, choice: Choice, tokens: Array, any_flags: Array | Flag, *, deterministic: bool = False
+    logits: Array, choice: Choice, tokens: Array, any_flags: Array | RowFlag, *, deterministic: bool = False
 ) -> Array:
     """Return the log-probabilities [N, V] of the distribution that `tokens` [N] were drawn from; -inf is "never".
 
@@ -228,14 +228,14 @@ def sampled_logprobs(
         return jnp.where(limited, kth, everything)
 
     weights = jnp.exp(shifted)
-    kth = branch(any_flags & Flag.TOP_K != 0, top_k, lambda: everything)
+    kth = branch(any_flags & RowFlag.TOP_K != 0, top_k, lambda: everything)
     weights = jnp.where(magnitudes <= kth[:, None], weights, 0.0)
 
     def top_p() -> Array:
         border = _least(magnitudes, weights, choice.top_p * weights.sum(axis=-1))
         return jnp.where(choice.top_p < 1.0, border, everything)
 
-    border = branch(any_flags & Flag.TOP_P != 0, top_p, lambda: everything)
+    border = branch(any_flags & RowFlag.TOP_P != 0, top_p, lambda: everything)
     support = (magnitudes <= border[:, None]) & (weights >= choice.min_p[:, None]) & (weights > 0.0)
     chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
     support = jnp.where(drawing[:, None], support | chosen, chosen)
@@ -270,7 +270,7 @@ class Distribution(Feature):
         self.width, self._deterministic = vocab_size, deterministic
 
     def flags(self, request: Request) -> int:
-        return int(Flag.SAMPLED_LOGPROBS) if request.sampling.logprobs_of == "sampled" else 0
+        return int(RowFlag.SAMPLED_LOGPROBS) if request.sampling.logprobs_of == "sampled" else 0
 
     def in_plan(self, plan: StepPlan) -> bool:
         rows = [row for row in plan.rows if row.request.sampling.logprobs is not None]
@@ -284,12 +284,12 @@ class Distribution(Feature):
             def sampled() -> Array:
                 choice = inputs.choice
                 drawn = sampled_logprobs(chosen_from(), choice, tokens, inputs.any_flags, deterministic=fixed)
-                return jnp.where(inputs.flag(Flag.SAMPLED_LOGPROBS)[:, None], drawn, result)
+                return jnp.where(inputs.flag(RowFlag.SAMPLED_LOGPROBS)[:, None], drawn, result)
 
-            result = branch(inputs.any_flags & Flag.SAMPLED_LOGPROBS != 0, sampled, lambda: result)
+            result = branch(inputs.any_flags & RowFlag.SAMPLED_LOGPROBS != 0, sampled, lambda: result)
             return lax.bitcast_convert_type(result, jnp.int32)
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
             if token is not None and is_whole(row.request.sampling):
                 own["logprobs"] = _entry(read.columns[place].view(np.float32), token, row.request.sampling)

@@ -31,7 +31,7 @@ from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
-from rekindle._src.programs.feature import Columns, Feature, Flag, StepInputs, drawing_flags
+from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, drawing_flags
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.request_state import NOWHERE
@@ -40,7 +40,7 @@ from rekindle_kernels import Choice, current_platform
 T = TypeVar("T")
 
 
-class Batch(NamedTuple):
+class PageBatch(NamedTuple):
     """Pages that one call moves."""
 
     moves: tuple[PageMove, ...]
@@ -83,7 +83,7 @@ class DataShards:
             *(next(rest[self.of(row)]) for row in plan.prefill),
         )
 
-    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[Batch]:
+    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[PageBatch]:
         """Yield the moves in batches: per shard as many pages as the largest size that they fill, or the smallest."""
         waiting: list[list[PageMove]] = [[] for _ in range(self.count)]
         for move in moves:
@@ -99,7 +99,7 @@ class DataShards:
                     batch.append(move)
                     places.append(place)
                     ids[place] = move.page % self.pages
-            yield Batch(tuple(batch), tuple(places), ids)
+            yield PageBatch(tuple(batch), tuple(places), ids)
             begin += most
 
     def admission(self, ints: np.ndarray, floats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -210,7 +210,7 @@ _HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infin
 _VARYING, _CONSTANT, _DRAWING = 4, 4, 3  # columns without those of features
 TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
-_SAMPLES, _KEPT, _CHOOSES = int(Flag.SAMPLES), int(Flag.KEPT), int(Flag.SAMPLES | Flag.CHOOSES)
+_SAMPLES, _KEPT, _CHOOSES = int(RowFlag.SAMPLES), int(RowFlag.KEPT), int(RowFlag.SAMPLES | RowFlag.CHOOSES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -460,7 +460,7 @@ def unpack(
     temperature, top_p, min_p = (values[:, column] for column in range(_DRAWING))
     decode_tokens = jnp.where(row_tokens[:R] >= 0, row_tokens[:R], last_token[slots[:R]])
     decode_positions = jnp.maximum(lengths[:R] - 1, 0)
-    rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & Flag.KEPT == 0)
+    rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & RowFlag.KEPT == 0)
     last = rows
     if T:
         index = lax.iota(jnp.int32, T)

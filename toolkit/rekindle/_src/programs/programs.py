@@ -54,7 +54,7 @@ from rekindle._src.programs.buckets import (
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
-from rekindle._src.programs.layered import Compiled, Layered, LayeredProgram, compiled_with
+from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.plan import ProgramPlan
@@ -102,7 +102,7 @@ class ProgramRecord(html.Record):
 
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class ProgramEntry:
     """The state of one program."""
 
     key: Key
@@ -117,7 +117,7 @@ class Ledger:
 
     def __init__(self, keys: Iterable[Key], has_parts: Callable[[Key], bool]) -> None:
         """Begin without programs. `has_parts` is True of a program that can be made of parts."""
-        self.entries = {key: Entry(key) for key in keys}
+        self.entries = {key: ProgramEntry(key) for key in keys}
         self._has_parts = has_parts
         self.ready: dict[Key, Compiled] = {}
         self.least = Form.WHOLE  # the form that is enough for now
@@ -132,11 +132,11 @@ class Ledger:
         """True if programs are made or run that whole ones will replace."""
         return self.least is Form.PARTS or bool(self._provisional)
 
-    def enough(self, entry: Entry) -> Form:
+    def enough(self, entry: ProgramEntry) -> Form:
         """Return the form in which a program is made now."""
         return Form.PARTS if self.least is Form.PARTS and self._has_parts(entry.key) else Form.WHOLE
 
-    def need(self, key: Key) -> Entry:
+    def need(self, key: Key) -> ProgramEntry:
         """Return the entry of a program that the caller loads or makes. Raise KeyError for an unknown one."""
         if key not in self.entries:
             raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.entries)}")
@@ -146,7 +146,7 @@ class Ledger:
                 self._provisional.add(key)
         return entry
 
-    def offer(self, entry: Entry, form: Form, program: Compiled, record: ProgramRecord) -> None:
+    def offer(self, entry: ProgramEntry, form: Form, program: Compiled, record: ProgramRecord) -> None:
         """Put a program in the place of the one that is ready, if any."""
         with self._lock:
             if entry.form is Form.PARTS:
@@ -158,12 +158,12 @@ class Ledger:
             else:
                 self._provisional.discard(entry.key)
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: ProgramEntry) -> None:
         """Let a program stay as it is: nothing replaces it."""
         with self._lock:
             self._provisional.discard(entry.key)
 
-    def jobs(self) -> list[Entry]:
+    def jobs(self) -> list[ProgramEntry]:
         """Return the programs that whole ones are to replace, those of few tokens first: they make most tokens."""
         with self._lock:
             keys = [key for key in self.entries if key in self._provisional and isinstance(key, Bucket)]
@@ -212,7 +212,7 @@ def compiler_options(platform: str | None = None) -> dict[str, str | bool] | Non
     return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
 
 
-class Traced(NamedTuple):
+class TracedProgram(NamedTuple):
     """A program that is traced and lowered, and the seconds that this took."""
 
     lowered: jax.stages.Lowered
@@ -266,7 +266,9 @@ class Programs:
         self.keeps = store is not None  # programs outlive the process
         self._store = LateStore(store or NoStore())
         self._lock = threading.Lock()
-        self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=self._store)
+        self._layered = LayeredPrograms(
+            self._recipes, counted=self._counted, compiled=self._count_compiled, store=self._store
+        )
         # Variants that few sessions ever need are compiled when a step first does, whatever `precompile` says.
         choices = self.features.choices
         as_needed = [buckets.with_variants(self._lattice, letters) for letters in buckets.combinations(choices)[1:]]
@@ -458,7 +460,7 @@ class Programs:
             whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
             return whole.lower(*self.parts.arguments(recipe))
 
-    def compile(self, key: Key, traced: Traced | None = None) -> Compiled:
+    def compile(self, key: Key, traced: TracedProgram | None = None) -> Compiled:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
@@ -496,12 +498,12 @@ class Programs:
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
             ) from error
 
-    def _load(self, entry: Entry) -> bool:
+    def _load(self, entry: ProgramEntry) -> bool:
         """Load a whole program from the store, or its parts if they are enough. The store is asked once for each."""
         enough = self.ledger.enough(entry)
         return any(self._load_as(entry, form) for form in (Form.WHOLE, Form.PARTS) if form >= enough)
 
-    def _load_as(self, entry: Entry, form: Form) -> bool:
+    def _load_as(self, entry: ProgramEntry, form: Form) -> bool:
         key = entry.key
         if form in entry.not_loaded:
             return False
@@ -518,7 +520,7 @@ class Programs:
         self.ledger.offer(entry, form, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start))
         return True
 
-    def _traced(self, key: Key, stopped: Callable[[], bool]) -> Traced:
+    def _traced(self, key: Key, stopped: Callable[[], bool]) -> TracedProgram:
         """Trace a program, which leaves steps in parts little time, and give them a moment then, or until stopped."""
         start = time.perf_counter()
         with self._errors(key), gc_paused():
@@ -526,9 +528,9 @@ class Programs:
         end = time.perf_counter()
         while not stopped() and time.perf_counter() < end + BREATH:
             time.sleep(0.02)
-        return Traced(lowered, end - start)
+        return TracedProgram(lowered, end - start)
 
-    def _make(self, entry: Entry, traced: Traced | None = None) -> tuple[Compiled, Callable[[], None]]:
+    def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
         with self._lock:
@@ -567,7 +569,7 @@ class Programs:
 
         return compiled, keep
 
-    def _made_elsewhere(self, entry: Entry) -> bool:
+    def _made_elsewhere(self, entry: ProgramEntry) -> bool:
         """True if another process has made the program while this one waited for it, and it is ready now.
 
         Otherwise this process makes it, and the others that want it wait.

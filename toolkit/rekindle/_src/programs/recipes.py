@@ -37,7 +37,7 @@ from rekindle._src.programs.features import Features
 from rekindle._src.programs.hybrid_layers import gather_states, scatter_states, state_numbers, state_slots, tail_pages
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import HEADS, PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, Partitioning, Recipe
-from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
 from rekindle_kernels import LayerKV, kernels_for, zeros
 
 # Options of XLA:CPU for steps whose attention and products are native: one thread does half of the work that two share
@@ -224,7 +224,7 @@ class Recipes:
             return Recipe(forward, (*arguments, self.state.tables), (1, 6), (*operands, ROWS), (*results, ROWS))
         vocab_size, precision = self.model.vocab_size, self.graph.precision
         sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
-        scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
+        scores = ChoiceInputs._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
         operand = jax.ShapeDtypeStruct((layout.sequences, self.features.late.operand_width(vocab_size)), jnp.int32)
         choice = make_choice(layout, self.page_size, implementation=precision.implementation)
         return Recipe(choice, (self.state, scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))

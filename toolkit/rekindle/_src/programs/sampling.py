@@ -21,7 +21,7 @@ from jax import Array, lax
 
 import rekindle_kernels
 from rekindle._src.core.records import Request, Row
-from rekindle._src.programs.feature import Columns, Feature, Flag, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import Choice, Wanted
 
@@ -43,10 +43,10 @@ def choose(
     `any_flags` is the union of the rows' flags.
     """
     options = Wanted(
-        draws=any_flags & Flag.DRAWS != 0,
-        top_k=any_flags & Flag.TOP_K != 0,
-        large_k=any_flags & Flag.LARGE_K != 0,
-        top_p=any_flags & Flag.TOP_P != 0,
+        draws=any_flags & RowFlag.DRAWS != 0,
+        top_k=any_flags & RowFlag.TOP_K != 0,
+        large_k=any_flags & RowFlag.LARGE_K != 0,
+        top_p=any_flags & RowFlag.TOP_P != 0,
     )
     return rekindle_kernels.draw(logits, choice, options, masks, implementation=implementation)
 
@@ -104,15 +104,15 @@ class LogitShaping(Feature):
     """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
 
     option = "sampling.shaped"
-    bits = changing = int(Flag.BIASED | Flag.PENALISED | Flag.BARRED)
+    bits = changing = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)
     neutral = 1.0, 0.0, 0.0
 
     def flags(self, request: Request) -> int:
         sampling = request.sampling
-        return int(Flag.BIASED) * bool(sampling.logit_bias) | int(Flag.PENALISED) * sampling.penalised
+        return int(RowFlag.BIASED) * bool(sampling.logit_bias) | int(RowFlag.PENALISED) * sampling.penalised
 
     def row_flags(self, request: Request) -> Callable[[Row], int] | None:
-        least, barred = request.sampling.min_tokens, int(Flag.BARRED)
+        least, barred = request.sampling.min_tokens, int(RowFlag.BARRED)
         return (lambda row: barred if row.generated < least else 0) if least else None
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -126,7 +126,7 @@ class LogitShaping(Feature):
     def unpack(self, columns: Columns) -> Shaping:
         repetition, presence, frequency = (columns.floats[:, column] for column in range(3))
         flags = columns.flags
-        return Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0)
+        return Shaping(repetition, presence, frequency, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
 
     def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
         return shape(logits, own, state, inputs.slots)

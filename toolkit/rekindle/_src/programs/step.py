@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.feature import Feature, Flag, StepInputs, branch
+from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
@@ -34,7 +34,7 @@ Leaves = Sequence[Array]
 Operands = Sequence[Any]  # of each feature in the program
 
 
-class Scores(NamedTuple):
+class ChoiceInputs(NamedTuple):
     """The results of a forward program for the choice."""
 
     logits: Array  # float32 [N, V]
@@ -48,7 +48,7 @@ class StepOutput(NamedTuple):
     extra: tuple[Any, ...]  # of each feature with an output; None where the program does not contain it
 
 
-class Computed(NamedTuple):
+class ModelOutput(NamedTuple):
     """The results of the model of a step."""
 
     model: Model
@@ -58,7 +58,7 @@ class Computed(NamedTuple):
 
 Step = Callable[..., tuple[paged.KV, RequestState, StepOutput]]
 Forward = Callable[..., tuple[Any, ...]]
-Choice = Callable[[RequestState, Scores, Array, Array, Array], tuple[RequestState, Array]]
+Choice = Callable[[RequestState, ChoiceInputs, Array, Array, Array], tuple[RequestState, Array]]
 
 
 def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None) -> Step:
@@ -111,7 +111,7 @@ def make_choice(layout: Layout, page_size: int, *, implementation: str | None = 
     """Return the second half: the tokens of each row, with the late operand. The caller donates the state."""
 
     def choice(
-        state: RequestState, scores: Scores, ints: Array, floats: Array, operand: Array
+        state: RequestState, scores: ChoiceInputs, ints: Array, floats: Array, operand: Array
     ) -> tuple[RequestState, Array]:
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         return _choose(layout, inputs, state, scores, operand, implementation)
@@ -127,7 +127,7 @@ def _compute(
     inputs: StepInputs,
     operands: Operands,
     implementation: str | None,
-) -> tuple[paged.KV, Computed]:
+) -> tuple[paged.KV, ModelOutput]:
     model, kept = merge(graph, leaves), []
     for (feature, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
         model, what = feature.model(model, inputs, own, arrays)
@@ -143,7 +143,7 @@ def _compute(
         unread=_unread(layout, inputs),
     )
     hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths)
-    return tuple(attend.kv), Computed(model, hidden, tuple(kept))
+    return tuple(attend.kv), ModelOutput(model, hidden, tuple(kept))
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
@@ -160,7 +160,7 @@ def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
 def finish(
     graph: Graph,
     layout: Layout,
-    computed: Computed,
+    computed: ModelOutput,
     inputs: StepInputs,
     state: RequestState,
     gate: Array | None = None,
@@ -172,12 +172,12 @@ def finish(
     return new_state, StepOutput(rows, extra)
 
 
-def finish_forward(layout: Layout, computed: Computed, inputs: StepInputs) -> tuple[Scores, tuple[Any, ...]]:
+def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
     """Compute the results that need no choice: the scores, and the output of each feature that has one."""
     numbers = lax.iota(jnp.int32, layout.sequences) + 1
-    needed = jnp.max(numbers, initial=0, where=inputs.flag(Flag.CHOOSES))  # 0 where no row samples
+    needed = jnp.max(numbers, initial=0, where=inputs.flag(RowFlag.CHOOSES))  # 0 where no row samples
     last = computed.hidden[inputs.last]
-    scores = Scores(computed.model.logits(last, needed), last)
+    scores = ChoiceInputs(computed.model.logits(last, needed), last)
     outputs: dict[Feature, Array] = {}
     for (feature, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
         if feature.has_output:
@@ -189,7 +189,7 @@ def _choose(
     layout: Layout,
     inputs: StepInputs,
     state: RequestState,
-    scores: Scores,
+    scores: ChoiceInputs,
     operand: Array | None,
     implementation: str | None,
 ) -> tuple[RequestState, Array]:
@@ -211,7 +211,7 @@ def _choose(
         return changed if operand is None else late.allow(changed, operand)
 
     columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in layout.compiled if feature.width]
-    slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
+    slots = jnp.where(inputs.flag(RowFlag.SAMPLES), inputs.slots, layout.slots)
     return record(state, slots, tokens), jnp.concatenate([shown[:, None], *columns], axis=1)
 
 
@@ -239,7 +239,7 @@ def _sample(
 
     if take is not plainly and draws_in_one_call(logits, implementation=implementation):
         return branch(changes, lambda: take(change(), drawn), lambda: take(logits, drawn))  # copies no logits
-    plain = inputs.any_flags & (changing | Flag.DRAWS) == 0
+    plain = inputs.any_flags & (changing | RowFlag.DRAWS) == 0
     largest = functools.partial(greedy, implementation=implementation)
     return branch(plain, lambda: take(logits, largest), options)
 

@@ -32,8 +32,8 @@ from rekindle._src.core.tapped import (
     STREAM,
     CapturedPart,
     Edit,
+    RequestTaps,
     TapFacts,
-    Tapped,
     place_of,
     places_of,
 )
@@ -42,7 +42,7 @@ from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
-from rekindle._src.programs.feature import Feature, Fields, Helpers, Read, StepInputs
+from rekindle._src.programs.feature import Feature, FeatureRead, Fields, Helpers, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
 
 Hook = Callable[[int, Array], Array]
@@ -50,7 +50,7 @@ Sites = dict[str, dict[int, Array]]  # what was captured, by layer
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
 
-class Hooked:
+class HookedModel:
     """A model that passes its residual stream through a function: before the layers (0), and after the n-th (n)."""
 
     def __init__(self, model: Any, hook: Hook) -> None:
@@ -102,7 +102,7 @@ def apart(model: Any, layer: int, site: str) -> Apart | None:
 
     The model is one that was made for this trace.
     """
-    while isinstance(model, Hooked):
+    while isinstance(model, HookedModel):
         model = model._model
     owner = model.layers[layer]
     name = "down" if site == "mlp" and not hasattr(owner, "mlp") else site
@@ -113,7 +113,7 @@ def apart(model: Any, layer: int, site: str) -> Apart | None:
     return module
 
 
-class _Attending:
+class _RecordingAttention:
     """Attention that keeps its queries, keys and values."""
 
     def __init__(self, attend: Any, kept: Sites) -> None:
@@ -129,7 +129,7 @@ class _Attending:
         return self._attend(layer, q, k, v, *more)
 
 
-class _Inside(Hooked):
+class _RecordingModel(HookedModel):
     """A model that also keeps what its layers compute inside."""
 
     def __init__(self, model: Any, hook: Hook, kept: Sites) -> None:
@@ -137,7 +137,7 @@ class _Inside(Hooked):
         self._kept = kept
 
     def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
-        return super().__call__(tokens, positions, _Attending(attend, self._kept), lengths)
+        return super().__call__(tokens, positions, _RecordingAttention(attend, self._kept), lengths)
 
 
 def _keep_inside(model: Any, kept: Sites) -> None:
@@ -191,7 +191,7 @@ class Captures(Feature):
             stream.append(x)
             return x
 
-        return Hooked(model, keep), (stream, {})
+        return HookedModel(model, keep), (stream, {})
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
         stream, sites = kept
@@ -199,10 +199,10 @@ class Captures(Feature):
         return {"stream": stream, "norm": hidden, **inside}  # keys are text, in which stored programs describe results
 
     def on_host(self, output: Any, plan: StepPlan) -> Any:
-        wanted = {key for row in filter(_captures, plan.rows) for key in (row.request.tapped or Tapped()).keys}
+        wanted = {key for row in filter(_captures, plan.rows) for key in (row.request.tapped or RequestTaps()).keys}
         return {key: np.asarray(_of(output, key)) for key in wanted}
 
-    def read(self, read: Read, fields: Fields) -> None:
+    def read(self, read: FeatureRead, fields: Fields) -> None:
         assert read.output is not None, "a program that does not capture ran a request with captures"
         decode, rows = len(read.plan.decode), read.plan.rows
         first = read.places[decode] if decode < len(rows) else 0  # prompts begin after the program's decode rows
@@ -260,7 +260,7 @@ class InnerCaptures(Captures):
             stream.append(x)
             return x
 
-        return _Inside(model, keep, sites), (stream, sites)
+        return _RecordingModel(model, keep, sites), (stream, sites)
 
     def on_host(self, output: Any, plan: StepPlan) -> Any:
         arrays = super().on_host(output, plan)
@@ -301,7 +301,7 @@ class Edits(NamedTuple):
     vectors: Any  # float32 [B, E]
 
 
-class _Part(NamedTuple):
+class _EditPart(NamedTuple):
     """The vector of a change, or those of some of its positions."""
 
     edit: Edit
@@ -320,7 +320,7 @@ class Steering(Feature):
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
-        self._held: list[list[_Part]] = []  # what is among the operands' vectors, of each shard
+        self._held: list[list[_EditPart]] = []  # what is among the operands' vectors, of each shard
         self._operands: Edits | None = None
 
     @property
@@ -366,10 +366,10 @@ class Steering(Feature):
             changes.starts[shard * (self._places + 1) :][: self._places + 1] = starts
         self._operands = changes
 
-    def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_Part]]:
+    def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_EditPart]]:
         """Return the changes of a plan by place: place, tokens, the change, and its first vector; and all vectors."""
         entries: list[tuple[int, int, int, Edit, int]] = []
-        needed: list[_Part] = []
+        needed: list[_EditPart] = []
         numbers: dict[Any, int] = {}
         count = 0
         first = rows
@@ -389,7 +389,7 @@ class Steering(Feature):
                         key = (id(tapped), number, vector, length)
                         if key not in numbers:
                             numbers[key] = count
-                            needed.append(_Part(edit, vector, length))
+                            needed.append(_EditPart(edit, vector, length))
                             count += length
                         offset = token - row.start
                         entries.append((edit.place, begin + offset, end + offset, edit, numbers[key]))
@@ -398,7 +398,7 @@ class Steering(Feature):
         return entries, needed
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
-        return Hooked(model, self.hook(inputs, operands)), None
+        return HookedModel(model, self.hook(inputs, operands)), None
 
     def hook(self, inputs: StepInputs, operands: Edits) -> Hook:
         """Return the function that makes the changes of one place."""
@@ -419,7 +419,7 @@ class Steering(Feature):
         return change
 
 
-def _identities(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
+def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
     return [(id(edit), first, count) for edit, first, count in parts]
 
 
@@ -452,7 +452,7 @@ class InnerSteering(Feature):
             for site in INNER:
                 if (module := apart(model, layer, site)) is not None:
                     module.passes.append(functools.partial(change, place_of(site, layer, layers)))
-        return Hooked(model, change), None
+        return HookedModel(model, change), None
 
 
 def _edits(row: Row) -> bool:

@@ -40,7 +40,7 @@ from rekindle._src.programs.feature import (
     branch,
 )
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.taps import Hooked, apart
+from rekindle._src.programs.taps import HookedModel, apart
 from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_DEPTH = 8  # of functions that use other functions
@@ -447,7 +447,7 @@ class CustomTaps(Feature):
                     continue
                 if (module := apart(model, layer, site)) is not None:
                     module.passes.append(functools.partial(change, place))
-        return Hooked(model, change), None
+        return HookedModel(model, change), None
 
 
 def _changed(tap: Tap, layer: int, x: Array, mine: Array, inputs: StepInputs, arrays: Any) -> Array:

@@ -40,7 +40,7 @@ WORKERS = 2  # threads; XLA compiles a program on one core, and more workers tha
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Warmed:
+class WarmingProgress:
     """Progress: one more program is ready."""
 
     program: ProgramRecord
@@ -48,7 +48,7 @@ class Warmed:
     total: int
 
 
-Progress = Callable[[Warmed], None]
+Progress = Callable[[WarmingProgress], None]
 
 
 def likely_first(keys: Iterable[Key]) -> list[Key]:
@@ -136,7 +136,7 @@ def warm(
                 with lock:
                     done.append(key)
                     if progress is not None and record is not None:
-                        progress(Warmed(record, len(done), len(ordered)))
+                        progress(WarmingProgress(record, len(done), len(ordered)))
 
     # Not daemons: a thread that is ended inside XLA aborts the process. So the interpreter's exit waits for programs
     # that are being compiled, and no further ones start.

@@ -38,7 +38,7 @@ def _whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-class Demand(NamedTuple):
+class FleetLoad(NamedTuple):
     sequences: int  # live ones
     tokens: int  # of prompts without a token yet
 
@@ -50,7 +50,7 @@ class Room(NamedTuple):
     tokens: int
 
 
-def replicas_for(demand: Demand, room: Room) -> int:
+def replicas_for(demand: FleetLoad, room: Room) -> int:
     """Return the number of replicas with room for a demand, at least 1."""
     rows = demand.sequences / (BUSY * room.sequences)
     tokens = demand.tokens / (AHEAD * room.tokens)

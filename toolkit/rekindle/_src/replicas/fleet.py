@@ -22,7 +22,7 @@ from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
+from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
 from rekindle._src.replicas.link import HANG
 from rekindle._src.replicas.routes import Placed
@@ -31,12 +31,12 @@ from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.chats import Conversations
-from rekindle._src.session.embedding import Embedding
+from rekindle._src.session.embedding import EmbeddingMethods
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.opening import named_changes
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import Serving
+from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
 
 
-class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
+class Fleet(RowMapping, EmbeddingMethods, ScoreRequests, Conversations, ServingMethods):
     """Replicas of an open model. Make one with `rekindle.fleet`; close it with `aclose` or a `with` block.
 
     It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `score`, `serve`. This
@@ -211,7 +211,7 @@ class FleetOpening(Call[Fleet]):
     """`fleet = await rekindle.fleet(...)`, or `async with rekindle.fleet(...) as fleet`."""
 
     def __init__(
-        self, parts: Callable[[], Parts], model: str, router: str, hang: float = HANG, size: Range | None = None
+        self, parts: Callable[[], FleetParts], model: str, router: str, hang: float = HANG, size: Range | None = None
     ) -> None:
         self._parts, self._model, self._router, self._hang, self._size = parts, model, router, hang, size
         router_named(router)  # refuses an unknown router now
@@ -354,7 +354,7 @@ def fleet_of(
     folder = absolute(model)  # now: the working directory may be another one when it is awaited
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
-    def parts() -> Parts:
+    def parts() -> FleetParts:
         from rekindle._src.replicas import on_ray  # imports Ray
 
         most = None if size is None else size.most

@@ -13,13 +13,13 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.records import AdapterLike
-from rekindle._src.dispatch.backend import Control, Drain, Events, Outcome, ScheduleMessage, take
+from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, TurnOutcome, take
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.link import HANG, OVER, Link, ReplicaState, roll_out
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Router
-from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaInfo, Weights
+from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaInfo, WeightsVersion
 from rekindle.errors import InvalidRequest, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
@@ -28,7 +28,7 @@ DRAIN = 30.0  # seconds for the requests of a replica that the load no longer ne
 _BOUND = 1 << 17  # more places than any fleet has
 
 
-class Parts(NamedTuple):
+class FleetParts(NamedTuple):
     """The replicas under a fleet, and functions to add and end them."""
 
     connections: Sequence[Connection]
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 class FleetBackend(Routes):
     """Sends requests to replicas. Their events come back here, where the text survives a replica's death."""
 
-    def __init__(self, parts: Parts, router: Router, *, hang: float = HANG, size: Range | None = None) -> None:
+    def __init__(self, parts: FleetParts, router: Router, *, hang: float = HANG, size: Range | None = None) -> None:
         super().__init__(router, parts.sender)
         self.info: ReplicaInfo = parts.info
         self.prefill: int = sum(connection.role == "prefill" for connection in parts.connections)
@@ -156,7 +156,7 @@ class FleetBackend(Routes):
         async with inbox, post, outbox, anyio.create_task_group() as group:
             group.start_soon(self._deliver, outbox, group)
             async for message in inbox:
-                assert not isinstance(message, Outcome), "a fleet has no steps"
+                assert not isinstance(message, TurnOutcome), "a fleet has no steps"
                 take(self, message)
 
     async def _deliver(self, outbox: MemoryObjectSendStream[Events], group: TaskGroup) -> None:
@@ -196,13 +196,13 @@ class RollingSwap:
 
     def __init__(self, links: Mapping[str, Link]) -> None:
         self._links = links
-        self.weights: Weights = Weights(0, "")  # the fleet's; a new replica begins with them
+        self.weights: WeightsVersion = WeightsVersion(0, "")  # the fleet's; a new replica begins with them
         self._turn = anyio.Lock()
 
     async def run(self, name: str, drain: float) -> None:
         """Swap the weights of all replicas. A replica's requests may end for `drain` seconds; then others take them."""
         async with self._turn:
-            weights = Weights(self.weights.number + 1, name)
+            weights = WeightsVersion(self.weights.number + 1, name)
 
             async def give(link: Link) -> None:
                 await link.swap(weights, drain)
@@ -210,10 +210,10 @@ class RollingSwap:
 
             await roll_out(f"the weights {name!r}", lambda: self._left(weights), give, lambda: self.weights == weights)
 
-    def _left(self, weights: Weights) -> list[Link]:
+    def _left(self, weights: WeightsVersion) -> list[Link]:
         return [link for link in self._links.values() if link.state not in OVER and link.weights != weights]
 
-    def _decided(self, weights: Weights) -> None:
+    def _decided(self, weights: WeightsVersion) -> None:
         if self.weights != weights:
             log.info("the fleet goes on with the weights %r", weights.name)
             self.weights = weights

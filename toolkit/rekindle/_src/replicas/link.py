@@ -17,7 +17,14 @@ from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.engine import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
+from rekindle._src.replicas.wire import (
+    AdapterSource,
+    Connection,
+    ReplicaGone,
+    ReplicaInfo,
+    RequestMessage,
+    WeightsVersion,
+)
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -59,8 +66,8 @@ class Link:
         self.replaced = 0  # times that a new process took over
         self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
         self.why = ""  # reason why it was lost, or failed
-        self.weights: Weights = Weights(0, "")  # of its process
-        self.target_weights: Weights = Weights(0, "")  # that a new process gets before it takes requests
+        self.weights: WeightsVersion = WeightsVersion(0, "")  # of its process
+        self.target_weights: WeightsVersion = WeightsVersion(0, "")  # that a new process gets before it takes requests
         self.adapters: set[str] = set()  # of its process
         self.target_adapters: Mapping[str, AdapterSource] = {}  # that a new process gets before it takes requests
         self._figures: Mapping[str, Any] = {}
@@ -68,7 +75,7 @@ class Link:
         self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
         self._lives = 0
         self._lost_at: float | None = None
-        self._posted: list[Sent] = []
+        self._posted: list[RequestMessage] = []
         self._dropped: list[str] = []
         self._wake: anyio.Event | None = None  # set when there are messages to send
         self._scope: anyio.CancelScope | None = None  # of `run`
@@ -103,7 +110,7 @@ class Link:
         """The most tokens of a prompt and its answer together."""
         return 0 if self.info is None else self.info.config.max_model_len or 0
 
-    def post(self, sent: Sent) -> None:
+    def post(self, sent: RequestMessage) -> None:
         self._posted.append(sent)
         self._rouse()
 
@@ -149,7 +156,7 @@ class Link:
     async def _live(self) -> None:
         """Run one process from its start to its end, which raises."""
         info = await self._connection.open()
-        self.weights, self.adapters = Weights(0, ""), set()
+        self.weights, self.adapters = WeightsVersion(0, ""), set()
         while self.weights != self.target_weights:
             weights = self.target_weights
             await self._connection.swap_weights(weights.name)
@@ -191,7 +198,7 @@ class Link:
                 if sent.own_call:
                     group.start_soon(self._call, sender, (sent,))
 
-    async def _call(self, sender: str, requests: tuple[Sent, ...], dropped: tuple[str, ...] = ()) -> None:
+    async def _call(self, sender: str, requests: tuple[RequestMessage, ...], dropped: tuple[str, ...] = ()) -> None:
         with answering(PATIENCE + self._hang):
             await self._connection.send(sender, requests, dropped)
 
@@ -254,7 +261,7 @@ class Link:
             lost.__cause__ = error
             self._routes.fail_waiting(lost)
 
-    async def swap(self, weights: Weights, drain: float) -> None:
+    async def swap(self, weights: WeightsVersion, drain: float) -> None:
         """Swap its weights. Raise `ReplicaGone`, or the session's error if it can't take them.
 
         It takes no requests meanwhile. Those it has may end for `drain` seconds; then others take them, or they go on

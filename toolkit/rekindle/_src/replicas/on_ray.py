@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rekindle._src.opening.following import follow
-from rekindle._src.processes.greeting import SECRET, Place
-from rekindle._src.replicas.fleet_backend import Parts
+from rekindle._src.processes.greeting import SECRET, ProcessPlace
+from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
+from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, RequestMessage
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle._src.session.session import Session
@@ -124,7 +124,7 @@ class RayConnection:
     async def unload_adapter(self, name: str) -> None:
         await self._call("unload_adapter", name)
 
-    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
+    async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
 
     async def mail(self, sender: str, patience: float) -> Mail:
@@ -230,7 +230,7 @@ def parts(
     *,
     shared: str | None = None,
     most: int | None = None,
-) -> Parts:
+) -> FleetParts:
     """Start the replicas of a fleet, and wait until the first one is open."""
     leave = start_ray()
     connections: list[RayConnection] = []
@@ -263,7 +263,7 @@ def parts(
         connections.append(connection)
         return connection
 
-    return Parts(connections, info, one_more, close, uuid.uuid4().hex[:12])
+    return FleetParts(connections, info, one_more, close, uuid.uuid4().hex[:12])
 
 
 def pin(cores: Sequence[int]) -> None:
@@ -320,7 +320,7 @@ def in_bundle(placement: Any, index: int) -> dict[str, Any]:
     return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)}
 
 
-class Follower:
+class FollowerActor:
     """One process that follows a leader. The leader owns it, so it ends with the leader."""
 
     def __init__(self, secret: str, cores: Sequence[int]) -> None:
@@ -329,7 +329,7 @@ class Follower:
 
     def run(self, coordinator: str, process: int, processes: int, cache_dir: str | None) -> None:
         """Follow until the session ends."""
-        follow(coordinator, Place(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
+        follow(coordinator, ProcessPlace(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
 
 
 def start_followers(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
@@ -340,7 +340,7 @@ def start_followers(group: Group, host: str, cache_dir: str | None) -> tuple[str
     references: list[Any] = []
     for process in range(1, group.processes):
         options = {**group.resources, **in_bundle(group.placement, process), "max_restarts": 0}
-        follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
+        follower: Any = ray.remote(FollowerActor).options(**options).remote(secret, group.cores[process])
         references += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
     return coordinator, references
 

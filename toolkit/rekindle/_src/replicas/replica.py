@@ -27,9 +27,9 @@ from rekindle._src.core.records import FinishReason, GuideLike, Request, TokenEv
 from rekindle._src.dispatch.backend import Front, GrammarLike
 from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
-from rekindle._src.kvcache.tiers.host import Held
+from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, Sent, decode
+from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, RequestMessage, decode
 from rekindle._src.session.client import Client
 from rekindle._src.session.page_sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.session.session import Session, client_of
@@ -124,7 +124,7 @@ class Replica:
         pulls = self._pulls
         return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
 
-    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
+    async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort those whose ids are in `ended`. A request that can't be run ends with its error."""
         self._client.host.check()
         box = self._boxes.setdefault(sender, Box())
@@ -139,7 +139,7 @@ class Replica:
             for sent in requests:
                 group.start_soon(self._begin, box, sent)
 
-    async def _begin(self, box: Box, sent: Sent) -> None:
+    async def _begin(self, box: Box, sent: RequestMessage) -> None:
         try:
             await self._run(box, sent)
         except BaseException as error:
@@ -152,7 +152,7 @@ class Replica:
         finally:
             box.beginning.discard(sent.id)
 
-    async def _run(self, box: Box, sent: Sent) -> None:
+    async def _run(self, box: Box, sent: RequestMessage) -> None:
         client, pages = self._client, sent.pages
         host = client.host
         request, guide = decode(sent, client.front.vocab_size)
@@ -452,7 +452,7 @@ class _Claim:
 
     def __init__(self, leave: Callable[[], object]) -> None:
         self._leave: Callable[[], object] | None = leave
-        self.held: Held | None = None
+        self.held: HostHold | None = None
 
     def give_up(self) -> None:
         """Release room and pages. Further calls do nothing."""

@@ -15,11 +15,11 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
 from rekindle._src.dispatch.backend import Events
-from rekindle._src.replicas.autoscaling import Demand
+from rekindle._src.replicas.autoscaling import FleetLoad
 from rekindle._src.replicas.routing import (
-    Keys,
+    AffinityKeys,
     Load,
     Role,
     Router,
@@ -28,7 +28,7 @@ from rekindle._src.replicas.routing import (
     keys_of_tokens,
     prompt_only,
 )
-from rekindle._src.replicas.wire import News, Sent, encode
+from rekindle._src.replicas.wire import News, RequestMessage, encode
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
@@ -70,14 +70,14 @@ class LinkLike(Protocol):
         """The most tokens of a prompt and its answer together."""
         ...
 
-    def post(self, sent: Sent) -> None:
+    def post(self, sent: RequestMessage) -> None:
         """Send it a request, soon."""
 
     def drop(self, request_id: str) -> None:
         """Abort a request there."""
 
 
-class Live:
+class LiveSequence:
     """One sequence that has not ended."""
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Live:
         "request", "scored", "sent", "wire",
     )  # fmt: skip
 
-    def __init__(self, request: Request, keys: Keys) -> None:
+    def __init__(self, request: Request, keys: AffinityKeys) -> None:
         self.request, self.keys = request, keys
         self.link: LinkLike | None = None
         self.wire = ""  # its id for the replica: a new one each time that it is sent
@@ -113,7 +113,7 @@ class Live:
             request = prompt_only(request)
         if not self.generated and not self.scored:
             return request
-        return dataclasses.replace(request, resumed=Resumed(np.asarray(self.generated, np.int32), self.scored))
+        return dataclasses.replace(request, resumed=ResumeState(np.asarray(self.generated, np.int32), self.scored))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -151,15 +151,15 @@ class Routes:
         self.delivered = anyio.Event()  # set and replaced when events are handed on
         self.broken: RekindleError | None = None  # the reason why no replica is left
         self.counts: Counts = Counts()
-        self._by_id: dict[str, Live] = {}
-        self._by_wire: dict[str, Live] = {}
-        self._backlog: deque[Live] = deque()
+        self._by_id: dict[str, LiveSequence] = {}
+        self._by_wire: dict[str, LiveSequence] = {}
+        self._backlog: deque[LiveSequence] = deque()
         self._inside: dict[str, int] = {}
         self._unexplained: dict[int, Death] = {}  # recent deaths, without those explained by a quarantined request
-        self._tried: dict[str, Live] = {}  # the suspect on each replica, at most one at a time
+        self._tried: dict[str, LiveSequence] = {}  # the suspect on each replica, at most one at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
-        self._latest_keys: tuple[str, Keys] = ("", keys_of_tokens(np.zeros(0, np.int32)))  # by submission
+        self._latest_keys: tuple[str, AffinityKeys] = ("", keys_of_tokens(np.zeros(0, np.int32)))  # by submission
 
     def wake(self) -> None:
         """Have the events delivered; called after additions."""
@@ -180,21 +180,21 @@ class Routes:
         return len(self._backlog)
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> FleetLoad:
         """The demand that the number of replicas follows."""
         fresh = (live for live in self._by_id.values() if not live.generated and not live.scored)
-        return Demand(len(self._by_id), sum(live.request.prompt_length for live in fresh))
+        return FleetLoad(len(self._by_id), sum(live.request.prompt_length for live in fresh))
 
     def submit(self, request: Request) -> None:
         """Send a request to a replica, or queue it until one has room."""
-        live = self._by_id[request.id] = Live(request, self._keys(request))
+        live = self._by_id[request.id] = LiveSequence(request, self._keys(request))
         if self.broken is not None:
             self._fail(live, self.broken)
             return
         self._backlog.append(live)
         self.place()
 
-    def _keys(self, request: Request) -> Keys:
+    def _keys(self, request: Request) -> AffinityKeys:
         """Return the keys of a request; the sequences of one prompt share them."""
         if self._latest_keys[0] != request.group:
             messages, salt = request.messages, request.sampling.salt
@@ -241,7 +241,7 @@ class Routes:
         self.place()
         self.wake()
 
-    def _take(self, live: Live, event: TokenEvent) -> None:
+    def _take(self, live: LiveSequence, event: TokenEvent) -> None:
         if isinstance(event.error, QueueFull):  # another fleet has taken the place
             self._leave(live)
             self._backlog.append(live)
@@ -265,7 +265,7 @@ class Routes:
         self._leave(live)
         self._ended(live, event)
 
-    def _hand_over(self, live: Live, event: TokenEvent) -> None:
+    def _hand_over(self, live: LiveSequence, event: TokenEvent) -> None:
         """Hand a request over after its prompt and first token: another replica takes its pages and continues."""
         assert live.link is not None, "it came from there"
         live.pages, live.first = live.link.pages, False
@@ -301,7 +301,7 @@ class Routes:
                 self._fail(live, error)
         self.evict(link, f"{link.name} {why}")
 
-    def _other_causes(self, live: Live) -> int:
+    def _other_causes(self, live: LiveSequence) -> int:
         """Return the number of other causes of recent deaths."""
         submission = live.request.group
         return len({
@@ -352,7 +352,7 @@ class Routes:
 
     def place(self) -> None:
         """Send waiting requests, in turn, to replicas with room. A suspect that must wait lets others pass."""
-        deferred: list[Live] = []
+        deferred: list[LiveSequence] = []
         while self._backlog:
             live = self._backlog.popleft()
             try:
@@ -370,7 +370,7 @@ class Routes:
         """Give a new replica its share of the requests in other replicas' queues. Running requests stay."""
         peers = [link for link in self.links.values() if link.takes and link.role == to.role]
         share = math.ceil(sum(self.inside(link.name) for link in peers) / max(1, len(peers)))
-        surplus: list[Live] = []
+        surplus: list[LiveSequence] = []
         for link in peers:
             excess = self.inside(link.name) - max(share, link.rows)
             if link is to or excess <= 0:
@@ -385,7 +385,7 @@ class Routes:
 
     # Inside.
 
-    def _place(self, live: Live) -> bool:
+    def _place(self, live: LiveSequence) -> bool:
         role, candidates = self._candidates(live)
         if live.suspect:
             candidates = [link for link in candidates if link.name not in self._tried]
@@ -409,7 +409,7 @@ class Routes:
         link.post(message)
         return True
 
-    def _candidates(self, live: Live) -> tuple[Role, list[LinkLike]]:
+    def _candidates(self, live: LiveSequence) -> tuple[Role, list[LinkLike]]:
         """Return the role for the rest of a request, and the replicas with this role.
 
         If there is none now, return all that take requests: each can compute the whole request.
@@ -423,7 +423,7 @@ class Routes:
                 return "prefill", [link for link in taking if link.role == "prefill"]
         return "decode", [link for link in taking if link.role != "prefill"] or taking
 
-    def _leave(self, live: Live, *, tell: bool = False) -> None:
+    def _leave(self, live: LiveSequence, *, tell: bool = False) -> None:
         if live.link is None:
             if live in self._backlog:
                 self._backlog.remove(live)
@@ -436,15 +436,15 @@ class Routes:
         self._placed[live.request.id] = Placed(live.link.name, live.reason, live.moves)
         live.link = None
 
-    def _stop_trying(self, live: Live) -> None:
+    def _stop_trying(self, live: LiveSequence) -> None:
         if live.link is not None and self._tried.get(live.link.name) is live:
             del self._tried[live.link.name]
 
-    def _fail(self, live: Live, error: BaseException) -> None:
+    def _fail(self, live: LiveSequence, error: BaseException) -> None:
         self._leave(live, tell=True)
         self._ended(live, TokenEvent(live.request.id, finish_reason=FinishReason.FAILED, error=error))
 
-    def _ended(self, live: Live, event: TokenEvent) -> None:
+    def _ended(self, live: LiveSequence, event: TokenEvent) -> None:
         self._by_id.pop(live.request.id, None)
         if len(self._placed) > _REMEMBERED:
             self._placed.popitem(last=False)
@@ -470,7 +470,7 @@ class Routes:
         return Placed("" if live.link is None else live.link.name, live.reason, live.moves)
 
 
-def _culprit(unproven: Sequence[Live]) -> str | None:
+def _culprit(unproven: Sequence[LiveSequence]) -> str | None:
     """Return the only submission that can have caused a replica's death, or None. Earlier suspects come first."""
     suspects = [live for live in unproven if live.blamed] or [live for live in unproven if live.suspect] or unproven
     groups = {live.request.group for live in suspects}

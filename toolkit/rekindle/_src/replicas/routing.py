@@ -29,7 +29,7 @@ LEAST = 2  # requests that a replica may always have, so that a nearly idle flee
 SPREAD = 4  # replicas of one system prompt at most; half of a smaller fleet
 
 
-class Keys(NamedTuple):
+class AffinityKeys(NamedTuple):
     """Digests that are equal for requests with the same beginning."""
 
     opening: bytes  # of their system prompt
@@ -56,7 +56,7 @@ class Route(NamedTuple):
 class Router(Protocol):
     """A policy that chooses a replica for each request."""
 
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
+    def choose(self, keys: AffinityKeys, loads: Sequence[Load]) -> Route | None:
         """Return the replica for a request, or None if all are full. `loads` may be in any order."""
         ...
 
@@ -78,7 +78,7 @@ def most(loads: Sequence[Load]) -> int:
     return max(LEAST, math.ceil(BOUND * total / len(loads)))
 
 
-def affinity(keys: Keys, loads: Sequence[Load], *, spread: int | None = None) -> Route | None:
+def affinity(keys: AffinityKeys, loads: Sequence[Load], *, spread: int | None = None) -> Route | None:
     """Return the conversation's choice among `spread` replicas of the system prompt, if its load is within the bound.
 
     Otherwise return the next one in the order of the conversation, then of the system prompt.
@@ -124,7 +124,7 @@ def round_robin(last: str, loads: Sequence[Load]) -> Route | None:
 class Pure:
     """A router without state, by its function."""
 
-    def __init__(self, choose: Callable[[Keys, Sequence[Load]], Route | None]) -> None:
+    def __init__(self, choose: Callable[[AffinityKeys, Sequence[Load]], Route | None]) -> None:
         self.choose = choose
 
 
@@ -134,7 +134,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
+    def choose(self, keys: AffinityKeys, loads: Sequence[Load]) -> Route | None:
         route = round_robin(self._last, loads)
         if route is not None:
             self._last = route.name
@@ -162,7 +162,7 @@ MOST_CHARACTERS = 1 << 16  # of a message's text in the digest, so that long mes
 MOST_PARTS = 64  # of a message's content in the digest
 
 
-def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = None) -> Keys:
+def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = None) -> AffinityKeys:
     """Return the keys of a chat: of its system message, and of that with the user's first message.
 
     Chats without a system message have nothing in common, so they are spread over all replicas.
@@ -175,14 +175,14 @@ def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = N
         max(system, len(messages) - 1),
     )
     conversation = _digest(messages[: first + 1], salt)
-    return Keys(_digest(messages[:system], salt) if system else conversation, conversation)
+    return AffinityKeys(_digest(messages[:system], salt) if system else conversation, conversation)
 
 
-def keys_of_tokens(tokens: IntArray, salt: str | None = None) -> Keys:
+def keys_of_tokens(tokens: IntArray, salt: str | None = None) -> AffinityKeys:
     """Return the keys of any other prompt: of its first tokens."""
     conversation = _salted(tokens[:CONVERSATION_TOKENS].tobytes(), salt)
     opening = _salted(tokens[:OPENING_TOKENS].tobytes(), salt) if len(tokens) > OPENING_TOKENS else conversation
-    return Keys(opening, conversation)
+    return AffinityKeys(opening, conversation)
 
 
 def _digest(messages: Sequence[Mapping[str, Any]], salt: str | None) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.records import Guided, Mask, Request, Resumed, TokenEvent
+from rekindle._src.core.records import GuideReport, Mask, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.replicas.routing import Role
@@ -41,10 +41,10 @@ class RemoteGuide:
     def fill(self, mask: Mask) -> str:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
-    def consume(self, token: int) -> Guided:
+    def consume(self, token: int) -> GuideReport:
         """Note a token of the prompt that belongs to the structured text."""
         self.covered.append(token)
-        return Guided()
+        return GuideReport()
 
     def copy(self) -> RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
@@ -100,7 +100,7 @@ _TRAVELS = tuple(field.name for field in dataclasses.fields(Sampling) if field.n
 _TOKEN = np.dtype("<i4")
 
 
-class Sent(NamedTuple):
+class RequestMessage(NamedTuple):
     """A request in the form that is sent to a replica."""
 
     id: str
@@ -130,7 +130,7 @@ class ReplicaInfo(NamedTuple):
     pages: PageAddress | None = None  # the address where other replicas take its pages
 
 
-class Weights(NamedTuple):
+class WeightsVersion(NamedTuple):
     """Weights that replicas have or will take."""
 
     number: int  # of the swap; 0: the weights that the replicas were opened with
@@ -171,7 +171,7 @@ class Connection(Protocol):
         """Wait until its session is open. Raise the error of opening it."""
         ...
 
-    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
+    async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
         """Send it requests, and the ids of requests to abort."""
         ...
 
@@ -206,14 +206,14 @@ class ReplicaGone(Exception):
     """The process of a replica is gone, or does not answer."""
 
 
-class Received(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """A request as a replica decodes it. Its guide, if any, is built from the description that comes with it."""
 
     request: Request
     guide: RemoteGuide | None
 
 
-def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool = False) -> Sent:
+def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool = False) -> RequestMessage:
     """Encode a request. Raise if one of its values can't be sent."""
     sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
     options = {name: getattr(sampling, name) for name in _TRAVELS}
@@ -238,10 +238,10 @@ def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool
         }
     generated = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
     tokens = np.asarray(request.token_ids, _TOKEN).tobytes() + generated
-    return Sent(request.id, json.dumps(fields), tokens, pages, own_call or guide is not None)
+    return RequestMessage(request.id, json.dumps(fields), tokens, pages, own_call or guide is not None)
 
 
-def decode(sent: Sent, vocab_size: int) -> Received:
+def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
     """Decode a request. Raise `InvalidRequest` if it is malformed."""
     try:
         fields = json.loads(sent.fields)
@@ -261,14 +261,14 @@ def decode(sent: Sent, vocab_size: int) -> Received:
             eos_ids=frozenset(fields["eos_ids"]),
             group=sent.id,
             pooling=fields["pooling"],
-            resumed=None if fields["scored"] is None else Resumed(tokens[length:], fields["scored"]),
+            resumed=None if fields["scored"] is None else ResumeState(tokens[length:], fields["scored"]),
             caller=str(fields["caller"]),
         )
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest("request", sent.id, f"can't be read: {error}", "Use one version everywhere") from error
-    return Received(request, guide)
+    return ReceivedRequest(request, guide)
 
 
 def _remote(request: Request) -> RemoteGuide | None:

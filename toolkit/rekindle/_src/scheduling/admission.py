@@ -662,7 +662,7 @@ class RunningSet:
 
 
 @dataclasses.dataclass(slots=True)
-class _Loaded:
+class _LoadedAdapter:
     slot: int
     units: tuple[int, ...]
     users: int = 0  # sequences that run with it, or are leaving
@@ -680,7 +680,7 @@ class AdapterSlots:
         self.slots, self.units = slots, units
         self._free_slots = list(range(slots, 0, -1))
         self._free_units = list(range(units - 1, -1, -1))
-        self._places: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
+        self._places: OrderedDict[str, _LoadedAdapter] = OrderedDict()  # by digest, the least recently used first
         self._loads: list[AdapterLoad] = []
         self.loaded = self.evicted = 0
 
@@ -738,7 +738,7 @@ class AdapterSlots:
             counts[adapter.digest] += 1
         assert counts == {digest: place.users for digest, place in self._places.items()}, "users of adapters drifted"
 
-    def _room(self, units: int) -> _Loaded:
+    def _room(self, units: int) -> _LoadedAdapter:
         idle = [digest for digest, place in self._places.items() if not place.users]
         while not self._free_slots or len(self._free_units) < units:
             place = self._places.pop(idle.pop(0))
@@ -746,4 +746,4 @@ class AdapterSlots:
             self._free_units += sorted(place.units, reverse=True)
             self._free_units.sort(reverse=True)  # the first units are taken first, so that few chunks are in use
             self.evicted += 1
-        return _Loaded(self._free_slots.pop(), tuple(self._free_units.pop() for _ in range(units)))
+        return _LoadedAdapter(self._free_slots.pop(), tuple(self._free_units.pop() for _ in range(units)))

@@ -37,7 +37,7 @@ T = TypeVar("T")
 WORTH_A_REQUEST = 256
 
 
-class _Flight(NamedTuple):
+class _ShardFlight(NamedTuple):
     plan: StepPlan
     parts: tuple[StepPlan | None, ...]  # of each shard; None: it had nothing to do
 
@@ -102,7 +102,7 @@ class DataScheduler:
         self.cache = PrefixCaches(caches) if caches else None
         self.limits = self.shards[0].limits
         self.moved = 0  # requests that went to another shard while they waited
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_ShardFlight] = deque()
         self._step = 0
 
     @property
@@ -173,7 +173,7 @@ class DataScheduler:
             tuple(move for part in planned for move in part.restore),
             copies=tuple(copy for part in planned for copy in part.copies),
         )
-        self._flights.append(_Flight(plan, tuple(parts)))
+        self._flights.append(_ShardFlight(plan, tuple(parts)))
         self._step += 1
         return plan
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.records import Guided, IntArray, Request, Row, RowResult
-from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.records import GuideReport, IntArray, Request, Row, RowResult
+from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 
 MAX_DRAFTS = 7  # drafts of one step
@@ -50,12 +50,12 @@ def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Fo
     if request.sampling.prompt_logprobs is not None:
         followers.append(PromptScores(request))
     if request.pooling is not None:
-        followers.append(Pooled(request))
+        followers.append(PoolingFollower(request))
     if request.tapped is not None and request.tapped.keys:
         if kept is not None and request.tapped.keep:
-            followers.append(CapturesToKeep(request, kept))
+            followers.append(CaptureFileFollower(request, kept))
         else:
-            followers.append(Captures(request.tapped))
+            followers.append(CaptureFollower(request.tapped))
     if request.guide is not None:
         followers.append(ForcedTokens())
     return tuple(followers)
@@ -80,12 +80,12 @@ class PromptScores(Follower):
         return dataclasses.replace(output, prompt_logprobs=output.prompt_logprobs[before:]) if before else output
 
 
-class Captures(Follower):
+class CaptureFollower(Follower):
     """Delivers what each wanted position has captured once: after a preemption, positions are computed again."""
 
     __slots__ = ("_delivered", "_tapped")
 
-    def __init__(self, tapped: Tapped) -> None:
+    def __init__(self, tapped: RequestTaps) -> None:
         self._tapped = tapped
         self._delivered = 0  # positions before it were delivered
 
@@ -99,7 +99,7 @@ class Captures(Follower):
         return dataclasses.replace(output, captured=output.captured.behind(before))
 
 
-class CapturesToKeep(Captures):
+class CaptureFileFollower(CaptureFollower):
     """Delivers captures and keeps them: pages whose captures are kept may come from the cache."""
 
     __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")
@@ -158,7 +158,7 @@ class CapturesToKeep(Captures):
         self._kept.use(names)
 
 
-class Pooled(Follower):
+class PoolingFollower(Follower):
     """Adds up the vectors of a prompt's chunks, or keeps the last or the first one. The first chunk begins anew.
 
     The vector of the last token needs no other position's, so that these may come from the cache.
@@ -206,7 +206,7 @@ class ForcedTokens(Follower):
             self.add(output.guided)
         return output
 
-    def add(self, report: Guided) -> None:
+    def add(self, report: GuideReport) -> None:
         """Add the guide's report on the request's next token."""
         self._ahead = report.ahead
         self.count += report.forced

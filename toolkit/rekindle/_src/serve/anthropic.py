@@ -10,17 +10,17 @@ from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
 from rekindle._src.serve.chat import call_chat, calls_options, events_of
-from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import (
-    Choice,
+    Boolean,
     Either,
     Endpoint,
     Field,
-    Flag,
     Items,
+    OneOf,
     Shape,
-    Text,
+    String,
     ignored,
     refused,
     whole,
@@ -28,24 +28,24 @@ from rekindle._src.serve.fields import (
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
-BLOCKS = Items(Shape((("type", Text()),), ("type",)))
-CONTENT = Either("a string or a list of blocks", ((str, Text()), (list, BLOCKS)))
-MESSAGE = Shape((("role", Choice(("user", "assistant", "system"))), ("content", CONTENT)), ("role", "content"))
+BLOCKS = Items(Shape((("type", String()),), ("type",)))
+CONTENT = Either("a string or a list of blocks", ((str, String()), (list, BLOCKS)))
+MESSAGE = Shape((("role", OneOf(("user", "assistant", "system"))), ("content", CONTENT)), ("role", "content"))
 TOOL = Shape(
-    (("name", Text(maximum=256, minimum=1)), ("description", Text()), ("input_schema", OBJECT), ("type", Text())),
+    (("name", String(maximum=256, minimum=1)), ("description", String()), ("input_schema", OBJECT), ("type", String())),
     ("name",),
 )
 TOOL_CHOICE = Shape(
-    (("type", Choice(("auto", "any", "tool", "none"))), ("name", Text()), ("disable_parallel_tool_use", Flag())),
+    (("type", OneOf(("auto", "any", "tool", "none"))), ("name", String()), ("disable_parallel_tool_use", Boolean())),
     ("type",),
 )
 THINKING = Shape(
-    (("type", Choice(("enabled", "disabled", "adaptive", "between_tools"))), ("budget_tokens", whole(0, MOST))),
+    (("type", OneOf(("enabled", "disabled", "adaptive", "between_tools"))), ("budget_tokens", whole(0, MOST))),
     ("type",),
 )
-OUTPUT = Shape((("format", OBJECT), ("effort", Text(maximum=64))))
+OUTPUT = Shape((("format", OBJECT), ("effort", String(maximum=64))))
 _SHARED_FIELDS = (
-    Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+    Field("model", String(maximum=512), "The name of a served model; may be left out."),
     Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "The conversation so far.", required=True),
     Field("system", CONTENT, "What the model is told before the conversation."),
     Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
@@ -68,8 +68,8 @@ MESSAGES = Endpoint(
     (
         *_SHARED_FIELDS,
         Field("max_tokens", whole(1, MOST), "New tokens at most.", required=True),
-        Field("stop_sequences", Items(Text(minimum=1), maximum=64), "Strings that end the text.", option="stop"),
-        Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+        Field("stop_sequences", Items(String(minimum=1), maximum=64), "Strings that end the text.", option="stop"),
+        Field("stream", Boolean(), "Send the answer as server-sent events, while it is made."),
         *(SAMPLING_BY_NAME[name] for name in ("temperature", "top_k", "top_p")),
         ignored("metadata", "Not stored."),
         ignored("service_tier", "There is one."),
@@ -91,11 +91,11 @@ _ENDS = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "model_context
 class Anthropic:
     """Error objects of Anthropic's API."""
 
-    def body(self, refused: Refused) -> dict[str, Any]:
+    def body(self, refused: ApiError) -> dict[str, Any]:
         kind = _TYPES.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
-    def event(self, refused: Refused) -> bytes:
+    def event(self, refused: ApiError) -> bytes:
         return event("error", self.body(refused)).encode()
 
 
@@ -125,7 +125,7 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
             ((completion,),) = await generation.wait_all(exchange, active, [handle])
             await exchange.reply(_message(exchange, served.name, completion, parallel=parallel))
             return
-        stream = _Stream(exchange, served.name, parallel=parallel)
+        stream = _EventWriter(exchange, served.name, parallel=parallel)
 
         async def write(_: int, delta: TextDelta) -> None:
             if not stream.begun:
@@ -307,7 +307,7 @@ def _message(exchange: Exchange, model: str, completion: Completion, *, parallel
     return {**_envelope(exchange, model), "content": content, **_stop_fields(completion), "usage": _usage(completion)}
 
 
-class _Stream:
+class _EventWriter:
     """Writes events; blocks follow one another, so each is closed before the next begins."""
 
     def __init__(self, exchange: Exchange, model: str, *, parallel: bool) -> None:

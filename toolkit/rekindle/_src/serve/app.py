@@ -16,14 +16,14 @@ from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, cou
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send, Service
 from rekindle._src.serve.fields import Endpoint, document
 from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, check_size
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
-from rekindle._src.serve.page import Page
+from rekindle._src.serve.page import WebPage
 from rekindle._src.serve.responses import RESPONSES, Responses, responses
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -147,7 +147,7 @@ def app(
             if status != 404:
                 method = "POST" if path in dialects else "GET"
                 message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
-                refused = Refused(status, message, code="not_allowed")
+                refused = ApiError(status, message, code="not_allowed")
             await Exchange(service, scope, send).fail(refused, OpenAI())
             service.metrics.http("other", status)
 
@@ -157,7 +157,7 @@ def app(
         Route(endpoint.path, JsonEndpoint(service, endpoint, handler, dialect), methods=["POST"])
         for endpoint, handler, dialect in posts
     ]
-    keys = Keys(api_key)
+    keys = ApiKeys(api_key)
     summaries = [(path, summary) for path, _, summary in GETS]
     description = document([endpoint for endpoint, _, _ in posts], summaries, keys=bool(keys))
 
@@ -169,7 +169,7 @@ def app(
         Route(path.replace("{name}", "{name:path}"), info.Get(service, path, handler), methods=["GET"])
         for path, handler, _ in (*GETS, ("/openapi.json", openapi, ""))
     ]
-    routes.append(Route("/", Page(service), methods=["GET"]))
+    routes.append(Route("/", WebPage(service), methods=["GET"]))
     middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
         cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
@@ -180,7 +180,7 @@ def app(
     return starlette
 
 
-class Keys:
+class ApiKeys:
     """The API keys of a server, compared in constant time. Without any, every request may pass."""
 
     def __init__(self, keys: str | Sequence[str] | None) -> None:
@@ -194,7 +194,7 @@ class Keys:
         return bool(self._digests)
 
     def owner(self, scope: Scope) -> bytes:
-        """Return the digest of the sender's key, or b"" without keys. Raise `Refused` (401) for a wrong key."""
+        """Return the digest of the sender's key, or b"" without keys. Raise `ApiError` (401) for a wrong key."""
         if not self._digests:
             return b""
         bearer = header(scope, b"authorization") or ""
@@ -205,7 +205,7 @@ class Keys:
         for candidate in self._digests:  # compare with all, so that the time reveals nothing
             match = candidate if hmac.compare_digest(candidate, digest) else match
         if not match:
-            raise Refused(
+            raise ApiError(
                 401, "the API key is missing or wrong. Send it as Authorization: Bearer … or x-api-key",
                 type="authentication_error", code="invalid_api_key",
             )  # fmt: skip
@@ -215,7 +215,7 @@ class Keys:
 class Guard:
     """ASGI middleware that passes requests with a valid key, bounded headers and an allowed host."""
 
-    def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
+    def __init__(self, app: object, keys: ApiKeys, service: Service, dialects: Mapping[str, Dialect]) -> None:
         self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,7 +225,7 @@ class Guard:
                 self._service.hosts.check(scope, keyed=bool(self._keys))
                 if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
                     scope["rekindle.key"] = self._keys.owner(scope)
-            except Refused as refused:
+            except ApiError as refused:
                 dialect = self._dialects.get(scope["path"], OpenAI())
                 await Exchange(self._service, scope, send).fail(refused, dialect)
                 # Clients can invent any number of paths.

@@ -20,11 +20,11 @@ from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.own_failure import own_failure, root_cause
 from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import check_size, check_text, load, too_large
-from rekindle._src.serve.errors import Refused, refusal
+from rekindle._src.serve.errors import ApiError, refusal
 from rekindle._src.serve.exchange import Exchange, Service, refusing
-from rekindle._src.serve.fields import Anything, Choice, Endpoint, Field, Text
+from rekindle._src.serve.fields import Anything, Endpoint, Field, OneOf, String
 from rekindle._src.serve.life import Life
-from rekindle._src.serve.models import Models, SessionLike
+from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
@@ -32,9 +32,11 @@ LINE = Endpoint(
     "a line of a batch",
     "One request of a batch",
     (
-        Field("custom_id", Text(maximum=1024, minimum=1), "The name of the line, which its answer has.", required=True),
-        Field("method", Choice(("POST",)), "The method of the request.", required=True),
-        Field("url", Choice(tuple(URLS)), "The path of the endpoint.", required=True),
+        Field(
+            "custom_id", String(maximum=1024, minimum=1), "The name of the line, which its answer has.", required=True
+        ),
+        Field("method", OneOf(("POST",)), "The method of the request.", required=True),
+        Field("url", OneOf(tuple(URLS)), "The path of the endpoint.", required=True),
         Field("body", Anything(), "The body of the request.", required=True),
     ),
 )
@@ -76,7 +78,7 @@ class BatchRun:
         name: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._session: SessionLike = session
+        self._session: ServedSession = session
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         self._name = next(iter(self._service.models.by_name))
@@ -151,7 +153,7 @@ class BatchRun:
             check_text(fields)
             url, body = self._checked_task(fields)
         except BaseException as raised:
-            refused = raised if isinstance(raised, Refused) else refusal(own_failure(raised, "the line"), {})
+            refused = raised if isinstance(raised, ApiError) else refusal(own_failure(raised, "the line"), {})
             if line.name not in self._known:
                 code = refused.code or ("invalid_url" if refused.param == "url" else "invalid_line")
                 error = {"code": code, "message": refused.message}
@@ -190,10 +192,10 @@ class BatchRun:
         task = LINE.read(fields, strict=self._service.strict, unknown=self._service.unknown)
         custom_id, body = task["custom_id"], task["body"]
         if custom_id in self._custom_ids:
-            raise Refused(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
+            raise ApiError(400, f"custom_id={custom_id[:80]!r} names an earlier line, too. Use each once")
         self._custom_ids.add(custom_id)
         if isinstance(body, dict) and body.get("stream"):
-            raise Refused(400, "stream is not possible in a batch. Remove it from the body")
+            raise ApiError(400, "stream is not possible in a batch. Remove it from the body")
         return task["url"], body
 
     async def _own_call(self, task: _Task) -> tuple[int, str, Any]:
@@ -245,6 +247,6 @@ def _readable(fields: Any) -> str | None:
     try:
         LINE.by_name["custom_id"].kind.check(custom_id, "custom_id")
         check_text(custom_id)
-    except Refused:
+    except ApiError:
         return None
     return str(custom_id)

@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 
-from rekindle._src.serve.errors import Refused
+from rekindle._src.serve.errors import ApiError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,7 +33,7 @@ _encode = json.JSONEncoder(
 ).encode  # `json.dumps` would build an encoder each time
 
 
-class Disconnected(Exception):
+class ClientDisconnect(Exception):
     """The client disconnected before it had sent its whole request."""
 
 
@@ -42,13 +42,13 @@ def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: float) -> bytearray:
-    """Return the body of a JSON request. Raise `Refused` (408, 413, 415) for others.
+    """Return the body of a JSON request. Raise `ApiError` (408, 413, 415) for others.
 
-    Raise `Disconnected` if the client disconnects before it has sent the whole body.
+    Raise `ClientDisconnect` if the client disconnects before it has sent the whole body.
     """
     kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise Refused(415, f"the content type is {kind[:80] or 'missing'!r}. Send Content-Type: application/json")
+        raise ApiError(415, f"the content type is {kind[:80] or 'missing'!r}. Send Content-Type: application/json")
     announced = header(scope, b"content-length") or ""
     if announced.isdecimal() and int(announced[:20]) > limit:
         raise too_large(limit)
@@ -58,29 +58,29 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: floa
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Disconnected
+                    raise ClientDisconnect
                 data += message.get("body", b"")
                 if len(data) > limit:
                     raise too_large(limit)
                 if not message.get("more_body", False):
                     return data
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {seconds:.0f} s. Send it again", code="timeout") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:.0f} s. Send it again", code="timeout") from None
 
 
-def too_large(limit: int, what: str = "body") -> Refused:
+def too_large(limit: int, what: str = "body") -> ApiError:
     """Return the error for a body of more than `limit` bytes."""
-    return Refused(413, f"the {what} has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
+    return ApiError(413, f"the {what} has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
 
 
 def check_size(data: bytes | bytearray, limit: int) -> None:
-    """Raise `Refused` (413) for JSON with more values or names than a body of at most `limit` bytes may have."""
+    """Raise `ApiError` (413) for JSON with more values or names than a body of at most `limit` bytes may have."""
     most = max(IN_A_THREAD, limit // BYTES_PER_VALUE)
     check_values(data, most, most // VALUES_PER_NAME)
 
 
 def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
-    """Raise `Refused` (413) for JSON of more than `most` values, or more than `most_names` named fields.
+    """Raise `ApiError` (413) for JSON of more than `most` values, or more than `most_names` named fields.
 
     A parsed value takes some 100 bytes, and a name takes a microsecond to parse.
 
@@ -107,13 +107,13 @@ def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
         count += int(np.count_nonzero(np.isin(block, np.frombuffer(b"".join(_MARKS), np.uint8)) & outside))
         names += int(np.count_nonzero((block == ord(":")) & outside))
         if count > most:
-            raise Refused(413, f"the body has more than {most:,} JSON values. Send less", code="body_too_large")
+            raise ApiError(413, f"the body has more than {most:,} JSON values. Send less", code="body_too_large")
         if names > most_names:
-            raise Refused(413, f"the body has more than {most_names:,} named fields. Send less", code="body_too_large")
+            raise ApiError(413, f"the body has more than {most_names:,} named fields. Send less", code="body_too_large")
 
 
 def parse(data: bytes | bytearray) -> Any:
-    """Return the JSON value. Raise `Refused` if the data is not JSON, or a string is not Unicode text."""
+    """Return the JSON value. Raise `ApiError` if the data is not JSON, or a string is not Unicode text."""
     value = load(data)
     if b"\\ud" in data or b"\\uD" in data:
         check_text(value)
@@ -121,23 +121,23 @@ def parse(data: bytes | bytearray) -> Any:
 
 
 def load(data: bytes | bytearray) -> Any:
-    """Return the JSON value, whose strings may have halves of surrogate pairs. Raise `Refused` for what is no JSON."""
+    """Return the JSON value, whose strings may have halves of surrogate pairs. Raise `ApiError` for what is no JSON."""
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_constant, parse_float=_finite)
     except RecursionError:
-        raise Refused(400, "the body is nested too deeply. Flatten it") from None
+        raise ApiError(400, "the body is nested too deeply. Flatten it") from None
     except ValueError as error:
-        raise Refused(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
+        raise ApiError(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
 
 
 def check_text(value: Any) -> None:
-    """Raise `Refused` for half a surrogate pair: it has no UTF-8 form, and no tokenizer accepts it."""
+    """Raise `ApiError` for half a surrogate pair: it has no UTF-8 form, and no tokenizer accepts it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise Refused(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
+        raise ApiError(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
     except (RecursionError, ValueError):  # deeper than the parser's bound, from where this is called
-        raise Refused(400, "the body is nested too deeply. Flatten it") from None
+        raise ApiError(400, "the body is nested too deeply. Flatten it") from None
 
 
 def _finite(text: str) -> float:

@@ -21,7 +21,7 @@ from rekindle._src.serve.errors import abbreviated, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.metrics import finish_of
-from rekindle._src.serve.models import HandleLike, SessionLike
+from rekindle._src.serve.models import HandleLike, ServedSession
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, plain_messages(fields["messages"]), options))
         generation.submit(exchange, active, [handle])
-        writer = _Writer(exchange, fields, served.name, session, handle)
+        writer = _ChatWriter(exchange, fields, served.name, session, handle)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
@@ -72,7 +72,7 @@ def _limit_field(fields: Mapping[str, Any]) -> str:
     return "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
 
 
-def chat_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+def chat_options(fields: Mapping[str, Any], session: ServedSession) -> dict[str, Any]:
     options = generation.sampling_options(fields, session)
     options["max_tokens"] = fields.get(_limit_field(fields), generation.rest_of_context(session))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
@@ -168,9 +168,9 @@ def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
     return "\n".join(lines)
 
 
-class _Writer(generation.Writer):
+class _ChatWriter(generation.Writer):
     def __init__(
-        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: ServedSession, handle: HandleLike
     ) -> None:
         super().__init__(exchange, fields, model, session, "chatcmpl", "chat.completion")
         self._handle, self._before = handle, _echoed(fields)

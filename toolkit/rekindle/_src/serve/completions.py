@@ -11,11 +11,11 @@ from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.fields import INT64, Choice, Endpoint, Field, Flag, Text, ignored, refused, whole
+from rekindle._src.serve.fields import INT64, Boolean, Endpoint, Field, OneOf, String, ignored, refused, whole
 from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Offset
 from rekindle._src.serve.metrics import finish_of
-from rekindle._src.serve.models import HandleLike, SessionLike
+from rekindle._src.serve.models import HandleLike, ServedSession
 from rekindle._src.serve.openai_fields import COMPLETIONS, PROMPTS, REQUEST_ID
 
 MAX_TOKENS = 16  # OpenAI's default
@@ -28,12 +28,12 @@ EMBEDDINGS = Endpoint(
     "Embed texts",
     (
         Field("input", PROMPTS, COMPLETIONS.by_name["prompt"].doc, option="prompt", required=True),
-        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
-        Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
+        Field("model", String(maximum=512), "The name of a served model; may be left out."),
+        Field("encoding_format", OneOf(("float", "base64")), "float by default; base64 is of little-endian float32."),
         Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),
-        Field("pooling", Choice(("mean", "last", "cls")), _POOLING),
-        Field("normalize", Flag(), "Scale each vector to length 1; true by default, or what the model's files say."),
-        Field("prompt_name", Text(maximum=512), "One of the model's own prompts, which comes before each text."),
+        Field("pooling", OneOf(("mean", "last", "cls")), _POOLING),
+        Field("normalize", Boolean(), "Scale each vector to length 1; true by default, or what the model's files say."),
+        Field("prompt_name", String(maximum=512), "One of the model's own prompts, which comes before each text."),
         Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
         Field("request_id", REQUEST_ID, "Names the request for /abort and in the log; or X-Request-Id."),
         ignored("user", "Not used."),
@@ -61,7 +61,7 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
     with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
         generation.submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
-        writer = _Writer(exchange, fields, served.name, session, active.handles)
+        writer = _CompletionWriter(exchange, fields, served.name, session, active.handles)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
@@ -69,7 +69,7 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
         await exchange.reply(await writer.whole(results))
 
 
-async def _tokens(exchange: Exchange, fields: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
+async def _tokens(exchange: Exchange, fields: Mapping[str, Any], session: ServedSession) -> Sequence[Any]:
     """Return the prompts, encoded here if they must get no special tokens."""
     prompts: Sequence[Any] = fields["prompt"]
     if fields.get("add_special_tokens", True):
@@ -85,15 +85,15 @@ async def _tokens(exchange: Exchange, fields: Mapping[str, Any], session: Sessio
     return tokens
 
 
-def _fits(sequences: int, session: SessionLike) -> None:
+def _fits(sequences: int, session: ServedSession) -> None:
     places = session.config.max_queue + session.config.max_requests
     if sequences > places:
         raise wrong("n", sequences, f"sequences are more than the {places:,} that the server takes", "Send fewer")
 
 
-class _Writer(generation.Writer):
+class _CompletionWriter(generation.Writer):
     def __init__(
-        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike,
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: ServedSession,
         handles: Sequence[HandleLike],
     ) -> None:  # fmt: skip
         super().__init__(exchange, fields, model, session, "cmpl", "text_completion")

@@ -47,7 +47,7 @@ _WORDS = (
 _PATTERN = re.compile("|".join(pattern for pattern, _ in _WORDS))
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """An error instead of a request's result; `param` is the field by the client's name."""
 
     def __init__(
@@ -80,19 +80,19 @@ class Refused(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> Refused:
+def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> ApiError:
     """Return the error for a field with a wrong value."""
-    return Refused(400, f"{param}={abbreviated(value)}: {problem}. {fix}", param=param, code=code)
+    return ApiError(400, f"{param}={abbreviated(value)}: {problem}. {fix}", param=param, code=code)
 
 
-def missing(param: str, fix: str = "Add it") -> Refused:
+def missing(param: str, fix: str = "Add it") -> ApiError:
     """Return the error for a missing field."""
-    return Refused(400, f"{param} is missing. {fix}", param=param)
+    return ApiError(400, f"{param} is missing. {fix}", param=param)
 
 
-def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
+def unavailable(message: str, *, retry_after: float | None = 5) -> ApiError:
     """Return the error of a server that can't take the request now: it loads, drains, or its session is closed."""
-    return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
+    return ApiError(503, message, type="server_error", code="unavailable", retry_after=retry_after)
 
 
 _SHOWN = 80  # characters of a value in an error message
@@ -141,10 +141,10 @@ def for_clients(message: str) -> str:
     return message
 
 
-def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
+def refusal(error: BaseException, names: Mapping[str, str]) -> ApiError:
     """Return any exception as the client's error; `names` maps our options to the client's fields."""
     match error:
-        case Refused():
+        case ApiError():
             return error
         case InvalidRequest():
             param = names.get(error.field, error.field)
@@ -153,30 +153,30 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             advice = f"{error.fix}. This model's maximum context length is exceeded" if code else error.fix
             error = type(error)(error.field, error.value, error.problem, advice, error.index)
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
-                return Refused(400, for_clients(str(error)), param=param, code=code)
+                return ApiError(400, for_clients(str(error)), param=param, code=code)
             problem, fix = for_clients(error.problem), for_clients(error.fix)
             return wrong(param, error.value, problem, fix, code=code)
         case OutOfPages():
-            return Refused(400, for_clients(str(error)), code="context_length_exceeded")
+            return ApiError(400, for_clients(str(error)), code="context_length_exceeded")
         case QueueFull():
             message = "all places for requests are taken, and so is the queue. Send the request again in a while"
-            return Refused(429, message, type="rate_limit_error", code="queue_full", retry_after=1)
+            return ApiError(429, message, type="rate_limit_error", code="queue_full", retry_after=1)
         case Busy():
             return unavailable(str(error), retry_after=error.retry_after)
         case RequestAborted():
-            return Refused(499, str(error), type="aborted", code="aborted")
+            return ApiError(499, str(error), type="aborted", code="aborted")
         case SessionClosed():
             return unavailable(str(error), retry_after=None)
         case UnsupportedModel() | CheckpointError():
-            return Refused(400, str(error), code="unsupported_by_model")
+            return ApiError(400, str(error), code="unsupported_by_model")
         case MissingExtra():
             field = next((names[option] for option in STRUCTURES if option in names), None)
-            return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
+            return ApiError(400, f"the server can't do this: {error}", param=field, code="unsupported")
         case NoTokenLeft():
-            return Refused(400, str(error), code="no_token_left")
+            return ApiError(400, str(error), code="no_token_left")
         case RequestQuarantined():  # clients would send it again after a 500
-            return Refused(400, str(error), code="request_quarantined")
+            return ApiError(400, str(error), code="request_quarantined")
         case RequestFailed():
-            return Refused(500, str(error), type="server_error", code="request_failed")
+            return ApiError(500, str(error), type="server_error", code="request_failed")
         case _:
-            return Refused(500, "the server failed; its log says why", type="server_error", code="internal_error")
+            return ApiError(500, "the server failed; its log says why", type="server_error", code="internal_error")

@@ -21,7 +21,7 @@ from rekindle._src.core.version import VERSION
 from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.bodies import (
     IN_A_THREAD,
-    Disconnected,
+    ClientDisconnect,
     Receive,
     Scope,
     check_size,
@@ -32,12 +32,12 @@ from rekindle._src.serve.bodies import (
     read_body,
 )
 from rekindle._src.serve.bodies import dumps as dumps
-from rekindle._src.serve.errors import Refused, refusal, unavailable, wrong
+from rekindle._src.serve.errors import ApiError, refusal, unavailable, wrong
 from rekindle._src.serve.fields import Endpoint, UnknownFields
 from rekindle._src.serve.life import Active, Hosts, Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
-from rekindle._src.serve.models import Models, SessionLike
+from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
 
 FINGERPRINT = f"rekindle-{VERSION}"
@@ -70,9 +70,9 @@ class Service:
         self.item_store: KeptItems = KeptItems()
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
-        self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
+        self._names: dict[str, tuple[ServedSession, TokenNames]] = {}
 
-    def token_names(self, name: str, session: SessionLike) -> TokenNames:
+    def token_names(self, name: str, session: ServedSession) -> TokenNames:
         """Return the texts of a model's tokens, kept from request to request."""
         entry = self._names.get(name)
         if entry is None or entry[0] is not session:
@@ -101,10 +101,10 @@ class KeptItems:
             self._characters -= size
 
     def get(self, key: bytes, name: str, path: str) -> Mapping[str, Any]:
-        """Return an item by its id. Raise `Refused` (404) if it is not kept, or belongs to another sender."""
+        """Return an item by its id. Raise `ApiError` (404) if it is not kept, or belongs to another sender."""
         entry = self._items.get((key, name))
         if entry is None:
-            raise Refused(
+            raise ApiError(
                 404,
                 f"{path}: item {name[:200]!r} is not found. The last items of answers are kept in memory, until the "
                 "server ends. Send the item itself; clients do so with store: false",
@@ -131,8 +131,8 @@ _LARGE = 64 << 10  # characters of an answer sent at once
 class Dialect(Protocol):
     """The form of an API's errors."""
 
-    def body(self, refused: Refused) -> dict[str, Any]: ...
-    def event(self, refused: Refused) -> bytes:
+    def body(self, refused: ApiError) -> dict[str, Any]: ...
+    def event(self, refused: ApiError) -> bytes:
         """Return the end of a stream that fails."""
         ...
 
@@ -140,10 +140,10 @@ class Dialect(Protocol):
 class OpenAI:
     """Error objects of OpenAI's API; a stream that fails ends with one, and with [DONE]."""
 
-    def body(self, refused: Refused) -> dict[str, Any]:
+    def body(self, refused: ApiError) -> dict[str, Any]:
         return refused.body()
 
-    def event(self, refused: Refused) -> bytes:
+    def event(self, refused: ApiError) -> bytes:
         return f"data: {dumps(refused.body())}\n\ndata: [DONE]\n\n".encode()
 
 
@@ -250,7 +250,7 @@ class Exchange:
             headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def fail(self, refused: Refused, dialect: Dialect) -> None:
+    async def fail(self, refused: ApiError, dialect: Dialect) -> None:
         """Answer with an error: a status and its object, or the last events of a stream that has begun."""
         if self.streaming:
             await self.end(dialect.event(refused))
@@ -321,7 +321,7 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
     try:
         await call()
         return exchange.status
-    except Disconnected:
+    except ClientDisconnect:
         return 499
     except Exception as error:
         refused = refusal(error, exchange.names)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from rekindle._src.core.names import MAX_NAME, MAX_PATH, checked_name, checked_path
 from rekindle._src.core.version import VERSION
-from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.server")
@@ -39,7 +39,7 @@ class Kind(Protocol):
     """One kind of JSON value."""
 
     def check(self, value: Any, path: str) -> Any:
-        """Return the normalised value, or raise a `Refused` that names `path`."""
+        """Return the normalised value, or raise an `ApiError` that names `path`."""
         ...
 
     def schema(self) -> dict[str, Any]: ...
@@ -102,7 +102,7 @@ INT64 = whole(-(2**63), 2**64 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Flag:
+class Boolean:
     def check(self, value: Any, path: str) -> bool:
         if not isinstance(value, bool):
             raise wrong(path, value, "is neither true nor false", "Pass one of them")
@@ -113,7 +113,7 @@ class Flag:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class String:
     """A string of `minimum` to `maximum` characters."""
 
     maximum: int | None = None
@@ -150,7 +150,7 @@ class PathText:
     """The path of a file or folder on the server's machine."""
 
     def check(self, value: Any, path: str) -> str:
-        text = Text(maximum=MAX_PATH, minimum=1).check(value, path)
+        text = String(maximum=MAX_PATH, minimum=1).check(value, path)
         try:
             checked_path(path, text)
         except ConfigError as error:
@@ -162,7 +162,7 @@ class PathText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class OneOf:
     """One of several strings."""
 
     values: tuple[str, ...]
@@ -305,9 +305,9 @@ class Endpoint:
         return {field.option: field.name for field in self.fields if field.option is not None}
 
     def read(self, body: Any, *, strict: bool, unknown: Callable[[str, str], object]) -> dict[str, Any]:
-        """Return the fields of a body with checked values. Raise `Refused`; call `unknown` with each ignored name."""
+        """Return the fields of a body with checked values. Raise `ApiError`; call `unknown` with each ignored name."""
         if not isinstance(body, Mapping):
-            raise Refused(400, 'the body is not a JSON object. Send one, such as {"model": …}')
+            raise ApiError(400, 'the body is not a JSON object. Send one, such as {"model": …}')
         values: dict[str, Any] = {}
         by_name = self.by_name
         for name, value in body.items():

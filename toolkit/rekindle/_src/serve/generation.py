@@ -18,8 +18,8 @@ from rekindle._src.serve.bodies import Entries
 from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.life import Active
-from rekindle._src.serve.logprobs import Shapes
-from rekindle._src.serve.models import HandleLike, Served, SessionLike
+from rekindle._src.serve.logprobs import LogprobShapes
+from rekindle._src.serve.models import HandleLike, ServedModel, ServedSession
 from rekindle._src.serve.openai_fields import SAMPLING
 from rekindle._src.text.generation_config import NAMES
 
@@ -29,7 +29,7 @@ _LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a
 MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
-def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, SessionLike]:
+def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[ServedModel, ServedSession]:
     """Return the model that a request names, and its session. Rename the exchange if the body has a request_id."""
     if "request_id" in fields:
         exchange.rename(fields["request_id"])
@@ -38,7 +38,7 @@ def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, Ses
     return served, served.open()
 
 
-def sampling_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+def sampling_options(fields: Mapping[str, Any], session: ServedSession) -> dict[str, Any]:
     """Return the options of the fields in `SAMPLING`, which every API has under the same names."""
     options = {field.option or field.name: fields[field.name] for field in SAMPLING if field.name in fields}
     if "temperature" not in options and session.sampling.greedy and session.config.generation_config != "greedy":
@@ -72,7 +72,7 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     return by_token
 
 
-def rest_of_context(session: SessionLike) -> int:
+def rest_of_context(session: ServedSession) -> int:
     """Return the context's length as the token limit: the session ends the request where the context is full."""
     limit = session.config.max_model_len
     assert limit is not None, "an open session has resolved it"
@@ -132,8 +132,8 @@ def _schema(value: Any, path: str) -> Mapping[str, Any]:
     return value
 
 
-def encode_text(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Return the token ids of a text, which may exceed the context. Raise `Refused` if it is too long to encode."""
+def encode_text(session: ServedSession, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Return the token ids of a text, which may exceed the context. Raise `ApiError` if it is too long to encode."""
     limit = max(MOST_CHARACTERS, 8 * (session.config.max_model_len or 0))
     if len(text) > limit:
         raise wrong(param, text[:80], f"has {len(text):,} characters, more than {limit:,}", "Send it in parts")
@@ -208,7 +208,7 @@ def _record(exchange: Exchange, completions: Sequence[Sequence[Completion]], *, 
 
 
 async def usage(
-    exchange: Exchange, completions: Sequence[Sequence[Completion]], session: SessionLike
+    exchange: Exchange, completions: Sequence[Sequence[Completion]], session: ServedSession
 ) -> dict[str, Any]:
     """Return OpenAI's usage object. A prompt counts once, however many choices it has."""
     prompt = sum(group[0].usage.prompt_tokens for group in completions)
@@ -227,7 +227,7 @@ async def usage(
     return total
 
 
-def reasoning_tokens(completion: Completion, session: SessionLike) -> int:
+def reasoning_tokens(completion: Completion, session: ServedSession) -> int:
     """Return the number of tokens of the model's reasoning, without the tags around it."""
     return len(session.tokenizer.encode(completion.reasoning, add_special_tokens=False)) if completion.reasoning else 0
 
@@ -267,11 +267,11 @@ class Writer:
     """Writes the answer of one request for completions, of a prompt or of a chat."""
 
     def __init__(
-        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, prefix: str, kind: str
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: ServedSession, prefix: str, kind: str
     ) -> None:
         self._exchange, self._fields, self._session = exchange, fields, session
         names, as_ids = exchange.service.token_names(model, session), fields.get("return_tokens_as_token_ids", False)
-        self._shapes = Shapes(names, as_ids=as_ids)
+        self._shapes = LogprobShapes(names, as_ids=as_ids)
         self._ids = bool(fields.get("return_token_ids"))
         name = f"{prefix}-{exchange.request_id}"
         self._common: dict[str, Any] = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -288,7 +288,7 @@ class Writer:
 
 
 def stream_options(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the stream options of a request. Raise `Refused` if it has any and does not stream."""
+    """Return the stream options of a request. Raise `ApiError` if it has any and does not stream."""
     options: Mapping[str, Any] = fields.get("stream_options") or {}
     if options and not fields.get("stream"):
         raise wrong("stream_options", options, "is given without stream", "Add stream: true, or remove it")

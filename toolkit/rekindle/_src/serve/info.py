@@ -10,15 +10,15 @@ import anyio.to_thread
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import call_chat, plain_messages, template_options
-from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
+from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
-from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Name, PathText, Text, TokenIds, ignored
+from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle.errors import ConfigError
 
-_MODEL = Field("model", Text(maximum=512), "The name of a served model; may be left out.")
+_MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
                  "chat_template", "reasoning_effort", "tools")  # fmt: skip
 
@@ -27,10 +27,10 @@ TOKENIZE = Endpoint(
     "The token ids of a prompt or a conversation",
     (
         _MODEL,
-        Field("prompt", Text(), "Text; or messages."),
+        Field("prompt", String(), "Text; or messages."),
         Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "A conversation; or a prompt."),
-        Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to a prompt; true by default."),
-        Field("return_token_strs", Flag(), "Add the spelling of each token, as token_strs."),
+        Field("add_special_tokens", Boolean(), "Let the tokenizer add special tokens to a prompt; true by default."),
+        Field("return_token_strs", Boolean(), "Add the spelling of each token, as token_strs."),
         *(CHAT.by_name[name] for name in _OF_TEMPLATES),
         ignored("user", "Not used."),
     ),
@@ -41,8 +41,8 @@ ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",
     (
-        Field("request_id", Text(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
-        Field("request_ids", Items(Text(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
+        Field("request_id", String(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
+        Field("request_ids", Items(String(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
     ),
 )
 # Off by default: a client that may call these can have the server read any folder that its process can read.
@@ -54,7 +54,7 @@ LOAD_ADAPTER = Endpoint(
         _MODEL,
         _ADAPTER_NAME,
         Field("lora_path", PathText(), "A PEFT folder, or a GGUF file.", required=True),
-        Field("load_inplace", Flag(), "Replace the adapter that has the name; false by default."),
+        Field("load_inplace", Boolean(), "Replace the adapter that has the name; false by default."),
         ignored("base_model_name", "Not used."),
     ),
 )
@@ -111,14 +111,14 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
 def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
     _, session = model_of(exchange, fields)
     if isinstance(session, AdaptedSession) or not hasattr(session, "load_adapter"):
-        raise Refused(400, "the model takes no adapters here. Name one that is open in the server", param="model")
+        raise ApiError(400, "the model takes no adapters here. Name one that is open in the server", param="model")
     return session
 
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name in session.adapters and not fields.get("load_inplace"):
-        raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
+        raise ApiError(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
     try:
         await session.load_adapter(name, fields["lora_path"])
     except ConfigError as error:  # such as a rank for which the session has no room
@@ -130,7 +130,7 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
 async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name not in session.adapters:
-        raise Refused(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
+        raise ApiError(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
     await session.unload_adapter(name)
     await exchange.reply({"id": name, "object": "adapter", "loaded": False})
 
@@ -196,5 +196,5 @@ async def metrics(exchange: Exchange, fields: dict[str, Any]) -> None:
     await exchange.reply_bytes(data, kind.encode())
 
 
-def not_found(path: str) -> Refused:
-    return Refused(404, f"there is no {path[:200]!r} here. GET /openapi.json lists what there is", code="not_found")
+def not_found(path: str) -> ApiError:
+    return ApiError(404, f"there is no {path[:200]!r} here. GET /openapi.json lists what there is", code="not_found")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rekindle._src.serve.bodies import Scope
-from rekindle._src.serve.errors import Refused, unavailable
+from rekindle._src.serve.errors import ApiError, unavailable
 from rekindle._src.serve.models import HandleLike
 from rekindle.errors import ConfigError
 
@@ -62,7 +62,7 @@ class Life:
         self.on_idle: Callable[[], object] | None = None  # called after the last request ends
 
     def check(self) -> None:
-        """Raise `Refused` if the server takes no more requests."""
+        """Raise `ApiError` if the server takes no more requests."""
         if self.draining:
             raise unavailable("the server is shutting down. Send the request again, to the server that follows it")
 
@@ -71,12 +71,12 @@ class Life:
         """Admit a request with about `tokens` tokens in its prompts. At its end, abort its unfinished handles.
 
         `named`: the id comes from the body, so it must be unique; a header's id need not be, since proxies trace
-        several requests by one. Raise `Refused` if the server drains, too many tokens wait, or a request with this
+        several requests by one. Raise `ApiError` if the server drains, too many tokens wait, or a request with this
         id is in progress.
         """
         self.check()
         if self.queued_tokens and self.queued_tokens + tokens > self.max_queued_tokens:
-            raise Refused(
+            raise ApiError(
                 429,
                 f"{self.queued_tokens:,} prompt tokens wait already, and {self.max_queued_tokens:,} may. "
                 "Send the request again later",
@@ -85,7 +85,7 @@ class Life:
                 retry_after=self.retry_after,
             )
         if named and any(other.named and other.id == request_id for other in self.active):
-            raise Refused(400, f"request_id={request_id!r}: lives already. Use a new one", param="request_id")
+            raise ApiError(400, f"request_id={request_id!r}: lives already. Use a new one", param="request_id")
         active = Active(self, request_id, key, tokens, named=named)
         self.active.add(active)
         try:
@@ -157,16 +157,16 @@ class Hosts:
         self._names.add(name.lower().rstrip("."))
 
     def check(self, scope: Scope, *, keyed: bool) -> None:
-        """Raise `Refused` (400, 403) for a request to another name."""
+        """Raise `ApiError` (400, 403) for a request to another name."""
         values = [value for name, value in scope["headers"] if name == b"host"]
         if len(values) > 1:
-            raise Refused(400, f"there are {len(values)} Host headers. Send one", code="bad_host")
+            raise ApiError(400, f"there are {len(values)} Host headers. Send one", code="bad_host")
         if not values or not (self._explicit or (not keyed and _is_loopback((scope.get("server") or ("",))[0]))):
             return
         host = values[0].decode("latin-1").lower()
         match = _HOST.fullmatch(host)
         if match is None or not self._allows(match[1].strip("[]").rstrip(".")):
-            raise Refused(
+            raise ApiError(
                 403,
                 f"Host {host[:200]!r} is not a name of this server. Use its address or localhost, or start it with "
                 "--allowed-host and this name",
@@ -195,11 +195,11 @@ def _is_loopback(address: object) -> bool:
 
 
 def check_size(scope: Scope) -> None:
-    """Raise `Refused` (431) for more headers than clients send."""
+    """Raise `ApiError` (431) for more headers than clients send."""
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
     if len(headers) > MOST_HEADERS or size + len(scope.get("query_string") or b"") > MOST_HEADER_BYTES:
-        raise Refused(
+        raise ApiError(
             431,
             f"the request has {len(headers):,} headers and {size:,} bytes of them; {MOST_HEADERS} and "
             f"{MOST_HEADER_BYTES:,} are the most. Send fewer",

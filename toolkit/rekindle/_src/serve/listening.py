@@ -206,11 +206,11 @@ class Connections:
     def __init__(self, most: int) -> None:
         self.most: int = most
         self.most_of_one: int = max(1, most * 3 // 4)
-        self._by_address: dict[str, dict[_Bounded, None]] = {}
+        self._by_address: dict[str, dict[_BoundedProtocol, None]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         self.count: int = 0
 
-    def enter(self, connection: _Bounded, address: str) -> bool:
+    def enter(self, connection: _BoundedProtocol, address: str) -> bool:
         """Add a connection. Return False if there is no room for it."""
         peers = self._by_address.get(address, {})
         if len(peers) >= self.most_of_one:
@@ -227,7 +227,7 @@ class Connections:
                 self._sweeping = connection.loop.call_later(_SWEEP_SECONDS, self._sweep, connection.loop)
         return room
 
-    def leave(self, connection: _Bounded) -> None:
+    def leave(self, connection: _BoundedProtocol) -> None:
         """Forget a connection. An unknown one is ignored."""
         peers = self._by_address.get(connection.address)
         if peers is not None and connection in peers:
@@ -236,7 +236,7 @@ class Connections:
             if not peers:
                 del self._by_address[connection.address]
 
-    def _close_longest_waiting(self, among: dict[_Bounded, None]) -> bool:
+    def _close_longest_waiting(self, among: dict[_BoundedProtocol, None]) -> bool:
         idle = [peer for peer in among if peer.waiting_since is not None]
         if not idle:
             return False
@@ -271,7 +271,7 @@ def address_of(client: tuple[str, int] | None) -> str:
     return str(address)
 
 
-class _Bounded(_Protocol):
+class _BoundedProtocol(_Protocol):
     """Bounds added to uvicorn's protocols of httptools and h11."""
 
     connections_of_server: Connections
@@ -361,7 +361,7 @@ class _Bounded(_Protocol):
         self.stalled_since, self.unsent = self.loop.time(), self.transport.get_write_buffer_size()
 
 
-class _H11(_Bounded, H11Protocol):
+class _H11(_BoundedProtocol, H11Protocol):
     """Bounds for h11, which limits the bytes of heads, trailers and chunk headers itself."""
 
     def handle_events(self) -> None:
@@ -374,7 +374,7 @@ class _H11(_Bounded, H11Protocol):
 
 if HttpToolsProtocol is not None:
 
-    class _HttpTools(_Bounded, HttpToolsProtocol):  # type: ignore[misc]
+    class _HttpTools(_BoundedProtocol, HttpToolsProtocol):  # type: ignore[misc]
         """Bounds for httptools, which has none; it also joins a header's parts in quadratic time."""
 
         @property
@@ -403,7 +403,7 @@ def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
     kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
 
     def make(**options: Any) -> asyncio.Protocol:
-        connection: _Bounded = kind(**options)
+        connection: _BoundedProtocol = kind(**options)
         connection.connections_of_server = connections
         return connection
 

@@ -49,7 +49,7 @@ class Offset:
         self.at += len(self._decoder.decode(bytes(data)))
 
 
-class Shapes:
+class LogprobShapes:
     """Builds both shapes for one request; with `as_ids`, tokens are named by their ids."""
 
     def __init__(self, names: TokenNames, *, as_ids: bool = False) -> None:

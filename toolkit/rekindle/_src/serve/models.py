@@ -1,6 +1,6 @@
 """The models that a server serves, by name: open, still opening, or failed.
 
-`SessionLike` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
+`ServedSession` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.core.records import Status, TextDelta
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.serve.errors import Refused, unavailable
+from rekindle._src.serve.errors import ApiError, unavailable
 from rekindle.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class HandleLike(Protocol):
     def __await__(self) -> Any: ...
 
 
-class SessionLike(Protocol):
+class ServedSession(Protocol):
     """An open model."""
 
     @property
@@ -67,13 +67,13 @@ class SessionLike(Protocol):
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
 
 
-class Served:
+class ServedModel:
     """One model under its name."""
 
     def __init__(self, name: str, session: Any) -> None:
         self.name = name
         self.created = int(time.time())
-        self.session: SessionLike | None = session if hasattr(session, "submit") else None
+        self.session: ServedSession | None = session if hasattr(session, "submit") else None
         self.opening: Any = None if self.session is not None else session
         self.failure: BaseException | None = None
 
@@ -82,8 +82,8 @@ class Served:
         """The name of the model whose figures have its requests."""
         return self.name
 
-    def open(self) -> SessionLike:
-        """Return its session. Raise `Refused` while there is none."""
+    def open(self) -> ServedSession:
+        """Return its session. Raise `ApiError` while there is none."""
         session = self.session
         if session is None:
             state = "is being loaded" if self.failure is None else "could not be opened; the server's log says why"
@@ -107,10 +107,10 @@ class Served:
         return fields
 
 
-class ServedAdapter(Served):
+class ServedAdapter(ServedModel):
     """An adapter of a model under a name of its own, `name` or `model:name`."""
 
-    def __init__(self, name: str, parent: Served, adapter: str) -> None:
+    def __init__(self, name: str, parent: ServedModel, adapter: str) -> None:
         self.name, self.parent, self.adapter = name, parent, adapter
         self.created = int(time.time())
         self._adapted: AdaptedSession | None = None
@@ -119,7 +119,7 @@ class ServedAdapter(Served):
     def figures(self) -> str:
         return self.parent.name
 
-    def open(self) -> SessionLike:
+    def open(self) -> ServedSession:
         session = self.parent.open()
         if self._adapted is None or self._adapted.base is not session:
             self._adapted = AdaptedSession(session, self.adapter)
@@ -178,22 +178,24 @@ class Models:
             if not sessions:
                 raise ConfigError("sessions", sessions, "does not map names to sessions", 'Pass {"name": session}')
             names = [checked_name("sessions", name, colons=True) for name in sessions]
-            self.by_name = {name: Served(name, session) for name, session in zip(names, sessions.values(), strict=True)}
+            self.by_name = {
+                name: ServedModel(name, session) for name, session in zip(names, sessions.values(), strict=True)
+            }
         else:
             if name:
                 checked_name("name", name, colons=True)
             name = name or name_of_model(Path(str(getattr(sessions, "model", "") or "model")).name)
-            self.by_name = {name: Served(name, sessions)}
+            self.by_name = {name: ServedModel(name, sessions)}
         self._adapters: dict[str, ServedAdapter] = {}
 
-    def get(self, name: str | None) -> Served:
-        """Return a model by its name. Raise `Refused` (404) for an unknown one."""
+    def get(self, name: str | None) -> ServedModel:
+        """Return a model by its name. Raise `ApiError` (404) for an unknown one."""
         if name is None:
             return next(iter(self.by_name.values()))
         served = self.by_name.get(name) or self._adapter(name)
         if served is None:
             known = ", ".join(self.by_name)
-            raise Refused(
+            raise ApiError(
                 404, f"the model {name[:200]!r} does not exist here. Use one of: {known}", param="model",
                 code="model_not_found",
             )  # fmt: skip
@@ -210,9 +212,9 @@ class Models:
                 running.add(served.adapter)
         return sorted(waiting), sorted(running)
 
-    def all(self) -> list[Served]:
+    def all(self) -> list[ServedModel]:
         """Return every model, each followed by its adapters."""
-        entries: list[Served] = []
+        entries: list[ServedModel] = []
         for served in self.by_name.values():
             entries.append(served)
             for adapter in _adapters_of(served):
@@ -221,7 +223,7 @@ class Models:
                 entries += [] if entry is None else [entry]
         return entries
 
-    def _adapter(self, name: str) -> Served | None:
+    def _adapter(self, name: str) -> ServedModel | None:
         """Return an adapter by its own name, or following that of its model; None for an unknown one.
 
         Names of adapters have no colon, so the two forms never meet.
@@ -237,7 +239,7 @@ class Models:
         self._adapters.pop(name, None)
         return None
 
-    def _is_taken(self, adapter: str, owner: Served) -> bool:
+    def _is_taken(self, adapter: str, owner: ServedModel) -> bool:
         """True if a name means a model, or an adapter of a model before its owner."""
         first = next((served for served in self.by_name.values() if adapter in _adapters_of(served)), owner)
         return adapter in self.by_name or first is not owner
@@ -248,11 +250,11 @@ class Models:
         for served in self.by_name.values():
             try:
                 served.open()
-            except Refused as refused:
+            except ApiError as refused:
                 return refused.message
         return None
 
 
-def _adapters_of(served: Served) -> tuple[str, ...]:
+def _adapters_of(served: ServedModel) -> tuple[str, ...]:
     names: tuple[str, ...] = getattr(served.session, "adapters", ())
     return names

@@ -12,17 +12,17 @@ from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.fields import (
     INT64,
     Anything,
-    Choice,
+    Boolean,
     Either,
     Endpoint,
     Field,
-    Flag,
     Items,
     Kind,
     Number,
+    OneOf,
     Shape,
+    String,
     Table,
-    Text,
     TokenIds,
     ignored,
     refused,
@@ -33,7 +33,7 @@ MOST_PROMPTS = 2_048  # of one request
 MOST_MESSAGES = 10_000
 MOST_N = 1_024
 MOST = 2**31 - 1
-REQUEST_ID = Text(maximum=128, minimum=1)
+REQUEST_ID = String(maximum=128, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +58,32 @@ class Prompts:
         return {"anyOf": [TEXT, ids, *lists]}
 
 
-TEXT = Text().schema()
+TEXT = String().schema()
 PROMPTS = Prompts()
-STOP = Either("a string or a list of strings", ((str, Text()), (list, Items(Text(), maximum=64))))
+STOP = Either("a string or a list of strings", ((str, String()), (list, Items(String(), maximum=64))))
 OBJECT = Table(Anything())
-NAME = Text(maximum=256, minimum=1)
+NAME = String(maximum=256, minimum=1)
 STEER = Either(
     "a name, a list of names, or names and factors",
     ((str, NAME), (list, Items(NAME, maximum=64)), (dict, Table(Number(-1e6, 1e6), maximum=64))),
 )
 
-CONTENT = Either("a string or a list of parts", ((str, Text()), (list, Items(Shape((("type", Text()),), ("type",))))))
-CALL = Shape((("id", Text()), ("type", Text()), ("function", Shape((("name", Text()),), ("name",)))))
+CONTENT = Either(
+    "a string or a list of parts", ((str, String()), (list, Items(Shape((("type", String()),), ("type",)))))
+)
+CALL = Shape((("id", String()), ("type", String()), ("function", Shape((("name", String()),), ("name",)))))
 MESSAGE = Shape(
     (
-        ("role", Text(maximum=64, minimum=1)), ("content", CONTENT), ("name", Text()), ("reasoning", Text()),
-        ("reasoning_content", Text()), ("tool_call_id", Text()), ("tool_calls", Items(CALL)),
+        ("role", String(maximum=64, minimum=1)), ("content", CONTENT), ("name", String()), ("reasoning", String()),
+        ("reasoning_content", String()), ("tool_call_id", String()), ("tool_calls", Items(CALL)),
     ),
     ("role",),
 )  # fmt: skip
-FORMAT = Shape((("type", Text()), ("json_schema", OBJECT)), ("type",))
-FUNCTION = Shape((("name", NAME), ("description", Text()), ("parameters", OBJECT)), ("name",))
-TOOL = Shape((("type", Choice(("function",))), ("function", FUNCTION)), ("function",))
-TOOL_CHOICE = Either("a word or a function", ((str, Choice(("none", "auto", "required"))), (dict, OBJECT)))
-STREAM_OPTIONS = Shape((("include_usage", Flag()), ("continuous_usage_stats", Flag())))
+FORMAT = Shape((("type", String()), ("json_schema", OBJECT)), ("type",))
+FUNCTION = Shape((("name", NAME), ("description", String()), ("parameters", OBJECT)), ("name",))
+TOOL = Shape((("type", OneOf(("function",))), ("function", FUNCTION)), ("function",))
+TOOL_CHOICE = Either("a word or a function", ((str, OneOf(("none", "auto", "required"))), (dict, OBJECT)))
+STREAM_OPTIONS = Shape((("include_usage", Boolean()), ("continuous_usage_stats", Boolean())))
 
 # The fields of options that a request writes or means otherwise than `Sampling`.
 _OTHERWISE = {
@@ -91,15 +93,15 @@ _OTHERWISE = {
         Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
         Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
         Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
-        Field("bad_words", Items(Text(MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
+        Field("bad_words", Items(String(MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
         Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
         Field("n", whole(1, MOST_N), "Choices for each prompt."),
         Field("stop", STOP, "Strings that end the text."),
         Field("stop_token_ids", Items(whole(0, MOST), maximum=16), "Token ids that end the text."),
-        Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
+        Field("include_stop_str_in_output", Boolean(), "Leave the stop string in the text.", option="include_stop"),
         Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
         Field("steer", STEER, "Names of steering vectors that the server was started with, or {name: factor}."),
-        Field("cache_salt", Text(1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"),
+        Field("cache_salt", String(1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"),
     )
 }
 
@@ -113,7 +115,7 @@ def _field(option: options.Option) -> Field:
         case options.Real(low, high):
             kind = Number(low, high)
         case options.Flag():
-            kind = Flag()
+            kind = Boolean()
         case _:
             raise AssertionError(f"requests need a field for {option.name}")
     return Field(option.name, kind, f"{words[:1].upper()}{words[1:]}")
@@ -124,14 +126,14 @@ SAMPLING = tuple(_OTHERWISE.get(option.name) or _field(option) for option in _OF
 SAMPLING_BY_NAME = {field.name: field for field in SAMPLING}
 
 SERVING = (
-    Field("model", Text(maximum=512), "The name of a served model; may be left out."),
-    Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+    Field("model", String(maximum=512), "The name of a served model; may be left out."),
+    Field("stream", Boolean(), "Send the answer as server-sent events, while it is made."),
     Field("stream_options", STREAM_OPTIONS, "include_usage, continuous_usage_stats; only with stream."),
     Field("request_id", REQUEST_ID, "Names the request in its id, for /abort and in the log; or X-Request-Id."),
-    Field("return_token_ids", Flag(), "Add token_ids and weights_versions to choices, and prompt_token_ids."),
-    Field("return_tokens_as_token_ids", Flag(), "Name tokens in log-probabilities as token_id:123."),
+    Field("return_token_ids", Boolean(), "Add token_ids and weights_versions to choices, and prompt_token_ids."),
+    Field("return_tokens_as_token_ids", Boolean(), "Name tokens in log-probabilities as token_id:123."),
     Field("prompt_logprobs", whole(0, 20), "Log-probabilities of the prompt's tokens, as prompt_logprobs."),
-    Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to the prompt."),
+    Field("add_special_tokens", Boolean(), "Let the tokenizer add special tokens to the prompt."),
 )
 
 HARMLESS = (
@@ -181,7 +183,7 @@ COMPLETIONS = Endpoint(
         Field("prompt", PROMPTS, "A string, token ids, or a list of strings or of lists of token ids.", required=True),
         *SERVING,
         Field("max_tokens", whole(0, MOST), "New tokens at most. Absent: 16. 0 scores a prompt, with echo."),
-        Field("echo", Flag(), "Begin the text with the prompt; with logprobs, its tokens' ones too."),
+        Field("echo", Boolean(), "Begin the text with the prompt; with logprobs, its tokens' ones too."),
         Field("logprobs", whole(0, 20), "Log-probabilities of the output, with the k most likely tokens."),
         Field("best_of", whole(1, MOST_N), "Only 1 or the same as n."),
         *SAMPLING,
@@ -201,21 +203,21 @@ CHAT = Endpoint(
         *SERVING,
         Field("max_completion_tokens", whole(1, MOST), "New tokens at most. Absent: what the context has room for."),
         Field("max_tokens", whole(1, MOST), "The older name of max_completion_tokens."),
-        Field("logprobs", Flag(), "Log-probabilities of the output's tokens."),
+        Field("logprobs", Boolean(), "Log-probabilities of the output's tokens."),
         Field("top_logprobs", whole(0, 20), "With logprobs: of this many most likely tokens at each position, too."),
         *SAMPLING,
-        Field("reasoning_effort", Text(64), _EFFORT),
+        Field("reasoning_effort", String(64), _EFFORT),
         Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
         Field("documents", Items(OBJECT, maximum=MOST_MESSAGES), "Documents, for templates that read them."),
-        Field("add_generation_prompt", Flag(), "Begin the assistant's turn; true by default."),
-        Field("continue_final_message", Flag(), "Go on with the last message instead of a new one."),
-        Field("chat_template", Text(), "A template for this request, if the server allows it."),
-        Field("echo", Flag(), "Begin the text with the last message, if that is continued."),
+        Field("add_generation_prompt", Boolean(), "Begin the assistant's turn; true by default."),
+        Field("continue_final_message", Boolean(), "Go on with the last message instead of a new one."),
+        Field("chat_template", String(), "A template for this request, if the server allows it."),
+        Field("echo", Boolean(), "Begin the text with the last message, if that is continued."),
         *STRUCTURED,
         Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
         Field("tool_choice", TOOL_CHOICE, "none, auto, required, one function, or allowed_tools."),
-        Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
-        Field("include_reasoning", Flag(), "false: leave out what the model thought before its answer."),
+        Field("parallel_tool_calls", Boolean(), "false: at most one call in an answer."),
+        Field("include_reasoning", Boolean(), "false: leave out what the model thought before its answer."),
         refused("functions", "its newer name is tools"),
         refused("function_call", "its newer name is tool_choice", "none", "auto"),
         refused("audio", "answers are text"),

@@ -210,7 +210,7 @@ def document() -> tuple[bytes, tuple[tuple[bytes, bytes], ...]]:
     return page.encode(), tuple((name.encode(), value.encode()) for name, value in headers.items())
 
 
-class Page:
+class WebPage:
     """An ASGI app that answers with the page."""
 
     def __init__(self, service: Service) -> None:

@@ -12,49 +12,51 @@ from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArgum
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
-from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
     Anything,
-    Choice,
+    Boolean,
     Either,
     Endpoint,
     Field,
-    Flag,
     Items,
+    OneOf,
     Shape,
-    Text,
+    String,
     ignored,
     refused,
     whole,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
-from rekindle._src.serve.logprobs import Shapes
-from rekindle._src.serve.models import SessionLike
+from rekindle._src.serve.logprobs import LogprobShapes
+from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
-TOOL = Shape((("type", Text()), ("name", Text(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
-TOOL_CHOICE = Either("a word or a tool", ((str, Text()), (dict, OBJECT)))
-INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES))))
-REASONING = Shape((("effort", Text(maximum=64)), ("summary", Text(maximum=64))))
-FORMAT = Shape((("format", Shape((("type", Choice(("text", "json_object", "json_schema"))),), ("type",))),))
+TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
+TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
+INPUT = Either(
+    "a string or a list of items", ((str, String()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES)))
+)
+REASONING = Shape((("effort", String(maximum=64)), ("summary", String(maximum=64))))
+FORMAT = Shape((("format", Shape((("type", OneOf(("text", "json_object", "json_schema"))),), ("type",))),))
 RESPONSES = Endpoint(
     "/v1/responses",
     "Answer a conversation; of the answer, items are kept for a while",
     (
-        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+        Field("model", String(maximum=512), "The name of a served model; may be left out."),
         Field("input", INPUT, "Text, or the items of the conversation so far.", required=True),
-        Field("instructions", Text(), "What the model is told before the conversation."),
+        Field("instructions", String(), "What the model is told before the conversation."),
         Field("max_output_tokens", whole(1, MOST), "New tokens at most.", option="max_tokens"),
         *(SAMPLING_BY_NAME[name] for name in ("temperature", "top_p")),
         Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
-        Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+        Field("stream", Boolean(), "Send the answer as server-sent events, while it is made."),
         Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
         Field("tool_choice", TOOL_CHOICE, "none, auto, required, a function, or allowed_tools."),
-        Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
+        Field("parallel_tool_calls", Boolean(), "false: at most one call in an answer."),
         Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
         Field("text", FORMAT, "The format of the text."),
-        Field("include", Items(Text()), "message.output_text.logprobs; others bring nothing here."),
+        Field("include", Items(String()), "message.output_text.logprobs; others bring nothing here."),
         Field("metadata", Anything(), "Comes back with the answer."),
         ignored("stream_options", "There is nothing to choose."),
         ignored("user", "Not used."),
@@ -64,7 +66,7 @@ RESPONSES = Endpoint(
         ignored("prompt_cache_options", "Prefixes are found by their content."),
         ignored("prompt_cache_retention", "Pages are kept while there is room."),
         ignored("max_tool_calls", "It is about tools that run at OpenAI."),
-        Field("store", Flag(), "false: later requests can't name items of this answer by their ids."),
+        Field("store", Boolean(), "false: later requests can't name items of this answer by their ids."),
         refused("previous_response_id", "conversations are not stored: send the whole one each time"),
         refused("conversation", "conversations are not stored: send the whole one each time"),
         refused("background", "an answer belongs to its connection", False),
@@ -83,7 +85,7 @@ _LOGPROBS = "message.output_text.logprobs"
 class Responses(OpenAI):
     """Error objects of this API: the same as OpenAI's other ones, except that events of a stream have names."""
 
-    def event(self, refused: Refused) -> bytes:
+    def event(self, refused: ApiError) -> bytes:
         fields = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
         return f"event: error\ndata: {dumps({'type': 'error', **fields})}\n\n".encode()
 
@@ -104,7 +106,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
-    shapes = Shapes(exchange.service.token_names(served.name, session))
+    shapes = LogprobShapes(exchange.service.token_names(served.name, session))
     items, exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
@@ -162,7 +164,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
             item = exchange.service.item_store.get(exchange.key, _text(item, "id", path), f"{path}.id")
             size += characters_of(item)
             if size > limit:
-                raise Refused(
+                raise ApiError(
                     413,
                     f"{path}: with the items that it names, the request has more than {limit:,} characters. Name fewer",
                     param="input",
@@ -278,7 +280,12 @@ class _Answer:
     """The items of an answer, and the events of a stream that report them."""
 
     def __init__(
-        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, shapes: Shapes | None
+        self,
+        exchange: Exchange,
+        fields: Mapping[str, Any],
+        model: str,
+        session: ServedSession,
+        shapes: LogprobShapes | None,
     ) -> None:
         self._exchange, self._fields, self._model, self._session = exchange, fields, model, session
         self._shapes = shapes
@@ -473,7 +480,7 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _usage(completion: Completion, session: SessionLike) -> dict[str, Any]:
+def _usage(completion: Completion, session: ServedSession) -> dict[str, Any]:
     prompt, generated = completion.usage.prompt_tokens, completion.usage.completion_tokens
     return {
         "input_tokens": prompt,

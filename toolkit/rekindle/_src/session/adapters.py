@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.client import Client
 
 
-class Adapting:
+class AdapterMethods:
     """The part of a session that loads and unloads adapters."""
 
     _host: Host

@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
 from rekindle._src.core.options import check_batch, refuse_keywords
-from rekindle._src.core.records import Completion, Embedded, Pooling, Status, Usage, Vector
+from rekindle._src.core.records import Completion, EmbeddingResult, Pooling, Status, Usage, Vector
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
@@ -48,11 +48,11 @@ class Embeddings(Call[T]):
 
     # Any: only embed() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, finish: Any) -> None:
-        self._batch: Batch[Embedded | Completion] = batch
+        self._batch: Batch[EmbeddingResult | Completion] = batch
         self._finish = finish
 
     async def _result(self) -> T:
-        results: list[Embedded | Completion | RekindleError] = list(await self._batch)
+        results: list[EmbeddingResult | Completion | RekindleError] = list(await self._batch)
         vectors: T = self._finish(results)
         return vectors
 
@@ -82,7 +82,7 @@ class Embeddings(Call[T]):
         return f"<Embeddings: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'text')} embedded>"
 
 
-class Embedding:
+class EmbeddingMethods:
     """The part of a session that embeds."""
 
     _host: Host
@@ -148,7 +148,7 @@ class Embedding:
         with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
         name, or names with their weights, as in `generate`) the states are those of the model with this adapter.
         """
-        refuse_keywords(unknown, Embedding.embed)
+        refuse_keywords(unknown, EmbeddingMethods.embed)
         embedder = self._front.embedder
         if pooling is None and self._front.chat is not None and not (embedder.trained or embedder.alone):
             _say_untrained(self._front.model)
@@ -193,7 +193,7 @@ class Embedding:
 
         handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
-        def vector(one: Embedded | Completion) -> Vector:
+        def vector(one: EmbeddingResult | Completion) -> Vector:
             if isinstance(one, Completion):
                 assert one.captured is not None
                 states = pool(one.captured["norm"], way)
@@ -201,7 +201,7 @@ class Embedding:
                 states = one.vector
             return embedder.finish(states, dimensions, normalize=embedder.normalize if normalize is None else normalize)
 
-        def finish(results: list[Embedded | Completion | RekindleError]) -> Any:
+        def finish(results: list[EmbeddingResult | Completion | RekindleError]) -> Any:
             if errors == "return":
                 return [result if isinstance(result, RekindleError) else vector(result) for result in results]
             vectors = [vector(result) for result in results if not isinstance(result, RekindleError)]

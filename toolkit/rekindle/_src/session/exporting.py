@@ -29,10 +29,10 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.export import export as gguf_tensors
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.files import is_gguf
-from rekindle._src.models.loading.load_progress import Meter, Report
+from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.named_tensors import named_tensors
-from rekindle._src.models.loading.stored import Stored, look
+from rekindle._src.models.loading.stored import StoredCheckpoint, look
 from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.text.chat import ChatTemplate
@@ -58,7 +58,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
     type = _GGUF_NAMES.get(dtype_name(type), type)
     stored = look(tiny.folder() if model == "tiny" else model)
     config = config_from_hf(stored.raw)
-    meter = Meter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
+    meter = ByteMeter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
     with _written(out) as partial:
         if is_gguf(out):
             _write_gguf(stored, config, partial, type, meter)
@@ -68,7 +68,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
     return out
 
 
-def _write_gguf(stored: Stored, config: ModelConfig, out: Path, kind: str, meter: Meter) -> None:
+def _write_gguf(stored: StoredCheckpoint, config: ModelConfig, out: Path, kind: str, meter: ByteMeter) -> None:
     def done(count: int) -> None:
         meter.add(count)
         meter.tell()
@@ -131,7 +131,7 @@ class _Tensor(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def _write_folder(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: Meter) -> None:
+def _write_folder(stored: StoredCheckpoint, config: ModelConfig, folder: Path, kind: str, meter: ByteMeter) -> None:
     """Write the folder. `kind` is one of TYPES, or "auto": each tensor's own, the config's where it is quantised."""
     if kind != "auto" and kind.lower() not in TYPES:
         known = ", ".join(("auto", *TYPES))
@@ -166,7 +166,7 @@ def _write_folder(stored: Stored, config: ModelConfig, folder: Path, kind: str, 
         _copy_text(stored.path, folder)
 
 
-def _tensors(stored: Stored, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
+def _tensors(stored: StoredCheckpoint, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
     """Return the folder's tensors by name. A GGUF file's transpositions and additions are undone."""
     _, entries = named_tensors(stored, config)
     tensors = {}

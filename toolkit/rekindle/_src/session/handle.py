@@ -31,7 +31,7 @@ T = TypeVar("T")
 _ids = itertools.count()
 
 
-class Produced:
+class RequestOutput:
     """Text, tokens and log-probabilities of a request. They stay when it is interrupted."""
 
     id: str
@@ -93,7 +93,7 @@ class Produced:
             )
 
 
-class Handle(Produced, Call[T]):
+class Handle(RequestOutput, Call[T]):
     """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
 
     `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue

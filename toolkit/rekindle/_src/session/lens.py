@@ -166,7 +166,7 @@ def _candidates(logits: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.concatenate([inside, np.broadcast_to(np.arange(whole, size), (count, size - whole))], axis=-1)
 
 
-class AttentionCall(Call[AttentionMap]):
+class AttentionMapCall(Call[AttentionMap]):
     """Await it for an `AttentionMap`."""
 
     _awaited = "await session.view.attention(…)"

@@ -1,6 +1,7 @@
 """Cached pages for other sessions: at an address, for those who know the secret, and from there into host memory.
 
-`Source` is the receiving side of a connection, `SharedPages` the sending one, and `Puller` adds what came to the tree.
+`PageSource` is the receiving side of a connection, `SharedPages` the sending one, and `Puller` adds the pages that came
+to the tree.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from rekindle._src.kvcache.persist.segment import (
     records_of,
 )
 from rekindle._src.kvcache.persist.snapshot import connected
-from rekindle._src.kvcache.tiers.host import Held
+from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.processes.channel import Kind
+from rekindle._src.processes.channel import MessageKind
 from rekindle._src.session.cache_writer import CacheWriter, PageRecord, in_slices
 from rekindle.errors import ConfigError, ProcessLost, RekindleError, SnapshotRefused, StoreError
 
@@ -105,7 +106,7 @@ def read_introduction(identity: Identity, content: bytes) -> Introduction:
     return Introduction(reason, bool(header.get("sealed", True)), header.get("memory"), lookup)
 
 
-class Source:
+class PageSource:
     """A connection, made at once. Every method raises ProcessLost if the other side is gone. Use it in one thread."""
 
     def __init__(self, address: PageAddress, identity: Identity) -> None:
@@ -119,22 +120,22 @@ class Source:
         try:
             keys = greeting.call(connection, address.secret)
             self._channel = BulkChannel(connection, keys, silence=SILENCE)
-            self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
-            peer = read_introduction(identity, self._next(Kind.IDENTITY))
+            self._channel.send(MessageKind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
+            peer = read_introduction(identity, self._next(MessageKind.IDENTITY))
             if peer.refused is not None:
                 raise SnapshotRefused(f"pages of {address!r} can't be used: {peer.refused}. Open both sessions alike")
             self.lookup: bytes = peer.lookup  # for `page_keys`: the other session looks its pages up by these keys
             self._channel.sealed = self._channel.sealed or peer.sealed
             if self._channel.take_memory(peer.memory):
-                self._channel.send(Kind.MAPPED)
+                self._channel.send(MessageKind.MAPPED)
         except BaseException:
             connection.close()
             raise
 
     def list_pages(self, most: int) -> list[Page]:
         """Return up to `most` verified pages that the other session likely needs again, parents before children."""
-        self._channel.send(Kind.LIST, most.to_bytes(8, "little"))
-        header, records = decode(self._next(Kind.LISTED))
+        self._channel.send(MessageKind.LIST, most.to_bytes(8, "little"))
+        header, records = decode(self._next(MessageKind.LISTED))
         reason = self._identity.mismatch(Identity.stored_in(header))
         if reason is not None:
             raise SnapshotRefused(f"pages can't be used: {reason}. Open both sessions alike")
@@ -156,13 +157,13 @@ class Source:
         wanted = np.zeros(len(digests), WANTED)
         wanted["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
         wanted["key"] = keys
-        self._channel.send(Kind.WANT, wanted.tobytes())
+        self._channel.send(MessageKind.WANT, wanted.tobytes())
         missing = np.ones(len(digests), np.bool_)
         while True:
             kind, content = self._receive()
-            if kind is Kind.SENT:
+            if kind is MessageKind.SENT:
                 return
-            if kind is not Kind.PAGES or len(content) % 4:
+            if kind is not MessageKind.PAGES or len(content) % 4:
                 raise ProcessLost(f"a {kind.name} message came in place of pages")
             indexes = np.frombuffer(content, "<i4")
             if not len(indexes):
@@ -178,15 +179,15 @@ class Source:
             for index, buffer in zip(indexes.tolist(), buffers, strict=True):
                 yield index, from_bytes(buffer, self._identity.leaves)
 
-    def _next(self, expected: Kind) -> bytes:
+    def _next(self, expected: MessageKind) -> bytes:
         kind, content = self._receive()
         if kind is not expected:
             raise ProcessLost(f"a {kind.name} message came in place of {expected.name}")
         return content
 
-    def _receive(self) -> tuple[Kind, bytes]:
+    def _receive(self) -> tuple[MessageKind, bytes]:
         kind, content = self._channel.receive()
-        if kind is Kind.FAILED:
+        if kind is MessageKind.FAILED:
             raise SnapshotRefused(f"the other session gives no pages: {content.decode(errors='replace')[:1000]}")
         return kind, content
 
@@ -308,8 +309,8 @@ class SharedPages(html.Line):
         identity = tiers.identity
         assert identity is not None, "checked when sharing began"
         kind, content = channel.receive()
-        if kind is not Kind.IDENTITY:
-            channel.send(Kind.FAILED, b"it did not introduce itself")
+        if kind is not MessageKind.IDENTITY:
+            channel.send(MessageKind.FAILED, b"it did not introduce itself")
             return
         peer = read_introduction(identity, content)
         beside = self._writer.state_tiers
@@ -319,25 +320,27 @@ class SharedPages(html.Line):
                 peer, tiers, identity = other, beside, beside.identity
         channel.sealed = channel.sealed or peer.sealed
         if peer.refused is not None:
-            channel.send(Kind.FAILED, peer.refused.encode())
+            channel.send(MessageKind.FAILED, peer.refused.encode())
             return
         memory = channel.offer_memory()
-        channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory, lookup=LOOKUP_SECRET))
+        channel.send(
+            MessageKind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory, lookup=LOOKUP_SECRET)
+        )
         while True:
             kind, content = channel.receive()
             if tiers.identity != identity:
-                channel.send(Kind.FAILED, b"its weights were swapped")
+                channel.send(MessageKind.FAILED, b"its weights were swapped")
                 return
-            if kind is Kind.MAPPED:
+            if kind is MessageKind.MAPPED:
                 channel.pass_memory()
-            elif kind is Kind.LIST:
+            elif kind is MessageKind.LIST:
                 pages = self._list_pages(identity, min(MOST_LISTED, int.from_bytes(content, "little")))
                 records = records_of(pages, identity.page_size)
-                channel.send(Kind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
-            elif kind is Kind.WANT and len(content) % WANTED.itemsize == 0:
+                channel.send(MessageKind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
+            elif kind is MessageKind.WANT and len(content) % WANTED.itemsize == 0:
                 self._send(channel, self._lookup(np.frombuffer(content, WANTED)), beside=tiers is not self._tiers)
             else:
-                channel.send(Kind.FAILED, b"it does not understand what came")
+                channel.send(MessageKind.FAILED, b"it does not understand what came")
                 return
 
     def _list_pages(self, identity: Identity, most: int) -> list[Page]:
@@ -375,10 +378,10 @@ class SharedPages(html.Line):
         for pairs in self._read(requests, beside=beside):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
-            channel.send_followed(Kind.PAGES, content, pieces)
+            channel.send_followed(MessageKind.PAGES, content, pieces)
             self.sent_pages += len(pairs)
             self.sent_bytes += sum(len(piece) for piece in pieces)
-        channel.send(Kind.SENT)
+        channel.send(MessageKind.SENT)
 
     def _read(self, requests: Sequence[_PageRequest], *, beside: bool) -> Iterator[list[tuple[Page, Payload]]]:
         tiers = self._writer.state_tiers if beside else self._tiers
@@ -440,17 +443,17 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 WARM_PAGES = 4096  # the most that a new session takes from each neighbour
 
 
-class Pulled(NamedTuple):
+class PulledPages(NamedTuple):
     """The pages that were taken."""
 
     tokens: int  # that these pages add to this session's tree
     pages: int
     bytes: int
     seconds: float
-    held: Held  # the pages stay in host memory until it is released
+    held: HostHold  # the pages stay in host memory until it is released
 
 
-class _Missing(NamedTuple):
+class _MissingPages(NamedTuple):
     """The pages of a prompt that this session lacks."""
 
     root_key: bytes  # of this session's tree at the look-up
@@ -483,11 +486,11 @@ class Puller:
         """Bytes of host memory for pages."""
         return self._tiers.host.budget
 
-    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> Pulled:
-        """Take the leading pages of `tokens` that are not here. Raise the errors of `Source` if none arrived."""
+    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> PulledPages:
+        """Take the leading pages of `tokens` that are not here. Raise the errors of `PageSource` if none arrived."""
         start, identity, host = time.perf_counter(), self.identity, self._tiers.host
         missing = self._missing(tokens, salt)
-        held = Held(host, missing.digests)
+        held = HostHold(host, missing.digests)
         arrived: set[int] = set()
 
         def keys_of(pages: slice, lookup: bytes) -> list[int]:
@@ -495,7 +498,7 @@ class Puller:
 
         try:
             if missing.digests:
-                with Source(address, identity) as source:
+                with PageSource(address, identity) as source:
                     wanted = slice(missing.present, missing.present + len(missing.digests))
                     source_keys = keys_of(wanted, source.lookup)
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
@@ -517,9 +520,9 @@ class Puller:
             self._take_beside(address, last, partial(keys_of, slice(end - len(last), end)))
         grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
-        return Pulled(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
+        return PulledPages(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
 
-    def likeliest(self, address: PageAddress, most: int | None = None) -> Pulled:
+    def likeliest(self, address: PageAddress, most: int | None = None) -> PulledPages:
         """Take the pages that the other session is likeliest to need again: `most` bytes, or half of host memory."""
         start, identity, host, cache = time.perf_counter(), self.identity, self._tiers.host, self._cache
         room = (host.budget // 2 if most is None else most) - host.nbytes
@@ -527,7 +530,7 @@ class Puller:
         root_key = cache.root_key
         arrived: list[Page] = []
         if count > 0:
-            with Source(address, identity) as source:
+            with PageSource(address, identity) as source:
                 listed = source.list_pages(count)
                 keys, source_keys = _keys(listed, identity), _keys(listed, identity, source.lookup)
                 listed = [page for page in listed if page.digest in keys]
@@ -548,7 +551,9 @@ class Puller:
                 if arrived:
                     self._host.ask(graft)
         seconds, size = time.perf_counter() - start, identity.page_size
-        return Pulled(len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, Held(host, ()))
+        return PulledPages(
+            len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, HostHold(host, ())
+        )
 
     def _take_beside(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
         """Take the other session's states or window pages, or do without them if that fails.
@@ -559,13 +564,13 @@ class Puller:
         if tiers is None or tiers.identity is None or not digests:
             return
         try:
-            with Source(address, tiers.identity) as source:
+            with PageSource(address, tiers.identity) as source:
                 for index, payload in source.fetch(digests, keys(source.lookup), tiers.host.memory):
                     tiers.host.put(digests[index], payload, owned=True)
         except RekindleError as error:
             log.debug("pages came without their states or windows: %s", error)
 
-    def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
+    def _missing(self, tokens: IntArray, salt: str | None) -> _MissingPages:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size
 
         def look() -> tuple[bytes, list[bytes]]:
@@ -584,9 +589,9 @@ class Puller:
         for page in range(count, min(len(tokens) // size, most)):
             parent = page_digest(parent, tokens[page * size : (page + 1) * size])
             digests.append(parent)
-        return _Missing(root_key, count, digests, here[max(1, len(here) - reach) :])
+        return _MissingPages(root_key, count, digests, here[max(1, len(here) - reach) :])
 
-    def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
+    def _graft(self, tokens: IntArray, salt: str | None, missing: _MissingPages, leading: int) -> int:
         """Add the pages to the tree, on the session's loop. Return how many."""
         cache = self._cache
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile

@@ -19,7 +19,7 @@ from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
-from rekindle._src.core.reply import Parsed, Parsing
+from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.threads import fresh
 from rekindle._src.session.call import Call
@@ -465,11 +465,11 @@ class RowMap(Call[RowAnswers]):
         self._tokens += usage.completion_tokens
         self._keep(answer)
 
-    def _parsed(self, text: str, problem: Any) -> Parsed:
+    def _parsed(self, text: str, problem: Any) -> ParseResult:
         """Return the object of a text that was read from the file, or the problem that was stored with it."""
         if self._parse is None:
-            return Parsed()
-        return Parsing(text, self._parse, None if problem is None else NotParsed(*problem)).get()
+            return ParseResult()
+        return DeferredParse(text, self._parse, None if problem is None else NotParsed(*problem)).get()
 
     def _failed(self, row: int, key: str, error: Any) -> None:
         if self._out is not None:

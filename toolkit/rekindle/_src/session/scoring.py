@@ -286,7 +286,7 @@ class ScoreRequests:
         lists = _choices(choices, prompts, many)
         questions = [_Question(one, entries) for one, entries in zip(prompts, lists, strict=True)]
         check_batch(sum(len(question.choices) for question in questions))
-        encoded: list[_Encoded] = []
+        encoded: list[_EncodedChoices] = []
 
         def prepare() -> Batch[Completion]:
             encoded[:] = [_encode(question, self._front) for question in questions]
@@ -354,7 +354,7 @@ class _Question(NamedTuple):
         return before + sum(before + len(choice.text or "") for choice in self.choices)
 
 
-class _Encoded(NamedTuple):
+class _EncodedChoices(NamedTuple):
     """The tokens of a prompt with each of its choices."""
 
     tokens: list[IntArray]
@@ -393,7 +393,7 @@ def _parsed(choices: Sequence[Any]) -> list[Prompt]:
     return parsed
 
 
-def _encode(question: _Question, front: Front) -> _Encoded:
+def _encode(question: _Question, front: Front) -> _EncodedChoices:
     """Encode a prompt together with each of its choices."""
     prompt, encode = question.prompt, front.tokenizer.encode
     text = prompt.text
@@ -416,7 +416,7 @@ def _encode(question: _Question, front: Front) -> _Encoded:
         raise InvalidRequest(
             "prompt", text, "has no token before the choices", "Begin it with a token that stands before texts"
         )
-    return _Encoded(tokens, start)
+    return _EncodedChoices(tokens, start)
 
 
 def _score(done: Completion, text: str, tokens: IntArray) -> Score:

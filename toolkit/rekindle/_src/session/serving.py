@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Serving:
+class ServingMethods:
     """An open model: its name and tokenizer, servers that run alongside the cells that use it, and how it is closed."""
 
     _host: Host

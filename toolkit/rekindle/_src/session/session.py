@@ -19,26 +19,26 @@ from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerL
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion, PageMove, Status
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Front, StepOnce, Stepped
+from rekindle._src.dispatch.backend import Front, StepOnce, StepOutcome
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
 from rekindle._src.dispatch.threads import OneShot, caller, run_sync
 from rekindle._src.kvcache import AnyCache, trees
-from rekindle._src.session.adapters import Adapting
+from rekindle._src.session.adapters import AdapterMethods
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.chats import Conversations
 from rekindle._src.session.client import Client
-from rekindle._src.session.embedding import Embedding
+from rekindle._src.session.embedding import EmbeddingMethods
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.lens import AttentionCall, LensCall
+from rekindle._src.session.lens import AttentionMapCall, LensCall
 from rekindle._src.session.prompts import PromptLike
 from rekindle._src.session.rollouts import RolloutRequests
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import Serving
+from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class SleepReport(html.Record):
         return self.weights_bytes + self.page_bytes
 
 
-class Sleeping:
+class SleepMethods:
     """The part of a session that sleeps."""
 
     _client: Client
@@ -162,7 +162,7 @@ class Sleeping:
 S = TypeVar("S")
 
 
-class Paused(html.Line, Generic[S]):
+class PausedSession(html.Line, Generic[S]):
     """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
@@ -203,7 +203,7 @@ class Paused(html.Line, Generic[S]):
         self._resume()
 
 
-class Profiling:
+class ProfilingMethods:
     """Traces of the work of device and host."""
 
     _host: Host
@@ -310,12 +310,12 @@ class Views:
         """
         return LensCall(self._session, self._client.front, prompt, positions, options)
 
-    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionCall:
+    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
         """The weights with which each position of a prompt reads the others, in one layer. Await it.
 
         `positions` are those that read, as in `Capture`; all of the prompt by default.
         """
-        return AttentionCall(self._session, self._client.front, prompt, layer, positions, options)
+        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.
@@ -348,7 +348,15 @@ def dashboard(client: Client, session: SessionLike) -> Dashboard:
 
 
 class Session(
-    RowMapping, Embedding, ScoreRequests, RolloutRequests, Conversations, Adapting, Serving, Sleeping, Profiling
+    RowMapping,
+    EmbeddingMethods,
+    ScoreRequests,
+    RolloutRequests,
+    Conversations,
+    AdapterMethods,
+    ServingMethods,
+    SleepMethods,
+    ProfilingMethods,
 ):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
@@ -611,9 +619,9 @@ class Session(
 
     # One step at a time.
 
-    def paused(self) -> Paused[Self]:
+    def paused(self) -> PausedSession[Self]:
         """Pause the session: in `async with session.paused():` (or `with`) no step runs but those of `step()`."""
-        return Paused(self._client, self)
+        return PausedSession(self._client, self)
 
     def step(self) -> Call[StepReport | None]:
         """Await it to run exactly one step of a paused session; None if there was nothing to do."""
@@ -627,7 +635,7 @@ class Session(
         from rekindle._src.session.stats import StepReport
 
         self._host.check()
-        reply: OneShot[Stepped] = OneShot()
+        reply: OneShot[StepOutcome] = OneShot()
         stepped = await self._host.send(StepOnce(reply), reply).get()
         if stepped.result is None:
             return None

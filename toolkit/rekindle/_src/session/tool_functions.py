@@ -102,7 +102,7 @@ def function_tool(function: Any) -> Tool:
             )
         try:
             schema = schema_of(hints.get(parameter.name, Any))
-        except NoSchema as error:
+        except NoJsonSchema as error:
             raise InvalidRequest(
                 "tools", function, f"has a parameter {parameter.name!r} without a JSON schema: {error}",
                 "Annotate it with plain types, or pass the tool's JSON schema",
@@ -143,14 +143,14 @@ _DICTS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _MOST_NESTED = 16
 
 
-class NoSchema(Exception):
+class NoJsonSchema(Exception):
     """Raised for a type without a known JSON schema."""
 
 
 def schema_of(kind: Any, depth: int = 0) -> Schema:
-    """Return the schema of a type annotation. Raise `NoSchema` if there is none."""
+    """Return the schema of a type annotation. Raise `NoJsonSchema` if there is none."""
     if depth > _MOST_NESTED:
-        raise NoSchema(f"{_name(kind)} is nested too deeply")
+        raise NoJsonSchema(f"{_name(kind)} is nested too deeply")
     try:
         if kind in _PLAIN:
             return dict(_PLAIN[kind])
@@ -174,11 +174,11 @@ def schema_of(kind: Any, depth: int = 0) -> Schema:
         return {**schema, "uniqueItems": True} if base in _SETS else schema
     if base in _DICTS:
         if arguments and arguments[0] not in (str, Any):
-            raise NoSchema(f"{_name(kind)} has keys that are no strings")
+            raise NoJsonSchema(f"{_name(kind)} has keys that are no strings")
         return {"type": "object", **({"additionalProperties": schema_of(arguments[1], depth + 1)} if arguments else {})}
     if isinstance(kind, type):
         return _class(kind, depth)
-    raise NoSchema(f"{_name(kind)} has no JSON schema")
+    raise NoJsonSchema(f"{_name(kind)} has no JSON schema")
 
 
 def _class(kind: type, depth: int) -> Schema:
@@ -196,7 +196,7 @@ def _class(kind: type, depth: int) -> Schema:
                 return dict(pydantic.TypeAdapter(kind).json_schema())
             except Exception:
                 pass
-        raise NoSchema(f"{_name(kind)} has no JSON schema")
+        raise NoJsonSchema(f"{_name(kind)} has no JSON schema")
     properties = {name: schema_of(hint, depth + 1) for name, (hint, _) in hints.items()}
     required = [name for name, (_, is_required) in hints.items() if is_required]
     schema: Schema = {"type": "object", "properties": properties}
@@ -251,7 +251,7 @@ def _annotated(kind: Any, extras: tuple[Any, ...], depth: int) -> Schema:
 def _values(values: tuple[Any, ...]) -> Schema:
     kinds = list(dict.fromkeys(_PLAIN.get(type(value), {}).get("type") for value in values))
     if None in kinds:
-        raise NoSchema(f"{values} are not all text, numbers or None")
+        raise NoJsonSchema(f"{values} are not all text, numbers or None")
     schema: Schema = {"enum": list(values)}
     return {"type": kinds[0] if len(kinds) == 1 else kinds, **schema}
 

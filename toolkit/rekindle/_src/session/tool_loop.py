@@ -247,7 +247,7 @@ class ToolStream(html.Line, AsyncIterator[TextDelta]):
 ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
 
 
-class Choice(NamedTuple):
+class ResolvedToolChoice(NamedTuple):
     """The meaning of a `tool_choice` for a chat's tools."""
 
     value: ToolChoice | None
@@ -256,24 +256,24 @@ class Choice(NamedTuple):
     parallel: bool = False  # more than one may be called
 
 
-def resolve_choice(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
+def resolve_choice(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> ResolvedToolChoice:
     """Return the choice among tools; several may be called if `parallel`. Raise `InvalidRequest` for no tool."""
     tools = tuple(tools)
     if choice is None or choice == "auto":
-        return Choice(choice, tools)
+        return ResolvedToolChoice(choice, tools)
     if choice == "none":
-        return Choice(choice, ())
+        return ResolvedToolChoice(choice, ())
     if not tools:
         raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
     if choice == "required":
-        return Choice(choice, tools, tools, parallel=parallel)
+        return ResolvedToolChoice(choice, tools, tools, parallel=parallel)
     matches = tuple(tool for tool in tools if _names(choice, tool))
     if not matches:
         known = ", ".join(tool.name for tool in tools)
         raise InvalidRequest(
             "tool_choice", choice, "names no tool", f"Use 'auto', 'none', 'required', or one of: {known}"
         )
-    return Choice(choice, tools, matches)
+    return ResolvedToolChoice(choice, tools, matches)
 
 
 def _names(choice: ToolChoice, tool: Tool) -> bool:
@@ -283,7 +283,7 @@ def _names(choice: ToolChoice, tool: Tool) -> bool:
     return choice == tool.name or (tool.function is not None and choice == tool.function)
 
 
-def forcing(choice: Choice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
+def forcing(choice: ResolvedToolChoice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
     """Return the options of a request whose reply has to be a call, by a grammar of the family's syntax."""
     if sampling.structured:
         raise InvalidRequest(

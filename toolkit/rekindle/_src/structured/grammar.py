@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rekindle._src.core.records import Guided, Mask, mask_words
+from rekindle._src.core.records import GuideReport, Mask, mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.compilers import Compilers, Job, busy_error, first_line, refusal_error
 from rekindle._src.structured.endings import Bounds, Ending, Spelling
@@ -140,7 +140,7 @@ class Guide:
             any_left = True
         return "" if any_left else "the grammar allows no token"
 
-    def consume(self, token: int) -> Guided:
+    def consume(self, token: int) -> GuideReport:
         self.consumed += 1
         reasoning = self._reasoning
         if reasoning is not None and (self._thinks or token == reasoning.opens):
@@ -148,15 +148,15 @@ class Guide:
             if not self._thinks:
                 self._reasoning = None
                 self._look_ahead()
-            return Guided(ahead=self.ahead)
+            return GuideReport(ahead=self.ahead)
         self._reasoning = self._first = None
         forced = self._at < len(self._run) and self._run[self._at] == token
         matcher = self._matcher
         if self.ended and token in self._ends:  # a fork of a text that an end token ended
-            return Guided(ended=True, by_eos=True, accepting=True)
+            return GuideReport(ended=True, by_eos=True, accepting=True)
         if not matcher.consume_token(token):
             self.ended = True
-            return Guided(ended=True, problem=first_line(matcher.get_error()))
+            return GuideReport(ended=True, problem=first_line(matcher.get_error()))
         self.accepting = matcher.is_accepting()
         self.ended = matcher.is_stopped()
         self._move_on(forced)
@@ -164,10 +164,10 @@ class Guide:
         self.accepting |= by_eos
         ending = self._ending
         if ending is None:
-            return Guided(forced, self.ended, by_eos, self.accepting, self.ahead)
+            return GuideReport(forced, self.ended, by_eos, self.accepting, self.ahead)
         ending.consume(token)
         steered, searched, due = ending.steered, ending.take_seconds(), ending.due(self.consumed)
-        return Guided(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
+        return GuideReport(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
 
     def _move_on(self, forced: bool) -> None:
         """Keep the run of forced tokens, or compute the next one.

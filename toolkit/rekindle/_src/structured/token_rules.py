@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.records import Guided, GuideLike, Mask, mask_words
+from rekindle._src.core.records import GuideLike, GuideReport, Mask, mask_words
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import InvalidRequest
 
@@ -99,8 +99,8 @@ class RestrictedGuide:
         suffix = "" if self._inner is None else " of those that the structure allows"
         return "" if mask.any() else f"{self._rules.options} leave no token{suffix}"
 
-    def consume(self, token: int) -> Guided:
+    def consume(self, token: int) -> GuideReport:
         self.consumed += 1
         if self._memory:
             self._latest = (*self._latest, token)[-self._memory :]
-        return Guided() if self._inner is None else self._inner.consume(token)
+        return GuideReport() if self._inner is None else self._inner.consume(token)

@@ -22,7 +22,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-class Parts(NamedTuple):
+class TokenizerSections(NamedTuple):
     """The sections of a tokenizer.json, of the model without its vocabulary; None for a step that a tokenizer lacks."""
 
     normalizer: Section | None
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     model: Section  # its type, and those settings that its kind has
 
     @classmethod
-    def of(cls, tokenizer: tokenizers.Tokenizer) -> Parts:
+    def of(cls, tokenizer: tokenizers.Tokenizer) -> TokenizerSections:
         """Return the parts of a tokenizer as the library runs them."""
         model = tokenizer.model
         settings = {name: getattr(model, name) for name in _SETTINGS if hasattr(model, name)}
@@ -50,14 +50,14 @@ def section(step: Any) -> Section | None:
     return None if step is None else dict(json.loads(step.__getstate__()))
 
 
-class Spelled(NamedTuple):
+class TokenSpellings(NamedTuple):
     """The tokens of a vocabulary, for a reader other than the tokenizers library."""
 
     tokens: list[bytes]  # by their ids, as they stand in texts; empty for an id without a token
     special: list[int]
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     """The contract by which a `Tokenizer` encodes and decodes."""
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]: ...
@@ -69,10 +69,10 @@ class Backend(Protocol):
     @property
     def longest(self) -> int: ...  # characters of a token
     @property
-    def parts(self) -> Parts: ...
+    def parts(self) -> TokenizerSections: ...
     def added(self) -> dict[int, tokenizers.AddedToken]: ...  # tokens that text may spell out
     def whole(self) -> WholeTokenizer: ...
-    def spelled(self) -> Spelled | None: ...
+    def spelled(self) -> TokenSpellings | None: ...
 
 
 class WholeTokenizer:
@@ -85,7 +85,7 @@ class WholeTokenizer:
         self._changed: bool = self.native.padding is not None or self.native.truncation is not None
         self.native.no_padding()
         self.native.no_truncation()
-        self.parts: Parts = Parts.of(self.native)
+        self.parts: TokenizerSections = TokenizerSections.of(self.native)
 
     def add(self, tokens: Sequence[tokenizers.AddedToken]) -> None:
         """Add tokens that text may spell out: at once, for each call the library builds its search for all anew."""
@@ -133,7 +133,7 @@ class WholeTokenizer:
     def whole(self) -> WholeTokenizer:
         return self
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         return None  # the definition tells
 
 

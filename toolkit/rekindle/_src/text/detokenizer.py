@@ -20,7 +20,7 @@ from rekindle.errors import InvalidRequest
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Pushed(NamedTuple):
+class FinalText(NamedTuple):
     """The text that became final, and the stop string that ended the sequence, or None."""
 
     text: str
@@ -72,7 +72,7 @@ class Detokenizer:
         self.tokens = 0  # pushed so far, except those after a completed stop string
         self.released = 0
 
-    def push(self, token_ids: Sequence[int]) -> Pushed:
+    def push(self, token_ids: Sequence[int]) -> FinalText:
         """Decode the next tokens. After a stop string, tokens are ignored and no more text is returned."""
         text = []
         for token_id in token_ids:
@@ -80,7 +80,7 @@ class Detokenizer:
                 break
             self.tokens += 1
             text.append(self._take(self._stream.push(token_id), final=False))
-        return Pushed("".join(text), self.stopped)
+        return FinalText("".join(text), self.stopped)
 
     def flush(self) -> str:
         """Return the remaining text, when no token follows. It may complete a stop string: see `stopped`."""

@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
-from rekindle._src.text.backends import Backend, Parts, Spelled, WholeTokenizer
+from rekindle._src.text.backends import TokenizerBackend, TokenizerSections, TokenSpellings, WholeTokenizer
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
 from rekindle._src.text.tokenizer_limits import panics_as, raise_panic
 from rekindle.errors import CheckpointError, RequestFailed
@@ -65,7 +65,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: Backend | None,
+        backend: TokenizerBackend | None,
         *,
         special: dict[str, str] | None = None,
         eos_ids: Iterable[int] = (),
@@ -132,12 +132,12 @@ class Tokenizer:
         """Return the text of a tokenizer.json for this tokenizer. Raises and takes as long as `backend`."""
         return self._text.whole().definition()
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         """Return the tokens as they stand in texts; None if `backend` exists already."""
         return self._text.spelled()
 
     @property
-    def _text(self) -> Backend:
+    def _text(self) -> TokenizerBackend:
         if self._backend is None:
             where = "this model" if self._folder is None else str(self._folder)
             slow = self._folder is not None and (self._folder / "tokenizer.model").exists()
@@ -226,7 +226,7 @@ class Tokenizer:
         return frozenset(i for i in self.special_ids if self.token(i) not in visible)
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TokenizerSections:
         """The sections of tokenizer.json, of the model without its vocabulary."""
         return self._text.parts
 
@@ -241,7 +241,7 @@ class Tokenizer:
         return self._backend.id_of(self.special[name])
 
 
-def _process(backend: Backend, path: Path | None) -> EncodingProcess | None:
+def _process(backend: TokenizerBackend, path: Path | None) -> EncodingProcess | None:
     """Return the process that encodes for a tokenizer that could take hours in this one; None for usual ones."""
     tokenizer_limits.check_decoder(backend.parts, path or "this model")
     reason = tokenizer_limits.unbounded_part(backend.parts)

@@ -26,7 +26,7 @@ import numpy as np
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from rekindle._src.core.own_failure import is_panic
-from rekindle._src.text.backends import Parts
+from rekindle._src.text.backends import TokenizerSections
 from rekindle.errors import CheckpointError, RekindleError
 
 
@@ -208,14 +208,14 @@ def check_unigram(characters: int, pieces: int, path: Path | str) -> None:
         )
 
 
-def check_decoder(parts: Parts, path: Path | str) -> None:
+def check_decoder(parts: TokenizerSections, path: Path | str) -> None:
     """Raise `CheckpointError` for a decoder that could make much text of few tokens: it runs for every token."""
     reason = _reason(parts.decoder, "decoders", _DECODERS)
     if reason is not None:
         raise CheckpointError(f"{path} has a tokenizer whose decoder has {reason}. Use another tokenizer")
 
 
-def unbounded_part(parts: Parts) -> str | None:
+def unbounded_part(parts: TokenizerSections) -> str | None:
     """Return the part by which a text could cost more than in proportion to its length, in words, or None."""
     return (
         _reason(parts.normalizer, "normalizers", _NORMALIZERS)

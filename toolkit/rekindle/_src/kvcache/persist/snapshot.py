@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ATTEMPTS = 20  # to read a snapshot that another process saves again and again
 
 
-class Restored(NamedTuple):
+class RestoredPages(NamedTuple):
     """The pages that became known when a session was opened."""
 
     name: str

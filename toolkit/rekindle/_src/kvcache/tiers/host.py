@@ -43,7 +43,7 @@ class HostStatistics(html.Record):
     dropped: int
 
 
-class _Piece:
+class _Slab:
     def __init__(self, slot: int, count: int) -> None:
         memory = np.empty(slot * count + LINE, np.uint8)
         self.memory = memory[-memory.ctypes.data % LINE :][: slot * count]
@@ -60,9 +60,9 @@ class Slots:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._size = 0  # bytes of a slot, set by the first payload
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_Slab] = []
         # Filled when arrays are collected, which may happen at any time, also while this thread has the lock.
-        self._returned: deque[tuple[_Piece, int]] = deque()
+        self._returned: deque[tuple[_Slab, int]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Slots:
             self._reclaim()
             piece = next((piece for piece in self._pieces if piece.free), None)
             if piece is None:
-                piece = _Piece(self._size, max(1, PIECE // self._size))
+                piece = _Slab(self._size, max(1, PIECE // self._size))
                 self._pieces.append(piece)
             index = piece.free.pop()
         start = index * self._size
@@ -239,7 +239,7 @@ class HostTier:
         return tuple(leaves)
 
 
-class Held:
+class HostHold:
     """Payloads that stay in host memory until `release`, whether they are there already or come later."""
 
     def __init__(self, host: HostTier, digests: Sequence[bytes]) -> None:

@@ -14,7 +14,7 @@ from rekindle._src.kvcache.caches import AnyCache
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.segment import Page
-from rekindle._src.kvcache.persist.snapshot import Restored
+from rekindle._src.kvcache.persist.snapshot import RestoredPages
 from rekindle._src.kvcache.tiers.tiers import Tiers
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
 from rekindle.errors import ConfigError
@@ -24,7 +24,7 @@ MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20  # copied at 5 GB/s while a session ope
 SHARE = 4  # one of so many free pages at most: the others are for computed pages
 
 
-def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
+def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> RestoredPages:
     """Make the pages of snapshot `name` known; "auto": all pages kept for this model, however their sessions ended.
 
     A snapshot that is missing raises StoreError, one for something else SnapshotRefused; "auto" starts fresh instead.
@@ -51,7 +51,7 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     if grafted < len(pages):
         log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
     tiers.read_ahead(likeliest(stored))
-    return Restored(name, grafted, len(pages) - grafted)
+    return RestoredPages(name, grafted, len(pages) - grafted)
 
 
 def restore_states(tiers: Tiers, name: str) -> None:

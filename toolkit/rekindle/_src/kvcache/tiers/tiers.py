@@ -24,7 +24,7 @@ from rekindle._src.core import html
 from rekindle._src.core.records import StepResult
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle._src.kvcache.tiers.host import Held, HostTier, Payload
+from rekindle._src.kvcache.tiers.host import HostHold, HostTier, Payload
 from rekindle.errors import StoreError
 
 log = logging.getLogger("rekindle.cache")
@@ -37,7 +37,7 @@ PAUSE_SECONDS = 0.02
 HANG_SECONDS = 10.0  # without a page from a disk that is being read, after which requests compute their pages
 
 
-class DiskFetch(Held):
+class DiskFetch(HostHold):
     """Pages on their way from disk to host memory, where they stay until `release`."""
 
     finished = False

@@ -49,7 +49,7 @@ def adapt(model: Any, path: str, delta: Delta) -> None:
     """Replace the layer at a path, such as "layers.0.attention.qkv", by one that adds to it."""
     owner, _, name = path.rpartition(".")
     parent = _at(model, owner)
-    setattr(parent, name, _Adapted(getattr(parent, name), delta))
+    setattr(parent, name, _AdaptedLinear(getattr(parent, name), delta))
 
 
 def adapt_experts(model: Any, path: str, gate_up: ExpertsDelta, down: ExpertsDelta) -> None:
@@ -64,7 +64,7 @@ def _at(model: Any, path: str) -> Any:
     return model
 
 
-class _Adapted:
+class _AdaptedLinear:
     """A linear layer with a delta, in the place of the layer. Both norm its rows on the way into their products."""
 
     def __init__(self, layer: Any, delta: Delta) -> None:

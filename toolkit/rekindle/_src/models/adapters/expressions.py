@@ -61,7 +61,7 @@ class _Name:
         return sum(places for character, places in self._of_character.items() if accepts(character))
 
 
-class _Part(Protocol):
+class _Pattern(Protocol):
     def starts(self, name: _Name, ends: int) -> int:
         """Return the positions where it can start if it may end at those of `ends`."""
         ...
@@ -88,7 +88,7 @@ class _Character:
 
 
 class _Sequence:
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_Pattern]) -> None:
         self.parts = parts
 
     def starts(self, name: _Name, ends: int) -> int:
@@ -100,7 +100,7 @@ class _Sequence:
 
 
 class _Choice:
-    def __init__(self, parts: Sequence[_Part]) -> None:
+    def __init__(self, parts: Sequence[_Pattern]) -> None:
         self.parts = parts
 
     def starts(self, name: _Name, ends: int) -> int:
@@ -114,7 +114,7 @@ class _Choice:
 class _Repeat:
     """A part, from `least` to `most` times; without `most`, any number of times from `least` on."""
 
-    def __init__(self, part: _Part, least: int, most: int | None) -> None:
+    def __init__(self, part: _Pattern, least: int, most: int | None) -> None:
         self.part, self.least, self.most = part, least, most
 
     def starts(self, name: _Name, ends: int) -> int:
@@ -157,10 +157,10 @@ class _Where:
         return self._places(name) & ends
 
 
-class _Ahead:
+class _Lookahead:
     """Nothing, where a part follows, or, if negative, where it does not."""
 
-    def __init__(self, part: _Part, *, negative: bool) -> None:
+    def __init__(self, part: _Pattern, *, negative: bool) -> None:
         self._part, self._negative = part, negative
 
     def starts(self, name: _Name, ends: int) -> int:
@@ -226,7 +226,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
-    def whole(self) -> _Part:
+    def whole(self) -> _Pattern:
         part = self._choice()
         if self._at < len(self._text):
             raise self._refused("a ')' that closes nothing")
@@ -241,14 +241,14 @@ class _Parser:
         self._at += len(text) if found else 0
         return found
 
-    def _choice(self) -> _Part:
+    def _choice(self) -> _Pattern:
         parts = [self._sequence()]
         while self._next("|"):
             parts.append(self._sequence())
         return parts[0] if len(parts) == 1 else _Choice(parts)
 
-    def _sequence(self) -> _Part:
-        parts: list[_Part] = []
+    def _sequence(self) -> _Pattern:
+        parts: list[_Pattern] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             part = self._repeated(self._single())
             if isinstance(part, _Literal) and parts and isinstance(parts[-1], _Literal):
@@ -256,7 +256,7 @@ class _Parser:
             parts.append(part)
         return parts[0] if len(parts) == 1 else _Sequence(parts)
 
-    def _single(self) -> _Part:
+    def _single(self) -> _Pattern:
         letter = self._text[self._at]
         if letter == "(":
             return self._group()
@@ -282,14 +282,14 @@ class _Parser:
             raise self._refused(f"a {letter!r} that repeats nothing")
         return _Literal(letter)
 
-    def _group(self) -> _Part:
+    def _group(self) -> _Pattern:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._refused(f"groups in more than {_MAX_DEPTH} groups")
         if self._next("(?!"):
-            part: _Part = _Ahead(self._choice(), negative=True)
+            part: _Pattern = _Lookahead(self._choice(), negative=True)
         elif self._next("(?="):
-            part = _Ahead(self._choice(), negative=False)
+            part = _Lookahead(self._choice(), negative=False)
         elif self._next("(?:"):
             part = self._choice()
         elif self._text.startswith("(?", self._at):
@@ -302,7 +302,7 @@ class _Parser:
         self._depth -= 1
         return part
 
-    def _repeated(self, part: _Part) -> _Part:
+    def _repeated(self, part: _Pattern) -> _Pattern:
         start = self._at
         if self._next("*"):
             least, most = 0, None
@@ -320,7 +320,7 @@ class _Parser:
         if isinstance(part, _Literal) and len(part.text) == 1:
             part = _Character(part.text.__eq__)
         self._at, after = start, self._at  # where errors point
-        if isinstance(part, _Where | _Ahead):
+        if isinstance(part, _Where | _Lookahead):
             raise self._refused("a repeat of an anchor or a look-ahead")
         if (least, most) != (0, 1) and not isinstance(part, _Character) and _repeats_groups(part):
             raise self._refused("a repeat of a group with a repeated group or a look-ahead in it")
@@ -392,11 +392,11 @@ class _Parser:
         return (letter, _CLASSES[letter]) if letter in _CLASSES else (self._plain(letter), None)
 
 
-def _repeats_groups(part: _Part) -> bool:
+def _repeats_groups(part: _Pattern) -> bool:
     """True if a part has the repeat of a group, or a look-ahead, in it: repeats of it would not be linear."""
     if isinstance(part, _Sequence | _Choice):
         return any(map(_repeats_groups, part.parts))
     if isinstance(part, _Repeat):
         single = isinstance(part.part, _Character) or (part.least, part.most) == (0, 1)
         return not single or _repeats_groups(part.part)
-    return isinstance(part, _Ahead)
+    return isinstance(part, _Lookahead)

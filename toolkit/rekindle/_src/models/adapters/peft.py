@@ -154,7 +154,7 @@ def adapter_of_tensors(
     return adapter_of(name, read)
 
 
-class _Planned(NamedTuple):
+class _ProductPlan(NamedTuple):
     """A product, or those of all experts of a site, whose tensors have the right shapes."""
 
     rank: int
@@ -163,7 +163,7 @@ class _Planned(NamedTuple):
 
 def _planned(
     tensors: Mapping[str, Tensor], targets: Targets, sites: Sites, by_module: Mapping[str, tuple[Site, int]]
-) -> tuple[dict[str, list[_Planned | None]], list[str]]:
+) -> tuple[dict[str, list[_ProductPlan | None]], list[str]]:
     """Return the products of each site and the problems, by names and shapes alone."""
     pairs: dict[str, dict[str, Tensor]] = {}
     fused: dict[str, dict[str, Tensor]] = {}
@@ -193,7 +193,7 @@ def _planned(
             trained = theirs + module.removeprefix(own) if module.startswith(own) else module
             if module not in pairs and (single_experts or not site.experts) and targets.meant(trained):
                 problems.append(f"{trained}: {CONFIG} names it, and it has no tensors")
-    products: dict[str, list[_Planned | None]] = {}
+    products: dict[str, list[_ProductPlan | None]] = {}
     for module, pair in pairs.items():
         site, index = by_module[module]
         meant = targets.meant(names[module]) or module
@@ -205,7 +205,7 @@ def _planned(
         elif rank > site.highest_rank:
             problems.append(f"{module}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
         else:
-            product = _Planned(rank, partial(_of_module, pair, scale))
+            product = _ProductPlan(rank, partial(_of_module, pair, scale))
             products.setdefault(site.path, [None] * len(site.modules))[index] = product
     known = {parameter for trained in names.values() for parameter in targets.naming(f"{trained}.weight")}
     problems += _plan_fused(fused, targets, sites, products, known)
@@ -240,7 +240,7 @@ def _plan_fused(
     fused: Mapping[str, Mapping[str, Tensor]],
     targets: Targets,
     sites: Sites,
-    products: dict[str, list[_Planned | None]],
+    products: dict[str, list[_ProductPlan | None]],
     known: set[str],
 ) -> list[str]:
     """Add the products of tensors of all experts of a layer, [experts · rank, in] and [out, rank · experts].
@@ -263,7 +263,7 @@ def _plan_fused(
             tried.append(f"{_parameter(site)} {expected}")
             fits = shapes == expected and rank <= site.highest_rank
             if targets.has_parameter(name) and fits and site.path not in products:
-                products[site.path] = [_Planned(rank, partial(_of_experts, site, pair, rank, targets.scale(name)))]
+                products[site.path] = [_ProductPlan(rank, partial(_of_experts, site, pair, rank, targets.scale(name)))]
                 known.update(targets.naming(name))
                 break
         else:

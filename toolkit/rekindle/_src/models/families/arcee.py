@@ -5,11 +5,11 @@ from __future__ import annotations
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources, plain_mlp
 from rekindle._src.models.family import Family, GgufForm, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(
         keys,
         kv_heads_implied=True,

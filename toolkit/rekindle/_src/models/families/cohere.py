@@ -12,15 +12,15 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("use_qk_norm", False)
     return _decoder(keys, rope=keys.rope(keys.head_dim, theta=500_000.0, interleaved=True))
 
 
-def config2(keys: Keys) -> ModelConfig:
+def config2(keys: ConfigKeys) -> ModelConfig:
     head_dim, pattern = keys.head_dim, keys.size("sliding_window_pattern", 4)
     slides = keys.layer_types([(layer + 1) % pattern != 0 for layer in range(keys.size("num_hidden_layers"))])
     full = AttentionSpec(scale=head_dim**-0.5)
@@ -28,7 +28,7 @@ def config2(keys: Keys) -> ModelConfig:
     return _decoder(keys, attention=tuple(nearby if slide else full for slide in slides))
 
 
-def _decoder(keys: Keys, **options: Any) -> ModelConfig:
+def _decoder(keys: ConfigKeys, **options: Any) -> ModelConfig:
     return decoder(
         keys,
         kv_heads_implied=True,

@@ -12,12 +12,12 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, Pages
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.only("norm_topk_prob", False)  # transformers does not read it
     keys.only("mlp_bias", False)
@@ -36,7 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     return latent_decoder(keys, tuple(None if layer < dense else spec for layer in range(layers)))
 
 
-def glm_config(keys: Keys) -> ModelConfig:
+def glm_config(keys: ConfigKeys) -> ModelConfig:
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
     spec = keys.experts(
         "n_routed_experts",
@@ -57,7 +57,12 @@ def glm_config(keys: Keys) -> ModelConfig:
 
 
 def latent_decoder(
-    keys: Keys, moe: tuple[MoeSpec | None, ...], *, query_rank: int = 1536, interleaved: bool = True, **options: Any
+    keys: ConfigKeys,
+    moe: tuple[MoeSpec | None, ...],
+    *,
+    query_rank: int = 1536,
+    interleaved: bool = True,
+    **options: Any,
 ) -> ModelConfig:
     """Return the config of a decoder over latent pages; `options` as in `decoder`."""
     spec = LatentSpec(
@@ -85,7 +90,7 @@ def latent_decoder(
     return dataclasses.replace(found, head_dim=pages.key_size)
 
 
-def _scale(keys: Keys, spec: LatentSpec) -> float:
+def _scale(keys: ConfigKeys, spec: LatentSpec) -> float:
     """Return the scale of scores, which grows with a stretched rope."""
     scale = float((spec.plain_size + spec.rotated_size) ** -0.5)
     options = keys.get("rope_scaling") or keys.get("rope_parameters") or {}

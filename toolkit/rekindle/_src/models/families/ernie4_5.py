@@ -11,18 +11,18 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.size("head_dim")
     bias = keys.get("use_bias", False)
     rope = keys.rope(head_dim, theta=500_000.0, interleaved=True)
     return decoder(keys, tie=True, eps=1e-5, head_dim=head_dim, rope=rope, attention_bias=bias, mlp_bias=bias)
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
     keys.only("use_bias", False)
     keys.only("moe_norm_min", 1e-12)  # the least sum that weights are divided by: it is never smaller

@@ -9,11 +9,11 @@ from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, qk_norm_sources
 from rekindle._src.models.families.olmo2 import POST_NORMED, post_norm_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle.errors import UnsupportedModel
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.head_dim
     spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim))
     window = keys.window(4096)
@@ -23,7 +23,7 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, eps=1e-5, attention=tuple(nearby if slide else full for slide in slides))
 
 
-def _slides(keys: Keys, window: int | None) -> list[bool]:
+def _slides(keys: ConfigKeys, window: int | None) -> list[bool]:
     layers = keys.size("num_hidden_layers")
     pattern: Any = keys.nullable("sliding_window_pattern", 4)
     if window is None or pattern is None:

@@ -9,11 +9,11 @@ from rekindle._src.models.config import AttentionSpec, ModelConfig, Multipliers,
 from rekindle._src.models.families import granitemoehybrid
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_of, norms_of
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     for bias in ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"):
         keys.only(bias, False)
     keys.only("mamba_conv_bias", True)
@@ -42,11 +42,11 @@ def config(keys: Keys) -> ModelConfig:
     return dataclasses.replace(found, pages=(pages,) * layers)
 
 
-def _factor(keys: Keys, name: str) -> float:
+def _factor(keys: ConfigKeys, name: str) -> float:
     return float(keys.get(name, 1.0))
 
 
-def _multipliers(keys: Keys) -> Multipliers:
+def _multipliers(keys: ConfigKeys) -> Multipliers:
     gate, mlp = map(float, keys.get("mlp_multipliers", (1.0, 1.0)))
     into = _factor(keys, "ssm_in_multiplier")
     z, x, b, c, step = (into * float(factor) for factor in keys.get("ssm_multipliers", (1.0,) * 5))

@@ -13,7 +13,7 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of, qk_norm_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 LARGE, LARGE3 = 46, 62  # layers
@@ -21,7 +21,7 @@ PATTERN = 6  # every sixth layer of Gemma 3 sees everything, unless a file says 
 POST_NORMED = {"post_attention_layernorm": "post_attention_norm"}
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("use_bidirectional_attention", False)
     head_dim = keys.size("head_dim")
     spec = AttentionSpec(
@@ -39,7 +39,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def config3(keys: Keys) -> ModelConfig:
+def config3(keys: ConfigKeys) -> ModelConfig:
     keys.only("attn_logit_softcapping")
     head_dim = keys.size("head_dim")
     scale = keys.get("query_pre_attn_scalar", 256) ** -0.5
@@ -61,7 +61,7 @@ def config3(keys: Keys) -> ModelConfig:
     )
 
 
-def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
+def gemma_fields(keys: ConfigKeys, head_dim: int) -> dict[str, Any]:
     """Return the fields that Gemma 2 and Gemma 3 read alike."""
     return {
         "head_dim": head_dim,

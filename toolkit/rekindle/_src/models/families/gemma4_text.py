@@ -12,7 +12,7 @@ from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, Share
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
 from rekindle._src.models.families.llama import blocks, expert_sources, mlp_sources, norms_of, outer_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
 
@@ -26,7 +26,7 @@ EXPERT_NORMS = {
 }  # fmt: skip
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("use_bidirectional_attention", "vision")  # of images, which are not read
     layers = keys.size("num_hidden_layers")
     shared = keys.whole("num_kv_shared_layers", 0, most=layers - 1)
@@ -34,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
     slides[-1] = False
     head_dim, kv_heads, window = keys.size("head_dim"), keys.size("num_key_value_heads"), keys.window(512)
     full_dim, full_heads = _full_layers(keys, kv_heads)
-    ropes = Keys({**keys.raw, "rope_parameters": keys.get("rope_parameters", ROPES)})
+    ropes = ConfigKeys({**keys.raw, "rope_parameters": keys.get("rope_parameters", ROPES)})
     nearby = AttentionSpec(scale=1.0, sliding_window=window, rope=ropes.rope(head_dim, layer_type="sliding_attention"))
     everywhere = AttentionSpec(
         scale=1.0,
@@ -63,7 +63,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def _full_layers(keys: Keys, kv_heads: int) -> tuple[int, int]:
+def _full_layers(keys: ConfigKeys, kv_heads: int) -> tuple[int, int]:
     """Return the size and the number of kv heads in full layers, which newer files state layer by layer."""
     tied = keys.get("attention_k_eq_v", False)
     stated = keys.get("per_layer_config")
@@ -71,15 +71,15 @@ def _full_layers(keys: Keys, kv_heads: int) -> tuple[int, int]:
         return keys.size("global_head_dim"), keys.size("num_global_key_value_heads", kv_heads) if tied else kv_heads
     alike = {tuple(sorted(layer.items())) for layer in stated.values()}
     layer = dict(alike.pop()) if len(alike) == 1 else {}
-    read = Keys({"head_dim": keys.get("head_dim"), "num_key_value_heads": kv_heads, **layer})
+    read = ConfigKeys({"head_dim": keys.get("head_dim"), "num_key_value_heads": kv_heads, **layer})
     if alike or set(layer) - {"head_dim", "num_key_value_heads"}:
         keys.only("per_layer_config", "the size and the number of kv heads, alike in all full layers")
     return read.size("head_dim"), read.size("num_key_value_heads")
 
 
-def unified_config(keys: Keys) -> ModelConfig:
+def unified_config(keys: ConfigKeys) -> ModelConfig:
     absent = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
-    return config(Keys({"sliding_window": 1024, **keys.raw, **absent}))
+    return config(ConfigKeys({"sliding_window": 1024, **keys.raw, **absent}))
 
 
 module = decoder_of("LayerEmbeddingBlock", "LayerEmbeddingDecoder")

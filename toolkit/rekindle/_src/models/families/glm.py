@@ -8,11 +8,11 @@ from __future__ import annotations
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.size("head_dim")
     rope = keys.rope(head_dim, partial=True, part=0.5, interleaved=True)
     bias = keys.get("attention_bias", True)

@@ -6,12 +6,12 @@ from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
+from rekindle._src.models.hf_config import ACTIVATIONS, ConfigKeys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import REPLICATED, Span, column, heads, row, vocab
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("add_cross_attention", False)
     keys.only("activation_function", *ACTIVATIONS)
     hidden, layers, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")

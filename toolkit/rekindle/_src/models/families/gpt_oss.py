@@ -7,7 +7,7 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, expert_sources, manifest_of, norm_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Source, one
 from rekindle._src.models.roles import Span, column
 
@@ -18,7 +18,7 @@ YARN = {
 }  # fmt: skip
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("hidden_act", "silu")
     keys.only("swiglu_alpha", 1.702)
     keys.only("swiglu_limit", 7.0)

@@ -11,25 +11,25 @@ from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import row
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, kv_heads_implied=True, **granite_fields(keys))
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, kv_heads_implied=True, **granite_moe_fields(keys))
 
 
-def shared_config(keys: Keys) -> ModelConfig:
+def shared_config(keys: ConfigKeys) -> ModelConfig:
     shared = keys.size("shared_intermediate_size", 1024)
     return decoder(keys, kv_heads_implied=True, **granite_moe_fields(keys, shared))
 
 
-def granite_fields(keys: Keys) -> dict[str, Any]:
+def granite_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that all of Granite's families read alike."""
     head_dim = keys.head_dim
     spec = AttentionSpec(scale=float(keys.get("attention_multiplier", 1.0)), rope=keys.rope(head_dim))
@@ -43,7 +43,7 @@ def granite_fields(keys: Keys) -> dict[str, Any]:
     }
 
 
-def granite_moe_fields(keys: Keys, shared_size: int = 0) -> dict[str, Any]:
+def granite_moe_fields(keys: ConfigKeys, shared_size: int = 0) -> dict[str, Any]:
     # The softmax is over the chosen experts.
     spec = keys.experts("num_local_experts", size="intermediate_size", normalize=True, shared_size=shared_size)
     return granite_fields(keys) | {"moe": (spec,) * keys.size("num_hidden_layers")}

@@ -10,8 +10,8 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families import granite
 from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, recurrent_spans, row
 from rekindle.errors import UnsupportedModel
@@ -19,7 +19,7 @@ from rekindle.errors import UnsupportedModel
 KINDS = ("mamba", "attention", "linear_attention", "full_attention")  # older files have the first two
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("position_embedding_type", "rope", "nope")
     keys.only("mamba_proj_bias", False)
     keys.only("mamba_conv_bias", True)
@@ -39,14 +39,14 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def check_steps(keys: Keys) -> None:
+def check_steps(keys: ConfigKeys) -> None:
     """Raise `UnsupportedModel` for steps of Mamba-2 that are limited."""
     limits = tuple(_number(limit) for limit in keys.get("time_step_limit", (0.0, math.inf)))
     if limits != (0.0, math.inf):
         raise UnsupportedModel(f"time_step_limit={limits!s:.80} is not implemented. Implemented: (0.0, inf).")
 
 
-def state_of(keys: Keys, inner: int | None = None) -> RecurrentSpec:
+def state_of(keys: ConfigKeys, inner: int | None = None) -> RecurrentSpec:
     """Return the state of Mamba-2 layers of `inner` channels, or of as many as `mamba_expand` makes."""
     check_steps(keys)
     inner = inner or int(keys.factor("mamba_expand", 2) * keys.size("hidden_size"))
@@ -115,17 +115,17 @@ def state_tensors(prefix: str) -> dict[str, str]:
     return {f"{prefix}.{name}": theirs for name, theirs in names.items()}
 
 
-def rewritten_state(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten_state(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     """Return how llama.cpp stores the tensors of Mamba-2."""
     spec, (_, _, end) = config.states[layer], name.partition(".")
     if spec is None:
         return None
     heads = (spec.heads,)
     return {
-        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps)),
-        "norm.weight": Rewritten((spec.heads * spec.value_size,)),
-        "A_log": Rewritten(heads, logarithm=True),
-        "D": Rewritten(heads),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps)),
+        "norm.weight": TensorRewrite((spec.heads * spec.value_size,)),
+        "A_log": TensorRewrite(heads, logarithm=True),
+        "D": TensorRewrite(heads),
     }.get(end)
 
 

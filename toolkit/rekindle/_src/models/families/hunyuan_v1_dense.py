@@ -5,11 +5,11 @@ from __future__ import annotations
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norm_sources
 from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.head_dim
     return decoder(
         keys,
@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def _rope(keys: Keys, head_dim: int) -> Keys:
+def _rope(keys: ConfigKeys, head_dim: int) -> ConfigKeys:
     """Return the keys with a theta in place of "dynamic" with `alpha`, which only stretches it."""
     options = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
     kind, alpha = options.get("rope_type", options.get("type")), options.get("alpha")
@@ -29,7 +29,7 @@ def _rope(keys: Keys, head_dim: int) -> Keys:
         return keys
     theta = float(options.get("rope_theta", keys.get("rope_theta", 10_000.0))) * alpha ** (head_dim / (head_dim - 2))
     left = {name: value for name, value in keys.raw.items() if name not in ("rope_scaling", "rope_parameters")}
-    return Keys(left | {"rope_theta": theta})
+    return ConfigKeys(left | {"rope_theta": theta})
 
 
 module = decoder_of("LateNormBlock")

@@ -11,8 +11,8 @@ from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
 from rekindle._src.models.families import llama
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column, heads, row
 
@@ -22,11 +22,11 @@ ROPES = {
 }
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, intermediate_size=_intermediate_size(keys), **mixer_fields(keys))
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     experts = keys.experts(
         normalize=keys.get("norm_topk_prob", True),
         epsilon=1e-6,
@@ -38,7 +38,7 @@ def moe_config(keys: Keys) -> ModelConfig:
     return decoder(keys, moe=tuple(None if layer < dense else experts for layer in layers), **mixer_fields(keys))
 
 
-def config3(keys: Keys) -> ModelConfig:
+def config3(keys: ConfigKeys) -> ModelConfig:
     keys.only("conv_bias", False)
     keys.only("use_sandwich_norm", True)
     keys.only("use_attention_gate", True)
@@ -65,7 +65,7 @@ def config3(keys: Keys) -> ModelConfig:
     )
 
 
-def mixer_fields(keys: Keys) -> dict[str, Any]:
+def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that do not depend on the MLPs."""
     keys.only("conv_bias", False)
     hidden, layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
@@ -83,7 +83,7 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _intermediate_size(keys: Keys) -> int:
+def _intermediate_size(keys: ConfigKeys) -> int:
     size = keys.size("intermediate_size" if keys.get("block_ff_dim") is None else "block_ff_dim")
     if not keys.get("block_auto_adjust_ff_dim", True):
         return size
@@ -169,9 +169,9 @@ def mixer_keys(model: GgufModel) -> dict[str, Any]:
     )
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     spec = config.states[layer]
-    return Rewritten((spec.channels, 1, spec.taps)) if spec is not None and name == "conv.conv.weight" else None
+    return TensorRewrite((spec.channels, 1, spec.taps)) if spec is not None and name == "conv.conv.weight" else None
 
 
 GGUF = GgufForm(

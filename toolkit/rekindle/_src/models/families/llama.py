@@ -9,14 +9,14 @@ from typing import Any
 from rekindle._src.models import roles
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
 
 Piece = Callable[[ModelConfig, int], dict[str, Source]]  # the sources of a part of one layer
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(
         keys,
         kv_heads_implied=True,

@@ -11,15 +11,15 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, windows_in_all_layers
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, window=keys.window(4096))
 
 
-def growing_config(keys: Keys) -> ModelConfig:
+def growing_config(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.size("head_dim")
     options = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
     rope = keys.rope(head_dim, theta=1_000_000.0)
@@ -30,7 +30,7 @@ def growing_config(keys: Keys) -> ModelConfig:
     return decoder(keys, eps=1e-5, window=keys.window(), rope=rope)
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     moe = keys.experts("num_local_experts", size="intermediate_size", normalize=True)
     layers = keys.size("num_hidden_layers")
     return decoder(keys, theta=1_000_000.0, eps=1e-5, window=keys.window(), moe=(moe,) * layers)

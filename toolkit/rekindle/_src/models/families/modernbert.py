@@ -5,18 +5,18 @@ from __future__ import annotations
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import blocks, fused_mlp
 from rekindle._src.models.family import Family, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("norm_bias", False)
     keys.only("rope_scaling")
     layers, head_dim = keys.size("num_hidden_layers"), keys.size("hidden_size") // keys.size("num_attention_heads")
     # Older files have a key for each rope.
     old = {"rope_theta": keys.get("global_rope_theta"), "rope_local_base_freq": keys.get("local_rope_theta")}
-    ropes = Keys(keys.raw | {name: theta for name, theta in old.items() if theta is not None})
+    ropes = ConfigKeys(keys.raw | {name: theta for name, theta in old.items() if theta is not None})
     full, nearby = (
         AttentionSpec(
             scale=head_dim**-0.5,

@@ -15,8 +15,8 @@ from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, RecurrentSpec
 from rekindle._src.models.families import granitemoehybrid
 from rekindle._src.models.families.llama import attention_sources, blocks, plain_mlp
-from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row, vocab
 from rekindle.errors import UnsupportedModel
@@ -26,7 +26,7 @@ OLDER = {"mamba": MAMBA, "attention": ATTENTION}
 LETTERS = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}  # of `hybrid_override_pattern`
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     for bias in ("use_bias", "mlp_bias", "mamba_proj_bias", "attention_bias"):
         keys.only(bias, False)
     keys.only("use_conv_bias", True)
@@ -54,7 +54,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def _kinds(keys: Keys) -> tuple[str, ...]:
+def _kinds(keys: ConfigKeys) -> tuple[str, ...]:
     """Return the kind of each layer. Raise `UnsupportedModel` for others, and for models without attention."""
     pattern = keys.get("hybrid_override_pattern", "")
     names = keys.get("layer_types") or [LETTERS.get(letter, letter) for letter in pattern]
@@ -68,7 +68,7 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
     return kinds
 
 
-def _state(keys: Keys) -> RecurrentSpec:
+def _state(keys: ConfigKeys) -> RecurrentSpec:
     granitemoehybrid.check_steps(keys)
     count, size = keys.size("mamba_num_heads", 128), keys.size("mamba_head_dim", 64)
     groups, numbers = keys.size("n_groups", 8), keys.size("ssm_state_size", 128)
@@ -82,7 +82,7 @@ def _state(keys: Keys) -> RecurrentSpec:
     )
 
 
-def _experts(keys: Keys) -> MoeSpec:
+def _experts(keys: ConfigKeys) -> MoeSpec:
     return MoeSpec(
         num_experts=keys.size("n_routed_experts", 8),
         top_k=keys.size("num_experts_per_tok", 2),
@@ -185,7 +185,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     return granitemoehybrid.rewritten_state(config, layer, name) if name.startswith("mixer.") else None
 
 

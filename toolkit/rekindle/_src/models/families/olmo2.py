@@ -12,17 +12,17 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads
 
 
-def config(keys: Keys, **options: Any) -> ModelConfig:
+def config(keys: ConfigKeys, **options: Any) -> ModelConfig:
     bias = keys.get("attention_bias", False)
     return decoder(keys, kv_heads_implied=True, eps=1e-5, attention_bias=bias, **options)
 
 
-def config3(keys: Keys) -> ModelConfig:
+def config3(keys: ConfigKeys) -> ModelConfig:
     head_dim = keys.head_dim
     by_type = keys.has_rope_per_layer_type()
     full, nearby = (
@@ -30,14 +30,14 @@ def config3(keys: Keys) -> ModelConfig:
         for kind in (("full_attention", "sliding_attention") if by_type else (None, None))
     )
     if not by_type:  # older files: the scaling is that of layers that see everything
-        plain = Keys({name: value for name, value in keys.raw.items() if name != "rope_scaling"})
+        plain = ConfigKeys({name: value for name, value in keys.raw.items() if name != "rope_scaling"})
         nearby = dataclasses.replace(nearby, rope=plain.rope(head_dim, theta=500_000.0))
     nearby = dataclasses.replace(nearby, sliding_window=keys.window(4096))
     slides = keys.layer_types([(layer + 1) % 4 != 0 for layer in range(keys.size("num_hidden_layers"))])
     return config(keys, attention=tuple(nearby if slide else full for slide in slides))
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     keys.only("clip_qkv")
     spec = keys.experts(size="intermediate_size", normalize=keys.get("norm_topk_prob", False))
     return config(keys, moe=(spec,) * keys.size("num_hidden_layers"))

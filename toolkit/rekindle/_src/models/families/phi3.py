@@ -7,12 +7,12 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import fused_mlp, manifest_of, module, norm_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, windows_in_all_layers
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads, row
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     raw = dict(keys.raw)
     raw["original_max_position_embeddings"] = keys.get("original_max_position_embeddings", 4096)
     for name in ("rope_scaling", "rope_parameters"):
@@ -20,7 +20,7 @@ def config(keys: Keys) -> ModelConfig:
         kind = options.get("rope_type", options.get("type"))
         if kind in ("su", "yarn"):  # earlier names of longrope
             raw[name] = {**options, "rope_type": "longrope"}
-    keys = Keys(raw)
+    keys = ConfigKeys(raw)
     return decoder(keys, kv_heads_implied=True, eps=1e-5, window=keys.window(), partial_rope=True)
 
 

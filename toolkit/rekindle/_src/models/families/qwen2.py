@@ -12,17 +12,17 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Source
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("use_mrope", False)
     window, slides = sliding(keys)
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     normalize, shared = keys.get("norm_topk_prob", False), keys.size("shared_expert_intermediate_size")
     spec = keys.experts(normalize=normalize, shared_size=shared, shared_gate=True)
     window, slides = sliding(keys, lambda layer, first: layer % 2 == 0 and layer < first)
@@ -31,7 +31,7 @@ def moe_config(keys: Keys) -> ModelConfig:
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=bias, moe=moe)
 
 
-def sliding(keys: Keys, slides: Callable[[int, int], bool] = operator.ge) -> tuple[int | None, tuple[bool, ...]]:
+def sliding(keys: ConfigKeys, slides: Callable[[int, int], bool] = operator.ge) -> tuple[int | None, tuple[bool, ...]]:
     """Return the sliding window, and which layers use it, from the keys of Qwen2's and Qwen3's configs.
 
     `slides` says of a layer and `max_window_layers` whether it does where config.json has no `layer_types`.
@@ -42,7 +42,7 @@ def sliding(keys: Keys, slides: Callable[[int, int], bool] = operator.ge) -> tup
     return window, keys.layer_types(default)
 
 
-def sparse_layers(keys: Keys) -> list[bool]:
+def sparse_layers(keys: ConfigKeys) -> list[bool]:
     """Return which layers have experts."""
     dense, step = frozenset(keys.get("mlp_only_layers", ())), keys.size("decoder_sparse_step", 1)
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.size("num_hidden_layers"))]

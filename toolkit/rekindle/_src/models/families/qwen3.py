@@ -8,17 +8,17 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import llama
 from rekindle._src.models.families.qwen2 import sliding, sparse_layers
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     window, slides = sliding(keys)
     bias = keys.get("attention_bias", False)
     head_dim = keys.size("head_dim")
     return decoder(keys, head_dim=head_dim, window=window, slides=slides.__getitem__, attention_bias=bias)
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     spec = keys.experts(normalize=keys.get("norm_topk_prob", False))
     window = keys.window(4096) if keys.get("use_sliding_window", False) else None
     moe = tuple(spec if sparse else None for sparse in sparse_layers(keys))

@@ -11,25 +11,25 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, Rewritten, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, TensorRewrite, decoder_of
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
 DRAFTING = 4  # layers after the last one that may draft tokens
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, **mixer_fields(keys))
 
 
-def moe_config(keys: Keys) -> ModelConfig:
+def moe_config(keys: ConfigKeys) -> ModelConfig:
     spec = keys.experts(normalize=True, shared_size=keys.size("shared_expert_intermediate_size"), shared_gate=True)
     moe = (spec,) * keys.size("num_hidden_layers")
     return decoder(keys, moe=moe, intermediate_size=spec.intermediate_size, **mixer_fields(keys))
 
 
-def mixer_fields(keys: Keys) -> dict[str, Any]:
+def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that say how tokens are mixed, with experts and without."""
     keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of what the delta rule reads
     head_dim = keys.size("head_dim")
@@ -41,7 +41,7 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
     }
 
 
-def recurrent(keys: Keys) -> tuple[RecurrentSpec | None, ...]:
+def recurrent(keys: ConfigKeys) -> tuple[RecurrentSpec | None, ...]:
     key_heads, heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
     key_size, value_size = keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128)
     state = RecurrentSpec(
@@ -147,7 +147,7 @@ def mixer_keys(model: GgufModel) -> dict[str, Any]:
     }
 
 
-def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     """Return how llama.cpp stores the delta rule: heads of values in turn, one of each head of keys."""
     spec, (module, _, own) = config.states[layer], name.partition(".")
     if spec is None or module != "linear_attn":
@@ -159,14 +159,14 @@ def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
 
     values, each, mixed = order(0, size), order(0, 1), order(2 * groups * spec.key_size, size)
     return {
-        "in_proj_qkv.weight": Rewritten(rows=mixed),
-        "in_proj_z.weight": Rewritten(rows=values),
-        "in_proj_a.weight": Rewritten(rows=each),
-        "in_proj_b.weight": Rewritten(rows=each),
-        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps), rows=mixed),
-        "A_log": Rewritten((heads,), rows=each, logarithm=True),
-        "dt_bias": Rewritten((heads,), rows=each),
-        "out_proj.weight": Rewritten(columns=values),
+        "in_proj_qkv.weight": TensorRewrite(rows=mixed),
+        "in_proj_z.weight": TensorRewrite(rows=values),
+        "in_proj_a.weight": TensorRewrite(rows=each),
+        "in_proj_b.weight": TensorRewrite(rows=each),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps), rows=mixed),
+        "A_log": TensorRewrite((heads,), rows=each, logarithm=True),
+        "dt_bias": TensorRewrite((heads,), rows=each),
+        "out_proj.weight": TensorRewrite(columns=values),
     }.get(own)
 
 

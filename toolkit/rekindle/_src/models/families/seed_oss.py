@@ -5,10 +5,10 @@ from __future__ import annotations
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import manifest, module
 from rekindle._src.models.family import Family, GgufForm, with_biases
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(
         keys,
         kv_heads_implied=True,

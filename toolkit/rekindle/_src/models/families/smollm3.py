@@ -8,12 +8,12 @@ from typing import Any
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import manifest, module
 from rekindle._src.models.family import Family, GgufForm, GgufModel
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 
 INTERVAL = 4  # every fourth layer does not rotate
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     layers = keys.size("num_hidden_layers")
     head_dim = keys.head_dim
     interval = keys.size("no_rope_layer_interval", 4)

@@ -7,11 +7,11 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources, plain_mlp
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
-from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 
 
-def config(keys: Keys) -> ModelConfig:
+def config(keys: ConfigKeys) -> ModelConfig:
     bias = keys.get("use_bias", True)
     return decoder(
         keys,

@@ -21,11 +21,11 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import kept_weights, known_models, prepared, reading
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.models.loading.kept_weights import Brought
-from rekindle._src.models.loading.known_models import Known, Reads
+from rekindle._src.models.loading.kept_weights import MappedWeights
+from rekindle._src.models.loading.known_models import KnownModel, Reads
 from rekindle._src.models.loading.leaf_arrays import Rounding
-from rekindle._src.models.loading.load_progress import Meter, Report
-from rekindle._src.models.loading.stored import Stored, look, read_config
+from rekindle._src.models.loading.load_progress import ByteMeter, Report
+from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
 from rekindle._src.models.registry import config_from_hf
@@ -42,7 +42,7 @@ HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?att
 class Checkpoint(NamedTuple):
     """A checkpoint whose config was understood and whose headers were read, and whose weights were not."""
 
-    stored: Stored
+    stored: StoredCheckpoint
     config: ModelConfig
 
     @property
@@ -94,7 +94,7 @@ class CheckpointPlan(NamedTuple):
     def keep(self) -> None:
         """Keep the description in the cache, if the next start can do without the checkpoint's headers then."""
         if self.described is not None and self.reads is not None:
-            known = Known(self.graph, self.shapes, self.dtype)
+            known = KnownModel(self.graph, self.shapes, self.dtype)
             known_models.keep_reads(self.described, self.found.stored, known, self.reads)
 
 
@@ -106,7 +106,7 @@ def describe(
     quantize_embeddings: bool = True,
     cache_dir: str | Path | None = None,
     divided: bool = False,
-    seen: Stored | None = None,
+    seen: StoredCheckpoint | None = None,
     unpack: bool | None = None,
     device_memory: int | None = None,
 ) -> CheckpointPlan:
@@ -154,7 +154,7 @@ def describe(
             graph, shapes = unpacked_graph(graph) or (graph, shapes)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
-        known = Known(graph, shapes, name)
+        known = KnownModel(graph, shapes, name)
     checkpoint = Checkpoint(seen, known.graph.config)
     return CheckpointPlan(
         checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads, description
@@ -165,7 +165,7 @@ def _on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def _check_counts(seen: Stored, config: ModelConfig) -> None:
+def _check_counts(seen: StoredCheckpoint, config: ModelConfig) -> None:
     """Raise `CheckpointError`, before the model is built, for more layers or experts than there are tensors."""
     # In GGUF the experts of a layer are stacked to one tensor.
     tensors = sum(entry.shape[0] if len(entry.shape) == 3 else 1 for header in seen.headers for entry in header.entries)
@@ -229,7 +229,7 @@ def read(
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
     placement: Placement = ALONE,
-    brought: Callable[[Path], Brought | None] = lambda kept: None,
+    brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
 ) -> LoadedModel:
     """Load the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
 
@@ -252,7 +252,7 @@ def read(
             if arrays is not None:
                 return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
     leaves, entries = reads or plan(checkpoint, graph, shapes)
-    meter = Meter(reading.bytes_to_read(leaves, entries, placement), progress)
+    meter = ByteMeter(reading.bytes_to_read(leaves, entries, placement), progress)
     by_path = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
     meter.tell(final=True)
     arrays = tuple(by_path[path] for path in graph.paths)

@@ -4,7 +4,7 @@ Reading 270 MB of weights for each token crosses 66,000 small pages; on huge pag
 of 35 GB/s. numpy uses huge pages from 4 MB on, and most matrices of a small model are smaller, so leaves share slabs.
 
 The first touch of a page takes time: 2 ms for each MB where the host of a virtual machine had taken the memory back. So
-a process that opens a model first touches memory for its weights while one core is idle, which is `Ahead`.
+a process that opens a model first touches memory for its weights while one core is idle, which is `PrefaultArena`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIECE = 8 << 20  # bytes that are touched at a time
 
 _lock = threading.Lock()
 _slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unused rest of the latest slab; arrays keep theirs alive
-_ahead: Ahead | None = None
+_ahead: PrefaultArena | None = None
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
@@ -53,7 +53,7 @@ def adopted(values: NDArray[Any]) -> NDArray[Any]:
     return memory
 
 
-class Ahead:
+class PrefaultArena:
     """Memory that a thread touches, without the GIL, until the first array takes some of it or it is closed.
 
     The process's arrays lie there as long as there is room. `close` gives the rest back.

@@ -25,7 +25,7 @@ from rekindle._src.core.atomic_checkpoint import ITEM
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import mmap_weights, tensor_files
 from rekindle._src.models.loading.mmap_weights import FileLease
-from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.tensor_files import Header, TensorEntry
 from rekindle_kernels import private_files
 
@@ -37,12 +37,12 @@ SUMMED = 8 << 20  # bytes that are read and summed at a time: whole blocks
 _BLOCK = 1 << 15  # words
 
 
-def keeps_groups(seen: Stored, dtype: str, quantize: str | None) -> bool:
+def keeps_groups(seen: StoredCheckpoint, dtype: str, quantize: str | None) -> bool:
     """True if matrices that are stored in groups stay as they are."""
     return quantize is None and dtype == "auto" and seen.may_be_quantized
 
 
-def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool:
+def has_room(seen: StoredCheckpoint, dtype: str, device_memory: int | None = None) -> bool:
     """True if a checkpoint's weights would fit into memory as floats, in addition to pages of `device_memory` bytes."""
     itemsize, numbers = 4 if dtype == "float32" else 2, 0
     for entry in (entry for header in seen.headers for entry in header.entries):
@@ -53,7 +53,7 @@ def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool
 
 
 def options(
-    seen: Stored,
+    seen: StoredCheckpoint,
     dtype: str,
     quantize: str | None,
     quantize_embeddings: bool,
@@ -102,7 +102,7 @@ def _flax() -> str:
     return importlib.metadata.version("flax")
 
 
-class Mapped:
+class MappedFile:
     """A mapped file. While its content is needed there, a lease keeps others from changing it."""
 
     def __init__(self, header: Header, content: NDArray[np.uint8], lease: FileLease | None) -> None:
@@ -121,21 +121,21 @@ class Mapped:
             lease.release()
 
 
-class Brought(NamedTuple):
+class MappedWeights(NamedTuple):
     """A file that is wholly in memory, and the checksums of its tensors, by name."""
 
-    mapped: Mapped
+    mapped: MappedFile
     sums: dict[str, str]
 
 
-def map_it(header: Header) -> Mapped | None:
+def map_it(header: Header) -> MappedFile | None:
     """Map a file; return None where that fails, or where others could change it meanwhile."""
     try:
         lease = mmap_weights.take_lease(header.file)
     except OSError:
         return None
     try:
-        return Mapped(header, mmap_weights.view(header.file), lease)
+        return MappedFile(header, mmap_weights.view(header.file), lease)
     except BaseException as error:
         if lease is not None:
             lease.release()
@@ -144,7 +144,7 @@ def map_it(header: Header) -> Mapped | None:
         return None
 
 
-def find(kept: Path, most: int) -> Mapped | None:
+def find(kept: Path, most: int) -> MappedFile | None:
     """Return the kept weights, mapped; None where they have to be read or are more than `most` bytes.
 
     Errors of reading them are passed on.
@@ -157,10 +157,10 @@ def find(kept: Path, most: int) -> Mapped | None:
     return map_it(header) if header.size <= most else None
 
 
-def bring(mapped: Mapped) -> Brought:
+def bring(mapped: MappedFile) -> MappedWeights:
     """Bring all of a mapped file into memory, in two calls that leave the GIL; errors of reading are passed on."""
     mmap_weights.bring(mapped.content)
-    return Brought(mapped, checksums_of(mapped.header.entries, mapped.content))
+    return MappedWeights(mapped, checksums_of(mapped.header.entries, mapped.content))
 
 
 def checksum_of(array: NDArray[Any]) -> str:

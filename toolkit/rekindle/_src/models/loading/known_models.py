@@ -29,7 +29,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.leaf_arrays import LeafPlan
 from rekindle._src.models.loading.manifest import Source
-from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import REPLICATED
@@ -44,7 +44,7 @@ _SAID = ("names", "rows", "stack", "tiled", "transpose", "add")  # of a source; 
 _log = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
+class KnownModel(NamedTuple):
     """All that a session needs to know of a model before it has its weights."""
 
     graph: Graph
@@ -103,14 +103,14 @@ def encode(
     return _sum(text) + text
 
 
-def decode(content: bytes) -> Known:
+def decode(content: bytes) -> KnownModel:
     """Return the model that was encoded. Raise CheckpointError, or an error of decoding, if it is damaged."""
     return _known(checked(content))
 
 
-def _known(fields: Mapping[str, Any]) -> Known:
+def _known(fields: Mapping[str, Any]) -> KnownModel:
     shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in fields["leaves"])
-    return Known(decode_graph(fields["graph"]), shapes, str(fields["dtype"]))
+    return KnownModel(decode_graph(fields["graph"]), shapes, str(fields["dtype"]))
 
 
 def checked(content: bytes) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _shared(kept: Path) -> Store | None:
     return None if read_through.behind(cache) is None else store(cache / FOLDER)
 
 
-def fetched(kept: Path) -> Known | None:
+def fetched(kept: Path) -> KnownModel | None:
     """Return a shared cache's description of a model; None if it has none, or without a shared cache."""
     shared = _shared(kept)
     if shared is None:
@@ -164,7 +164,7 @@ def keep(kept: Path, content: bytes) -> None:
         _log.warning("the description of a model is not kept in %s: %s", entry, error)
 
 
-def find_reads(kept: Path, seen: Stored) -> tuple[Known, Reads] | None:
+def find_reads(kept: Path, seen: StoredCheckpoint) -> tuple[KnownModel, Reads] | None:
     """Return the description that is kept there; None if there is none, or none that can be used."""
     try:
         content = store(kept.parent).get(kept.name)
@@ -177,7 +177,7 @@ def find_reads(kept: Path, seen: Stored) -> tuple[Known, Reads] | None:
         return None
 
 
-def keep_reads(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
+def keep_reads(kept: Path, seen: StoredCheckpoint, known: KnownModel, reads: Reads) -> None:
     """Keep the description of a model in which nothing is quantised or packed, as the experts of a layer are.
 
     A failure costs the next start some time and nothing else.
@@ -202,7 +202,7 @@ def keep_reads(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
         store(kept.parent).put(kept.name, content)
 
 
-def _reads(found: Mapping[str, Any], seen: Stored) -> Reads:
+def _reads(found: Mapping[str, Any], seen: StoredCheckpoint) -> Reads:
     entries = {entry.name: entry for header in seen.headers for entry in header.entries}
     leaves = [
         LeafPlan(leaf["path"], _source(leaf["source"]), tuple(leaf["shape"]), np.dtype(leaf["dtype"]))

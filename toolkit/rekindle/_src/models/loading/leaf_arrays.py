@@ -145,7 +145,7 @@ class LeafArrays(NamedTuple):
         return arrays
 
 
-class _Part:
+class _DevicePart:
     """The part of a parameter that some devices of this process have: its arrays, and the boxes that they hold."""
 
     def __init__(self, role: Role, leaf: LeafPlan, sizes: Sizes, place: Sizes, devices: Sequence[Any]) -> None:
@@ -177,7 +177,7 @@ class _Part:
 class Share(NamedTuple):
     """Rows of a parameter that a part has, and their place in it."""
 
-    part: _Part
+    part: _DevicePart
     rows: tuple[int, int]  # of the parameter
     whole: bool  # with all their columns
     box: Box  # of the part
@@ -198,7 +198,7 @@ class DividedArrays:
         # A matrix of four bits is divided before it is packed.
         role = places.roles[leaf.path] if leaf.packing is None else leaf.source.role
         groups = places.different(role, len(leaf.shape))
-        self._parts = [_Part(role, leaf, places.sizes, place, devices) for place, devices in groups]
+        self._parts = [_DevicePart(role, leaf, places.sizes, place, devices) for place, devices in groups]
 
     @property
     def nbytes(self) -> int:

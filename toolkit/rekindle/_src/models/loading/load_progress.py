@@ -38,7 +38,7 @@ class LoadProgress(NamedTuple):
 Report = Callable[[LoadProgress], None]
 
 
-class Meter:
+class ByteMeter:
     """A counter of bytes from any thread, which reports at most every 50 ms and once at the end."""
 
     def __init__(self, total: int, report: Report | None) -> None:

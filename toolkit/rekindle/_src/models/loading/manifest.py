@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rekindle._src.models.roles import REPLICATED, Role
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The place of one checkpoint tensor in a parameter: `parameter[place] = read(name)`, transposed or shifted."""
 
     name: str
@@ -34,7 +34,7 @@ class Source:
     add: float = 0.0  # added to the stored values: Gemma stores norm weights minus one
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
 
-    def parts(self, shape: tuple[int, ...]) -> Iterator[Part]:
+    def parts(self, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         """Yield the tensors in the order of the parameter's rows; `shape` is that of the parameter."""
         count = len(self.rows)
         assert len(self.names) == (count * shape[0] if self.stack else count), self.names
@@ -48,7 +48,7 @@ class Source:
             place: tuple[int | slice, ...] = (slice(start, stop),)
             if self.stack:
                 place = (number // count, *place)
-            yield Part(name, stored[::-1] if self.transpose else stored, place)
+            yield TensorPart(name, stored[::-1] if self.transpose else stored, place)
 
 
 def one(name: str, rows: int, **options: Any) -> Source:

@@ -20,15 +20,15 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest
-from rekindle._src.models.loading.quantized import NOT_WEIGHTS, FourBitFloatRows, Held, scheme, with_matrices
-from rekindle._src.models.loading.stored import OWN, Stored
+from rekindle._src.models.loading.quantized import NOT_WEIGHTS, FourBitFloatRows, WholeTensors, scheme, with_matrices
+from rekindle._src.models.loading.stored import OWN, StoredCheckpoint
 from rekindle._src.models.loading.tensor_files import TensorEntry, rows_of
 from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.registry import manifest
 from rekindle.errors import CheckpointError
 
 
-def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
+def named_tensors(stored: StoredCheckpoint, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
     """Return the family's manifest as it is for this checkpoint, and the tensors by the manifest's names.
 
     Tensors that the manifest does not name are included, under their own names.
@@ -48,7 +48,7 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
     return declared, with_matrices(entries, names, quantization)
 
 
-def shown_name(stored: Stored, config: ModelConfig, declared: Manifest, name: str) -> str:
+def shown_name(stored: StoredCheckpoint, config: ModelConfig, declared: Manifest, name: str) -> str:
     """Return the name of a tensor of the manifest in the checkpoint's own format."""
     if stored.is_gguf:
         return gguf.llama_cpp_name(name, config)
@@ -56,7 +56,9 @@ def shown_name(stored: Stored, config: ModelConfig, declared: Manifest, name: st
     return stored.beginnings[0] + name.removeprefix(declared.prefix) if begins else name
 
 
-def _with_prefix(stored: Stored, entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
+def _with_prefix(
+    stored: StoredCheckpoint, entries: dict[str, TensorEntry], declared: Manifest
+) -> dict[str, TensorEntry]:
     """Return the entries with the prefix of the family's names. Raise `CheckpointError` for several language models."""
     if len(stored.beginnings) > 1:
         shown = ", ".join(repr(beginning) for beginning in stored.beginnings[:4])
@@ -83,7 +85,7 @@ def with_single_experts(
     entries: Mapping[str, TensorEntry], names: Iterable[str], fused: FusedExperts
 ) -> dict[str, TensorEntry]:
     """Return the entries, with one for each of `names` that is part of a fused tensor in the place of that tensor."""
-    result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _Part | None]()
+    result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _ExpertPart | None]()
     for name in names:
         match = _NAME.fullmatch(name)
         if match is None or name in entries:
@@ -100,11 +102,11 @@ def with_single_experts(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
+class _ExpertPart:
     """One expert's part of a fused tensor, [outputs, inputs] or [outputs]."""
 
     entry: TensorEntry
-    columns: Held | None = None  # of a matrix that is stored [inputs, outputs], and read at once
+    columns: WholeTensors | None = None  # of a matrix that is stored [inputs, outputs], and read at once
     floats: FourBitFloatRows | None = None  # of one in MXFP4
 
     def rows(self, chosen: slice) -> NDArray[np.float32]:
@@ -120,7 +122,7 @@ class _Part:
 class _Cut:
     """Every `step`-th row from `first` on: a reader of rows, and of their integers."""
 
-    whole: _Part
+    whole: _ExpertPart
     first: int
     step: int
 
@@ -141,7 +143,7 @@ class _Cut:
         return Integers(integers[:: chosen.step], scales[:: chosen.step])
 
 
-def _cut(name: str, whole: _Part, part: str, fused: FusedExperts) -> TensorEntry:
+def _cut(name: str, whole: _ExpertPart, part: str, fused: FusedExperts) -> TensorEntry:
     """Return the entry of gate, up or down."""
     entry = whole.entry._replace(name=name)
     outputs, *rest = entry.shape
@@ -159,7 +161,7 @@ def _cut(name: str, whole: _Part, part: str, fused: FusedExperts) -> TensorEntry
 
 def _expert(
     tensor: str, number: int, entries: Mapping[str, TensorEntry], used: set[str], *, transposed: bool
-) -> _Part | None:
+) -> _ExpertPart | None:
     """Return one expert's part of a fused tensor; None if the checkpoint has no such tensor. Its names are `used`."""
     plain = entries.get(tensor)
     if plain is not None:
@@ -168,9 +170,9 @@ def _expert(
             raise _wrong(plain, "two or three dimensions")
         part = _part(plain, number)
         if not transposed or len(part.shape) != 2:
-            return _Part(part)
+            return _ExpertPart(part)
         inputs, outputs = part.shape
-        return _Part(part._replace(shape=(outputs, inputs)), columns=Held(outputs, part))
+        return _ExpertPart(part._replace(shape=(outputs, inputs)), columns=WholeTensors(outputs, part))
     blocks, scales = entries.get(f"{tensor}_blocks"), entries.get(f"{tensor}_scales")
     if blocks is None or scales is None:
         return None
@@ -183,7 +185,7 @@ def _expert(
     weight = _part(blocks, number)._replace(shape=(outputs, groups * _GROUP // 2))
     scale = _part(scales, number)
     entry = weight._replace(dtype="MXFP4", shape=(outputs, groups * _GROUP), nbytes=weight.nbytes + scale.nbytes)
-    return _Part(entry, floats=FourBitFloatRows(weight, scale))
+    return _ExpertPart(entry, floats=FourBitFloatRows(weight, scale))
 
 
 def _part(entry: TensorEntry, number: int) -> TensorEntry:

@@ -39,11 +39,11 @@ from rekindle._src.core.priority import yield_to_others
 from rekindle._src.core.store import Store, Unusable
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.loading import kept_weights, known_models, mmap_weights, reading, tensor_files
-from rekindle._src.models.loading.kept_weights import Brought, Mapped
-from rekindle._src.models.loading.known_models import Known
-from rekindle._src.models.loading.load_progress import Meter, Report
+from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
+from rekindle._src.models.loading.known_models import KnownModel
+from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.manifest import one
-from rekindle._src.models.placement import Held
+from rekindle._src.models.placement import LeafParts
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, unavailable_reason
 
@@ -62,7 +62,7 @@ _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
-Leaf = Array | np.ndarray[Any, Any] | Held
+Leaf = Array | np.ndarray[Any, Any] | LeafParts
 Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = 
     )  # fmt: skip
 
 
-def known(kept: Path) -> Known | None:
+def known(kept: Path) -> KnownModel | None:
     """Return the model that is kept there, or None.
 
     Raise `StoreError` if it can't be read now, or if it is damaged; then it is set aside.
@@ -119,7 +119,7 @@ def load(
     place: reading.Place = reading.place_on_default_device,
     placement: Placement = ALONE,
     report: Report | None = None,
-    brought: Callable[[Path], Brought | None] = lambda kept: None,
+    brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
 ) -> tuple[Array, ...] | None:
     """Return the leaves, or None if nothing is kept.
 
@@ -149,7 +149,9 @@ def load(
     return leaves
 
 
-def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Array] | Sequence[Held], *, name: str = "") -> None:
+def save(
+    kept: Path, graph: Graph, dtype: str, leaves: Sequence[Array] | Sequence[LeafParts], *, name: str = ""
+) -> None:
     """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
     A failure costs the next start some time and nothing else, so it is only logged.
@@ -172,8 +174,8 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Array] | Sequenc
     thread.start()
 
 
-def _on_host(leaf: Array | Held) -> bool:
-    if isinstance(leaf, Held):
+def _on_host(leaf: Array | LeafParts) -> bool:
+    if isinstance(leaf, LeafParts):
         return leaf.on_host
     return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
 
@@ -253,7 +255,7 @@ def _read(
     place: reading.Place,
     placement: Placement,
     report: Report | None,
-    ahead: Brought | None,
+    ahead: MappedWeights | None,
 ) -> tuple[Array, ...]:
     """Return the leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path) if ahead is None else ahead.mapped.header
@@ -276,13 +278,13 @@ def _read(
         for name, leaf in wanted.items()
     ]
     if placement.divided:
-        meter = Meter(reading.bytes_to_read(leaves, entries, placement), report)
+        meter = ByteMeter(reading.bytes_to_read(leaves, entries, placement), report)
         arrays = reading.read_leaves(
             leaves, entries, place=place, meter=meter, placement=placement,
             check=lambda leaf: compare(leaf.path, _checksum_of(entries[leaf.path])),
         )  # fmt: skip
     else:
-        meter = Meter(sum(entry.nbytes for entry in header.entries), report)
+        meter = ByteMeter(sum(entry.nbytes for entry in header.entries), report)
         mapped = kept_weights.map_it(header) if ahead is None and maps(place) else None
         if ahead is not None:
             arrays = _adopted(ahead, place, compare, meter)
@@ -309,7 +311,7 @@ def _checksum_of(entry: tensor_files.TensorEntry) -> str:
     return kept_weights.checksum_of_pieces(entry.nbytes, pieces())
 
 
-def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, Array]:
+def _brought(mapped: MappedFile, place: reading.Place, checked: Checked, meter: ByteMeter) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which is read meanwhile."""
 
     def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -331,7 +333,7 @@ def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Mete
 
 
 def _adopted(
-    ahead: Brought, place: reading.Place, compare: Callable[[str, str], None], meter: Meter
+    ahead: MappedWeights, place: reading.Place, compare: Callable[[str, str], None], meter: ByteMeter
 ) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which was read before."""
     arrays = dict[str, Array]()

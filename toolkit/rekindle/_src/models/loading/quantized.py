@@ -153,7 +153,7 @@ def four_bit_floats(
     return _entry(base, (outputs, inputs), "NVFP4" if whole else "MXFP4", rows, [weight, scale, number])
 
 
-class Grouped(NamedTuple):
+class GroupedIntegers(NamedTuple):
     """Integers [outputs, inputs], and scales and zeros [outputs, groups]; zeros are half of the range by default."""
 
     integers: NDArray[np.uint8]
@@ -170,7 +170,7 @@ def unpacked(words: NDArray[Any], bits: int, order: tuple[int, ...] | None = Non
     return integers.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
-class Held:
+class WholeTensors:
     """Whole tensors that pieces of a matrix are cut from: read for the first piece, and released after the last.
 
     AWQ and GPTQ store a matrix with its inputs first, so that some of its outputs lie all over the tensor.
@@ -211,9 +211,9 @@ class IntegerRows:
         self.weight, self.scales, self.zeros, self.order = weight, scales, zeros, order
         self.bits, self.inputs, self.group = bits, inputs, group
         tensors = (entry for entry in (weight, scales, zeros, order) if entry is not None)
-        self.held = Held(scales.shape[-1], *tensors)
+        self.held = WholeTensors(scales.shape[-1], *tensors)
 
-    def grouped(self, start: int, stop: int) -> Grouped:
+    def grouped(self, start: int, stop: int) -> GroupedIntegers:
         """Return the integers, scales and zeros of the outputs [start, stop)."""
         raise NotImplementedError
 
@@ -268,12 +268,12 @@ class IntegerRows:
 class AwqRows(IntegerRows):
     """AWQ's "gemm" layout: words [inputs, outputs / 8], zeros [groups, outputs / 8], scales [groups, outputs]."""
 
-    def grouped(self, start: int, stop: int) -> Grouped:
+    def grouped(self, start: int, stop: int) -> GroupedIntegers:
         weight, scales, *zeros = self.held.take(stop - start)
         words, cut = self.words(start, stop)
         order = AWQ_ORDER if self.bits == 4 else None
         integers, *piece_zeros = (unpacked(part[:, words], self.bits, order)[:, cut].T for part in (weight, *zeros))
-        return Grouped(integers, scales[:, start:stop].T, piece_zeros[0] if zeros else None)
+        return GroupedIntegers(integers, scales[:, start:stop].T, piece_zeros[0] if zeros else None)
 
 
 class GptqRows(IntegerRows):
@@ -284,7 +284,7 @@ class GptqRows(IntegerRows):
 
     offset = 1
 
-    def grouped(self, start: int, stop: int) -> Grouped:
+    def grouped(self, start: int, stop: int) -> GroupedIntegers:
         weight, scales, *rest = self.held.take(stop - start)
         integers = unpacked(np.ascontiguousarray(weight[:, start:stop].T), self.bits)
         zeros = None
@@ -293,7 +293,7 @@ class GptqRows(IntegerRows):
             stored = unpacked(np.ascontiguousarray(rest[0][:, words]), self.bits)[:, cut].T
             zeros = (stored.astype(np.int16) + self.offset) & ((1 << self.bits) - 1)
         order = None if self.order is None else rest[-1].astype(np.int64) % len(scales)
-        return Grouped(integers, scales[:, start:stop].T, zeros, order)
+        return GroupedIntegers(integers, scales[:, start:stop].T, zeros, order)
 
     def has_minimums(self) -> bool:
         if self.zeros is None:
@@ -314,7 +314,7 @@ class PackedRows(IntegerRows):
     that of their activations.
     """
 
-    def grouped(self, start: int, stop: int) -> Grouped:
+    def grouped(self, start: int, stop: int) -> GroupedIntegers:
         integers = unpacked(rows_of(self.weight, start, stop), self.bits)[:, : self.inputs]
         zeros = order = None
         if self.zeros is not None:
@@ -324,7 +324,7 @@ class PackedRows(IntegerRows):
         if self.order is not None:
             order = rows_of(self.order, 0, self.inputs).astype(np.int64)
             order = order if order.min(initial=0) >= 0 else None
-        return Grouped(integers, rows_of(self.scales, start, stop), zeros, order)
+        return GroupedIntegers(integers, rows_of(self.scales, start, stop), zeros, order)
 
 
 class ScaledRows:

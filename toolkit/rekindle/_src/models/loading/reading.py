@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from rekindle._src.models.base import ALONE, Placement
 from rekindle._src.models.loading.four_bits import are_grouped, fills, fitted
 from rekindle._src.models.loading.leaf_arrays import DividedArrays, LeafArrays, LeafPlan, Share
-from rekindle._src.models.loading.load_progress import Meter
-from rekindle._src.models.loading.manifest import Part
+from rekindle._src.models.loading.load_progress import ByteMeter
+from rekindle._src.models.loading.manifest import TensorPart
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
 from rekindle._src.models.placement import MeshPlacement
 from rekindle_kernels import int4
@@ -44,7 +44,7 @@ def place_on_default_device(path: str, array: NDArray[Any]) -> Array:
 class _Piece(NamedTuple):
     """Rows [start, stop) of one part, which one worker reads at a time."""
 
-    part: Part
+    part: TensorPart
     entry: TensorEntry
     start: int
     stop: int
@@ -56,7 +56,7 @@ def read_leaves(
     entries: Mapping[str, TensorEntry],
     *,
     place: Place,
-    meter: Meter,
+    meter: ByteMeter,
     placement: Placement = ALONE,
     check: Callable[[LeafPlan], object] | None = None,
 ) -> dict[str, Array]:
@@ -122,7 +122,7 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
         yield from _cut(leaf, part, entries[part.name], 0, rows)
 
 
-def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) -> Iterator[_Piece]:
+def _cut(leaf: LeafPlan, part: TensorPart, entry: TensorEntry, first: int, last: int) -> Iterator[_Piece]:
     """Yield rows [first, last) of a tensor in pieces; the whole tensor in one where single rows can't be read."""
     rows = part.shape[0] if part.shape else 1
     if _at_once(leaf, part):
@@ -159,7 +159,7 @@ def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str
                 yield from _cut(leaf, part, entry, first, last)
 
 
-def _at_once(leaf: LeafPlan, part: Part) -> bool:
+def _at_once(leaf: LeafPlan, part: TensorPart) -> bool:
     """True if a tensor has to be read as a whole."""
     return leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
 
@@ -179,7 +179,7 @@ def _row_bytes(piece: _Piece) -> int:
 
 
 def _read(
-    piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, scratch: threading.local, meter: Meter
+    piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, scratch: threading.local, meter: ByteMeter
 ) -> None:
     part, entry, source = piece.part, piece.entry, leaf.source
     row_bytes, count = _row_bytes(piece), piece.stop - piece.start
@@ -229,7 +229,7 @@ def _read(
         _copy(values, target)
 
 
-def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, meter: Meter) -> None:
+def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, meter: ByteMeter) -> None:
     """Put rows that are stored in groups into a matrix in groups as they are."""
     entry = piece.entry
     assert are_grouped(entry.rows), entry.name
@@ -247,7 +247,7 @@ def _rows(piece: _Piece) -> tuple[int | slice, ...]:
     return (*stack, slice(rows.start + piece.start, rows.start + piece.stop))
 
 
-def _first_row(part: Part) -> int:
+def _first_row(part: TensorPart) -> int:
     """Return the row of the parameter at which a tensor begins."""
     rows = part.place[-1]
     assert isinstance(rows, slice), "tensors fill rows"

@@ -31,7 +31,7 @@ MODULES = "modules.json"  # of sentence-transformers, next to a model that embed
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint whose config was parsed and whose headers were read."""
 
     path: Path  # the folder, or the GGUF file
@@ -52,14 +52,14 @@ class Stored(NamedTuple):
         return "its metadata" if self.is_gguf else "its config.json"
 
 
-def look(model: str | Path) -> Stored:
+def look(model: str | Path) -> StoredCheckpoint:
     """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
     path = checkpoint_path(locate(model))
     if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
-        return Stored(path, raw, headers, fingerprints.folder_fingerprint(raw, headers), is_gguf=True)
+        return StoredCheckpoint(path, raw, headers, fingerprints.folder_fingerprint(raw, headers), is_gguf=True)
     files = tensor_files.weight_files(path)
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
@@ -72,7 +72,7 @@ def look(model: str | Path) -> Stored:
         config |= {"headless": True}
     if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
         config |= {"another_head": True}
-    return Stored(path, config, headers, fingerprint, beginnings=found)
+    return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found)
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:

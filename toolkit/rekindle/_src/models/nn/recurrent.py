@@ -31,7 +31,7 @@ from rekindle_kernels import (
 )
 
 
-class Recurrent(nnx.Module):
+class RecurrentLayer(nnx.Module):
     """A layer with a state: an input projection, a short convolution and what follows it, and an output projection."""
 
     convolution_bias: nnx.Param | None = None
@@ -83,7 +83,7 @@ def _state(config: ModelConfig, layer: int) -> RecurrentSpec:
     return spec
 
 
-class GatedDeltaNet(Recurrent):
+class GatedDeltaNet(RecurrentLayer):
     """A gated delta rule after the convolution, with a gated norm before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
@@ -105,7 +105,7 @@ class GatedDeltaNet(Recurrent):
         return y, (*tail, matrices)
 
 
-class StateSpace(Recurrent):
+class StateSpace(RecurrentLayer):
     """Mamba-2: a selective scan after the convolution, with a gate and a norm before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
@@ -153,7 +153,7 @@ class StateSpace(Recurrent):
         return normed.reshape(y.shape) * self.norm.weight[...]
 
 
-class ShortConvolution(Recurrent):
+class ShortConvolution(RecurrentLayer):
     """A convolution over a few positions between two gates, all of them made of the same input."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:

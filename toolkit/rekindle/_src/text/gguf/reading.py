@@ -30,13 +30,13 @@ from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, Texts, read_header, stop_tokens
-from rekindle._src.text.backends import Parts, Spelled, WholeTokenizer, encode
+from rekindle._src.text.backends import TokenizerSections, TokenSpellings, WholeTokenizer, encode
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import (
     Cuts,
     MergeList,
     Pair,
-    Recipe,
+    TokenizerRecipe,
     Vocabulary,
     added_token,
     read_definition,
@@ -191,7 +191,7 @@ _SPENT = 8  # the part that stays is rebuilt after parts for single texts took t
 _LONG = 64  # characters; longer words are looked at each time
 
 
-class Part(NamedTuple):
+class TokenizerPart(NamedTuple):
     """A tokenizer, and the tokens that it has."""
 
     ids: frozenset[int]
@@ -203,7 +203,7 @@ class PartialTokenizer:
 
     def __init__(
         self,
-        bpe: Recipe,
+        bpe: TokenizerRecipe,
         whole: Callable[[], WholeTokenizer],
         table_of: Callable[[Texts], TokenTable] = TokenTable,
     ) -> None:
@@ -245,7 +245,7 @@ class PartialTokenizer:
         self._new = set[str]()  # their words
         self._spent_tokens = 0  # tokens of parts for single texts since then
         self._whole: WholeTokenizer | None = None
-        self.parts = Parts.of(self._part.backend)  # whatever its tokens
+        self.parts = TokenizerSections.of(self._part.backend)  # whatever its tokens
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
         """Return the ids of a text. Long texts release the GIL."""
@@ -292,7 +292,7 @@ class PartialTokenizer:
                 self._whole = self._make_whole()
             return self._whole
 
-    def spelled(self) -> Spelled | None:
+    def spelled(self) -> TokenSpellings | None:
         """Return the tokens as they stand in texts; None if a text's first word is spelled in another way."""
         if self._prefix:
             return None
@@ -301,7 +301,7 @@ class PartialTokenizer:
             tokens[index] = added.content.encode()
         for index in np.flatnonzero(~self._table.first).tolist():
             tokens[index] = b""
-        return Spelled(tokens, sorted(self._special))
+        return TokenSpellings(tokens, sorted(self._special))
 
     def _bytewise_spelled(self) -> list[bytes]:
         octets = {ord(character): byte for character, byte in byte_of_character().items()}
@@ -335,7 +335,7 @@ class PartialTokenizer:
                 return self._part_with(ids, words, new).backend
         return self.whole().native
 
-    def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> Part:
+    def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> TokenizerPart:
         """Return a part with `ids`, the tokens in new words of a text, and the tokens of its other words.
 
         The part that stays is rebuilt once parts for single texts have cost a few times as much as rebuilding will.
@@ -381,7 +381,7 @@ class PartialTokenizer:
             return text.replace(" ", _SPACE)
         return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(text))
 
-    def _build(self, ids: frozenset[int]) -> Part:
+    def _build(self, ids: frozenset[int]) -> TokenizerPart:
         """Return the part with these tokens. They contain no other tokens."""
         if len(self._texts) > 2 * MOST:
             self._texts.clear()
@@ -396,7 +396,7 @@ class PartialTokenizer:
             self._pairs |= pairs
         ranks = sorted(itertools.chain.from_iterable(map(self._ranks.__getitem__, ids)))
         merges = [*map(self._pairs.__getitem__, ranks)]
-        return Part(ids, self._recipe.make(tokens, merges, sorted(ids & self._added)))
+        return TokenizerPart(ids, self._recipe.make(tokens, merges, sorted(ids & self._added)))
 
     def _fallbacks(self, unknown: str | None) -> set[int | None]:
         """Return the tokens of bytes and of unknown characters, which stand for characters that are no tokens."""

@@ -100,7 +100,7 @@ class Merges(Protocol):
         """Return the merges that produce one token, by numbers in the order of their ranks."""
 
 
-class Recipe(NamedTuple):
+class TokenizerRecipe(NamedTuple):
     """The parts from which the tokenizer of a BPE vocabulary, or of some of its tokens, is built."""
 
     words: Vocabulary
@@ -143,7 +143,7 @@ _BPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def recipe(metadata: Metadata) -> Recipe | None:
+def recipe(metadata: Metadata) -> TokenizerRecipe | None:
     """Return the recipe of a file's tokenizer if it merges tokens by llama.cpp's keys, else None.
 
     Raises `UnsupportedModel` for a kind that is not read.
@@ -171,7 +171,7 @@ def read_definition(metadata: Metadata) -> bytes | None:
     return _unigrams(Vocabulary.of(metadata))
 
 
-def _byte_level(words: Vocabulary) -> Recipe:
+def _byte_level(words: Vocabulary) -> TokenizerRecipe:
     name = words.metadata.text(f"{_KEY}.pre", None)
     if name is None:
         _log.warning(
@@ -184,7 +184,7 @@ def _byte_level(words: Vocabulary) -> Recipe:
             f"Implemented: {', '.join(sorted(PRE_TOKENIZERS))}."
         )
     pre = PRE_TOKENIZERS[name]
-    return Recipe(
+    return TokenizerRecipe(
         words,
         {"ignore_merges": pre.whole_words},
         MergeList(words.path, words.metadata.texts(f"{_KEY}.merges")),
@@ -238,13 +238,13 @@ class MergeList:
         return left, right
 
 
-def _sentence_pieces(words: Vocabulary) -> Recipe:
+def _sentence_pieces(words: Vocabulary) -> TokenizerRecipe:
     scores = words.metadata.numbers(f"{_KEY}.scores")
     words.check("scores", len(scores))
     prefix = words.flag("add_space_prefix", True)
     steps = [normalizers.Prepend(_SPACE)] if prefix else []
     ending = [decoders.Strip(" ", 1, 0)] if prefix else []
-    return Recipe(
+    return TokenizerRecipe(
         words,
         {"unk_token": _unknown(words), "fuse_unk": True, "byte_fallback": True},
         Cuts(words, scores),
@@ -255,9 +255,9 @@ def _sentence_pieces(words: Vocabulary) -> Recipe:
     )
 
 
-def _merged_pieces(words: Vocabulary) -> Recipe:
+def _merged_pieces(words: Vocabulary) -> TokenizerRecipe:
     """Return the recipe of pieces that a list merges: Gemma 4's, whose text is split at the ends of lines alone."""
-    return Recipe(
+    return TokenizerRecipe(
         words,
         {"unk_token": _unknown(words), "fuse_unk": True, "byte_fallback": True},
         MergeList(words.path, words.metadata.texts(f"{_KEY}.merges")),

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.text.backends import Parts
+from rekindle._src.text.backends import TokenizerSections
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.gguf.vocabulary import (
     BYTE,
@@ -118,7 +118,7 @@ def _split(normalizer: Any, pre_tokenizer: Any, text: str) -> list[str]:
     return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _kind(parts: Parts) -> str:
+def _kind(parts: TokenizerSections) -> str:
     """Return llama.cpp's name of the kind of tokenizer; "none" for kinds that it does not have."""
     kind = parts.model["type"]
     if kind == "BPE":

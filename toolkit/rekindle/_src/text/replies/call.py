@@ -20,11 +20,11 @@ SPACE = " \t\r\n"
 MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
-class Malformed(Exception):
+class MalformedCall(Exception):
     """The text after a marker is not a call."""
 
 
-class Source:
+class TextSource:
     """Text with a position, and with a mark from which it may have to be returned unchanged."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Source:
         return "".join(self._consumed) + self.text[self._marked : self.at]
 
 
-def peek(source: Source) -> Reading[str]:
+def peek(source: TextSource) -> Reading[str]:
     """Return the next character, which stays unread; "" at the end."""
     while source.at == len(source.text):
         if source.ended:
@@ -68,13 +68,13 @@ def peek(source: Source) -> Reading[str]:
     return source.text[source.at]
 
 
-def skip_space(source: Source) -> Reading[None]:
+def skip_space(source: TextSource) -> Reading[None]:
     """Read whitespace."""
     while (char := (yield from peek(source))) and char in SPACE:
         source.at += 1
 
 
-def ahead(source: Source, *literals: str) -> Reading[int]:
+def ahead(source: TextSource, *literals: str) -> Reading[int]:
     """Return the number of characters of these texts, each after whitespace, if they come next; else 0."""
     length = 0
     for literal in literals:
@@ -94,14 +94,14 @@ def ahead(source: Source, *literals: str) -> Reading[int]:
     return length
 
 
-def take(source: Source, *literals: str) -> Reading[bool]:
+def take(source: TextSource, *literals: str) -> Reading[bool]:
     """Read these texts if they come next, as in `ahead`; else read nothing."""
     length = yield from ahead(source, *literals)
     source.at += length
     return length > 0
 
 
-def close(source: Source, literal: str) -> Reading[bool]:
+def close(source: TextSource, literal: str) -> Reading[bool]:
     """Read a closing tag if it comes next, after whitespace, or as much of it as there is at the end of the text."""
     if (yield from take(source, literal)):
         return True
@@ -112,7 +112,7 @@ def close(source: Source, literal: str) -> Reading[bool]:
     return cut
 
 
-def forward(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
+def forward(source: TextSource, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
     """Run a reading, and pass on each piece of text that it has read as soon as it needs more."""
     start = source.at
     while True:
@@ -127,7 +127,7 @@ def forward(source: Source, reading: Reading[T], tell: Callable[[str], object]) 
         start = source.at  # text read before is forgotten by now, so that this is 0; or the text has ended
 
 
-def capture(source: Source, reading: Reading[None]) -> Reading[str]:
+def capture(source: TextSource, reading: Reading[None]) -> Reading[str]:
     """Run a reading and return the text that it has read."""
     parts: list[str] = []
     yield from forward(source, reading, parts.append)
@@ -141,7 +141,7 @@ MAX_NAME = 256
 Known = Mapping[str, Mapping[str, Any]]  # names of tools, and for each its parameters' names and schemas
 
 
-class Call(NamedTuple):
+class ReplyCall(NamedTuple):
     """A name, arguments, and these as JSON text."""
 
     name: str
@@ -149,24 +149,24 @@ class Call(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, name: object, arguments: object, text: str | None = None) -> Call:
-        """Return the call; raises `Malformed` if the name is no name or the arguments are no object."""
+    def of(cls, name: object, arguments: object, text: str | None = None) -> ReplyCall:
+        """Return the call; raises `MalformedCall` if the name is no name or the arguments are no object."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise Malformed
+            raise MalformedCall
         if not isinstance(arguments, dict):
-            raise Malformed
+            raise MalformedCall
         as_json(name)
         plain = as_json(arguments)
         return cls(name, arguments, plain if text is None else text)
 
 
 def as_json(value: object) -> str:
-    """Return the value as JSON text; raises `Malformed` for a value that JSON does not have."""
+    """Return the value as JSON text; raises `MalformedCall` for a value that JSON does not have."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # half of a surrogate pair is not text
     except (ValueError, TypeError):
-        raise Malformed from None
+        raise MalformedCall from None
     return text
 
 
@@ -183,28 +183,28 @@ def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
     return tools_by_name
 
 
-def json_call(text: str, *, complete: bool = False) -> Call:
-    """Return the call that a JSON object describes. Raises `Malformed` if it describes none.
+def json_call(text: str, *, complete: bool = False) -> ReplyCall:
+    """Return the call that a JSON object describes. Raises `MalformedCall` if it describes none.
 
     A call without arguments has an empty object of them, or is malformed if it has to be `complete`.
     """
     try:
         return _call(text, complete)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedCall from None
 
 
-def named_call(name: str, text: str) -> Call:
+def named_call(name: str, text: str) -> ReplyCall:
     """Return the call whose arguments are the JSON object `text`."""
     try:
         return _with_text(name, _DECODER.decode(text), text)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedCall from None
 
 
-def _call(text: str, complete: bool) -> Call:
+def _call(text: str, complete: bool) -> ReplyCall:
     if not text.startswith("{"):
-        raise Malformed
+        raise MalformedCall
     members = _members(text)
     if "name" not in members and "function" in members:
         inner, raw = members["function"]
@@ -214,7 +214,7 @@ def _call(text: str, complete: bool) -> Call:
     name, _ = members.get("name", (None, ""))
     pair = next((members[key] for key in ARGUMENTS if key in members), None)
     if pair is None and complete:
-        raise Malformed
+        raise MalformedCall
     arguments, raw = pair or ({}, "{}")
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
         arguments, raw = _DECODER.decode(arguments), arguments
@@ -223,12 +223,12 @@ def _call(text: str, complete: bool) -> Call:
     return _with_text(name, arguments, raw)
 
 
-def _with_text(name: object, arguments: object, text: str) -> Call:
+def _with_text(name: object, arguments: object, text: str) -> ReplyCall:
     try:
         json.loads(text)
     except ValueError:  # raw line breaks
-        return Call.of(name, arguments)
-    return Call.of(name, arguments, text)
+        return ReplyCall.of(name, arguments)
+    return ReplyCall.of(name, arguments, text)
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:
@@ -255,7 +255,7 @@ class Calls(Protocol):
     """The context of a reader: the text, the tools, and the receiver of its calls."""
 
     @property
-    def source(self) -> Source: ...
+    def source(self) -> TextSource: ...
     @property
     def known(self) -> Known: ...
     def streams(self, name: str) -> bool:
@@ -269,7 +269,7 @@ class Calls(Protocol):
         """
         ...
 
-    def emit(self, *calls: Call) -> None:
+    def emit(self, *calls: ReplyCall) -> None:
         """Emit complete calls. Text read until now belongs to them; the text that follows may still be malformed."""
 
 

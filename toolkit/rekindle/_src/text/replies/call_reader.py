@@ -16,11 +16,11 @@ from rekindle._src.text.replies.call import (
     ARGUMENTS,
     MAX_NAME,
     SPACE,
-    Call,
     Calls,
-    Malformed,
+    MalformedCall,
     Reading,
-    Source,
+    ReplyCall,
+    TextSource,
     as_json,
     capture,
     forward,
@@ -52,7 +52,7 @@ _PYTHON_ESCAPES = {
 _PYTHON_HEX = {"x": 2, "u": 4, "U": 8}
 
 
-def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[Call]:
+def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[ReplyCall]:
     """Return the call that the next JSON object describes, as `json_call` reads it."""
     return json_call((yield from read_json(calls.source, _Values(calls))), complete=complete)
 
@@ -62,7 +62,7 @@ def read_arguments(calls: Calls, name: str, *, depth: int = 0) -> Reading[str]:
     tell = calls.begin(name)
     if tell is None:
         return (yield from read_json(calls.source, depth=depth))
-    escaped = _Escaped()
+    escaped = _JsonEscaper()
     return (yield from forward(calls.source, read_json(calls.source, depth=depth), lambda piece: tell(escaped(piece))))
 
 
@@ -80,7 +80,7 @@ class _Values:
         if key != "name" and key not in ARGUMENTS:
             return False
         if self._sent:  # it would change arguments that are sent
-            raise Malformed
+            raise MalformedCall
         first, self._has_arguments = not self._has_arguments, self._has_arguments or key != "name"
         source = self._calls.source
         char = yield from peek(source)
@@ -94,7 +94,7 @@ class _Values:
         return True
 
 
-class _Escaped:
+class _JsonEscaper:
     """Pieces of JSON text with escapes for control characters inside of strings, which models write as they are."""
 
     def __init__(self) -> None:
@@ -117,8 +117,8 @@ class _Escaped:
         return text
 
 
-def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
-    """Return the text of the next JSON object, after whitespace. Raises `Malformed` if there is none.
+def read_json(source: TextSource, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
+    """Return the text of the next JSON object, after whitespace. Raises `MalformedCall` if there is none.
 
     `value_of` may read the values of this object itself; it gets their keys as JSON. The object
     is nested in `depth` others.
@@ -128,18 +128,18 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
         source.at += 1
         char = yield from peek(source)
     if char != "{":
-        raise Malformed
+        raise MalformedCall
     return (yield from capture(source, _read_object(source, value_of, depth)))
 
 
-def _read_object(source: Source, value_of: ReadValue | None, depth: int) -> Reading[None]:
+def _read_object(source: TextSource, value_of: ReadValue | None, depth: int) -> Reading[None]:
     closers: list[str] = []
     key = ""  # of a value of this object
     expected = "value"  # or: "key", "first key", "colon", "comma", "first value"
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char in SPACE:
             source.at += 1
         elif expected in ("key", "first key") and char == '"':
@@ -167,22 +167,22 @@ def _read_object(source: Source, value_of: ReadValue | None, depth: int) -> Read
                 source.at += 1
                 closers.append("}" if char == "{" else "]")
                 if len(closers) + depth > MAX_DEPTH:
-                    raise Malformed
+                    raise MalformedCall
                 expected = "first key" if char == "{" else "first value"
             else:
                 yield from read_string(source) if char == '"' else _read_word(source)
                 expected = "comma"
         else:
-            raise Malformed
+            raise MalformedCall
 
 
-def read_string(source: Source) -> Reading[None]:
+def read_string(source: TextSource) -> Reading[None]:
     """Read a string, which begins with a quote."""
     source.at += 1
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char == '"':
             source.at += 1
             return
@@ -195,22 +195,22 @@ def read_string(source: Source) -> Reading[None]:
             source.at = plain.end()
 
 
-def _read_escape(source: Source) -> Reading[None]:
+def _read_escape(source: TextSource) -> Reading[None]:
     char = yield from peek(source)
     if char == "u":
         source.at += 1
         for _ in range(4):
             char = yield from peek(source)
             if char == "" or char not in _HEX:
-                raise Malformed
+                raise MalformedCall
             source.at += 1
     elif char and char in _ESCAPES:
         source.at += 1
     else:
-        raise Malformed
+        raise MalformedCall
 
 
-def _read_word(source: Source) -> Reading[None]:
+def _read_word(source: TextSource) -> Reading[None]:
     word = ""
     while True:
         char = yield from peek(source)
@@ -219,10 +219,10 @@ def _read_word(source: Source) -> Reading[None]:
             break
         word += match.group()
         if len(word) > MAX_WORD:
-            raise Malformed
+            raise MalformedCall
         source.at = match.end()
     if _VALUE.fullmatch(word) is None:
-        raise Malformed
+        raise MalformedCall
 
 
 class Arguments:
@@ -238,22 +238,22 @@ class Arguments:
         return len(self._values)
 
     def add(self, name: str, value: Any) -> None:
-        """Add an argument; raises `Malformed` for a name that is there already."""
+        """Add an argument; raises `MalformedCall` for a name that is there already."""
         if name in self._values:
-            raise Malformed
+            raise MalformedCall
         if self._tell is not None:
             self._tell(f"{', ' if self._values else ''}{as_json(name)}: {as_json(value)}")
         self._values[name] = value
 
-    def call(self, name: str) -> Call:
+    def call(self, name: str) -> ReplyCall:
         """Return the call of `name`, once all arguments are there."""
-        call = Call.of(name, self._values)
+        call = ReplyCall.of(name, self._values)
         if self._tell is not None:
             self._tell("}")
         return call
 
 
-def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
+def read_function(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     """Return the call whose `<function=` has been read, to the end of `</function>`.
 
     Values are text without quotes. If the schema allows no string, a value that is valid JSON is read as JSON.
@@ -261,39 +261,39 @@ def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
     source, known = calls.source, calls.known
     name = (yield from _read_to(source, ">", MAX_NAME)).strip()
     if only_known and name not in known:
-        raise Malformed
+        raise MalformedCall
     schemas = known.get(name, {})
     arguments = Arguments(calls.begin(name))
     while not (yield from take(source, "</function>")):
         if not (yield from take(source, "<parameter=")):
-            raise Malformed
+            raise MalformedCall
         key = (yield from _read_to(source, ">", MAX_NAME)).strip()
         text = yield from _read_to(source, "</parameter>", None)
         if not key:
-            raise Malformed
+            raise MalformedCall
         arguments.add(key, _value(text.removeprefix("\n").removesuffix("\n"), schemas.get(key)))
     return arguments.call(name)
 
 
-def _read_to(source: Source, end: str, limit: int | None) -> Reading[str]:
+def _read_to(source: TextSource, end: str, limit: int | None) -> Reading[str]:
     """Return the text before `end`, and read past it."""
     parts: list[str] = []
     length = 0
     while True:
         if (yield from peek(source)) == "":
-            raise Malformed
+            raise MalformedCall
         end_at = source.text.find(end, source.at)
         stop = end_at if end_at >= 0 else max(source.at, len(source.text) - len(end) + 1)
         parts.append(source.text[source.at : stop])
         length += stop - source.at
         if limit is not None and length > limit:
-            raise Malformed
+            raise MalformedCall
         source.at = stop + len(end) if end_at >= 0 else stop
         if end_at >= 0:
             return "".join(parts)
         if source.ended:
             source.at = len(source.text)
-            raise Malformed
+            raise MalformedCall
         yield
 
 
@@ -308,36 +308,36 @@ def _value(text: str, schema: object) -> Any:
         return words.get(text.strip(), text)
 
 
-def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
+def read_call(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     """Return the next call, after whitespace.
 
     A positional argument is the parameter at its place, if the tool is known. With `only_known`, a name that is not
-    a tool's is `Malformed`, as soon as the parenthesis is read.
+    a tool's is `MalformedCall`, as soon as the parenthesis is read.
     """
     source, known = calls.source, calls.known
     yield from skip_space(source)
     name = yield from _read_python_word(source, MAX_NAME)
     if _NAME.fullmatch(name) is None or (only_known and name not in known):
-        raise Malformed
+        raise MalformedCall
     if not (yield from take(source, "(")):
-        raise Malformed
+        raise MalformedCall
     places = list(known.get(name, ()))
     arguments = Arguments(calls.begin(name))
     while not (yield from take(source, ")")):
         key, value = yield from _read_argument(source)
         if key is None:
             if len(arguments) >= len(places):
-                raise Malformed
+                raise MalformedCall
             key = places[len(arguments)]
         arguments.add(key, value)
         if not (yield from take(source, ",")):
             if not (yield from take(source, ")")):
-                raise Malformed
+                raise MalformedCall
             break
     return arguments.call(name)
 
 
-def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
+def _read_argument(source: TextSource) -> Reading[tuple[str | None, Any]]:
     """Return the name and the value of an argument; a positional one has no name."""
     yield from skip_space(source)
     char = yield from peek(source)
@@ -346,18 +346,18 @@ def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
     word = yield from _read_python_word(source, MAX_NAME)
     if (yield from take(source, "=")):
         if _NAME.fullmatch(word) is None:
-            raise Malformed
+            raise MalformedCall
         return word, (yield from _read_value(source, 1))
     if word not in _WORDS:
-        raise Malformed
+        raise MalformedCall
     return None, _WORDS[word]
 
 
-def _read_value(source: Source, depth: int) -> Reading[Any]:
+def _read_value(source: TextSource, depth: int) -> Reading[Any]:
     yield from skip_space(source)
     char = yield from peek(source)
     if depth > MAX_DEPTH or char == "":
-        raise Malformed
+        raise MalformedCall
     if char in "'\"":
         return (yield from _read_string(source, char))
     if char in "[(":
@@ -371,37 +371,37 @@ def _read_value(source: Source, depth: int) -> Reading[Any]:
         return int(word)
     if _FLOAT.fullmatch(word):
         return float(word)
-    raise Malformed
+    raise MalformedCall
 
 
-def _read_items(source: Source, closer: str, depth: int) -> Reading[list[Any]]:
+def _read_items(source: TextSource, closer: str, depth: int) -> Reading[list[Any]]:
     source.at += 1
     items: list[Any] = []
     while not (yield from take(source, closer)):
         items.append((yield from _read_value(source, depth + 1)))
         if not (yield from take(source, ",")):
             if not (yield from take(source, closer)):
-                raise Malformed
+                raise MalformedCall
             break
     return items
 
 
-def _read_dict(source: Source, depth: int) -> Reading[dict[str, Any]]:
+def _read_dict(source: TextSource, depth: int) -> Reading[dict[str, Any]]:
     source.at += 1
     items: dict[str, Any] = {}
     while not (yield from take(source, "}")):
         key = yield from _read_value(source, depth + 1)
         if not isinstance(key, str) or not (yield from take(source, ":")):
-            raise Malformed
+            raise MalformedCall
         items[key] = yield from _read_value(source, depth + 1)
         if not (yield from take(source, ",")):
             if not (yield from take(source, "}")):
-                raise Malformed
+                raise MalformedCall
             break
     return items
 
 
-def _read_string(source: Source, quote: str) -> Reading[str]:
+def _read_string(source: TextSource, quote: str) -> Reading[str]:
     source.at += 1
     if (yield from peek(source)) == quote:
         source.at += 1
@@ -414,7 +414,7 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
     while True:
         char = yield from peek(source)
         if char == "":
-            raise Malformed
+            raise MalformedCall
         if char == "\\":
             source.at += 1
             parts.append((yield from _read_python_escape(source)))
@@ -434,10 +434,10 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
             source.at = match.end()
 
 
-def _read_python_escape(source: Source) -> Reading[str]:
+def _read_python_escape(source: TextSource) -> Reading[str]:
     char = yield from peek(source)
     if char == "":
-        raise Malformed
+        raise MalformedCall
     source.at += 1
     if char not in _PYTHON_HEX:
         return _PYTHON_ESCAPES.get(char, "\\" + char)
@@ -445,20 +445,20 @@ def _read_python_escape(source: Source) -> Reading[str]:
     for _ in range(_PYTHON_HEX[char]):
         digit = yield from peek(source)
         if digit == "" or digit not in "0123456789abcdefABCDEF":
-            raise Malformed
+            raise MalformedCall
         digits += digit
         source.at += 1
     if int(digits, 16) > 0x10FFFF:
-        raise Malformed
+        raise MalformedCall
     return chr(int(digits, 16))
 
 
-def _read_python_word(source: Source, limit: int) -> Reading[str]:
+def _read_python_word(source: TextSource, limit: int) -> Reading[str]:
     """Read letters, digits, `_`, `.`, `+` and `-`."""
     word: list[str] = []
     while (char := (yield from peek(source))) and (char.isalnum() or char in "_.+-"):
         if len(word) == limit:
-            raise Malformed
+            raise MalformedCall
         word.append(char)
         source.at += 1
     return "".join(word)

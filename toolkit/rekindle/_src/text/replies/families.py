@@ -1,6 +1,6 @@
 """The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi, OLMo and gpt-oss.
 
-A reader begins after its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
+A reader begins after its opener (a bare one is still unread), reads whole calls, and raises `MalformedCall` where there
 is none; text read since the last whole call is then part of the answer.
 
 Replies of gpt-oss are in harmony: messages, each with a channel, and perhaps a tool as its recipient.
@@ -30,7 +30,7 @@ from rekindle._src.text.replies.call import (
     Calls,
     CallSyntax,
     Known,
-    Malformed,
+    MalformedCall,
     NamedArguments,
     Opener,
     Reading,
@@ -155,7 +155,7 @@ class HarmonyScanner(ReplyScanner):
         self.source.mark()
         try:
             self.emit(named_call(name, (yield from read_arguments(self, name))))
-        except Malformed:
+        except MalformedCall:
             self._give_back(self.source.since_mark())
             self._said.add(ContentDelta)
             self._fresh = False
@@ -222,7 +222,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
     while True:
         call = yield from read_json_call(calls, complete=True)
         if call.name not in calls.known:
-            raise Malformed
+            raise MalformedCall
         calls.emit(call)
         if not (yield from _another(calls)):
             return
@@ -266,7 +266,7 @@ def _mistral_name(calls: Calls) -> Reading[str]:
     yield from skip_space(calls.source)
     while (char := (yield from peek(calls.source))) and _MISTRAL_NAME.match(char):
         if len(name) == MAX_NAME:
-            raise Malformed
+            raise MalformedCall
         name += char
         calls.source.at += 1
     return name

@@ -20,13 +20,13 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.text.replies.call import (
     SPACE,
-    Call,
     CallSyntax,
     Known,
-    Malformed,
+    MalformedCall,
     Opener,
     Reading,
-    Source,
+    ReplyCall,
+    TextSource,
     peek,
     skip_space,
     take,
@@ -48,7 +48,7 @@ class ReplyScanner:
         new_id: Callable[[int], str],
         pieces: bool = False,
     ) -> None:
-        self.source: Source = Source()
+        self.source: TextSource = TextSource()
         self.known: Known = known
         self._openers: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
         self._marked = {opener.text: opener for opener in self._openers if not opener.bare}
@@ -59,7 +59,9 @@ class ReplyScanner:
         self._calls = 0
         self._pieces = pieces
         self._writing = False  # a call has started and is not complete
-        self._pending_calls: list[Call] | None = None  # calls inside of reasoning, until it is clear if they are meant
+        self._pending_calls: list[ReplyCall] | None = (
+            None  # calls inside of reasoning, until it is clear if they are meant
+        )
         self._gap: list[str] = []  # whitespace that counts only if more text of the same kind follows
         self._has_content = False  # content was emitted
         self._after_marker = False  # the last thing read is a tag or a call
@@ -94,7 +96,7 @@ class ReplyScanner:
         if text:
             self._events.append(ToolCallArguments(self._calls, text))
 
-    def emit(self, *calls: Call) -> None:
+    def emit(self, *calls: ReplyCall) -> None:
         """Emit complete calls, or the end of the one that has started."""
         if self._pending_calls is not None:
             self._pending_calls += calls
@@ -129,7 +131,7 @@ class ReplyScanner:
             try:
                 yield from opener.read(self)
                 self._blank = True
-            except Malformed:
+            except MalformedCall:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
                 self._give_back(self._sayable(self.source.since_mark()))
@@ -188,7 +190,7 @@ class ReplyScanner:
 
         A model may think about a call, and may also forget to close its reasoning before one.
         """
-        held: list[Call] = []
+        held: list[ReplyCall] = []
         self._pending_calls = held
         try:
             yield from opener.read(self)
@@ -196,7 +198,7 @@ class ReplyScanner:
                 yield from opener.read(self)
             yield from skip_space(self.source)
             complete = (yield from peek(self.source)) == ""
-        except Malformed:
+        except MalformedCall:
             complete = False
         self._pending_calls = None
         if complete:

@@ -26,7 +26,7 @@ from rekindle._src.models.loading.gguf.names import place
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
 from rekindle._src.models.loading.manifest import Manifest, Source
 from rekindle._src.models.loading.named_tensors import named_tensors
-from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of
 from rekindle._src.models.nn.rope import RopeSpec
 from rekindle._src.models.registry import gguf_form
@@ -48,7 +48,7 @@ class _Member(NamedTuple):
     head: int  # rows of a head whose pairs the file has side by side; 0 for others
 
 
-class Outgoing(NamedTuple):
+class OutgoingTensor(NamedTuple):
     """A tensor to write: its place in the table."""
 
     name: str
@@ -64,11 +64,11 @@ class GgufExport(NamedTuple):
     """The arguments of `write_gguf`."""
 
     metadata: dict[str, Any]
-    tensors: tuple[Outgoing, ...]
+    tensors: tuple[OutgoingTensor, ...]
     pieces: Iterator[NDArray[Any]]
 
 
-def export(stored: Stored, config: ModelConfig, kind: str, done: Done) -> GgufExport:
+def export(stored: StoredCheckpoint, config: ModelConfig, kind: str, done: Done) -> GgufExport:
     """Return the file's weights and the metadata that describes them; `done` is called with the bytes that were read.
 
     `kind` is a type for the matrices, or "auto": each keeps its own. Blocks that already are of the type stay as they
@@ -79,12 +79,12 @@ def export(stored: Stored, config: ModelConfig, kind: str, done: Done) -> GgufEx
         raise ConfigError("type", kind, "is not a type of GGUF that is written", f"Use one of {', '.join(TYPES)}")
     declared, entries = named_tensors(stored, config)
     metadata, extra = (_kept_metadata(stored), {}) if stored.is_gguf else describe(config)
-    plain = {name: (Outgoing(name, F32, values.shape), values) for name, values in extra.items()}
+    plain = {name: (OutgoingTensor(name, F32, values.shape), values) for name, values in extra.items()}
     if stored.is_gguf:
         plain |= _rope_tensors(stored)
     members = _members(config, declared, entries)
     types = {name: _type_of(name, parts, kind, config) for name, parts in members.items()}
-    tensors = [Outgoing(name, types[name], _shape(parts)) for name, parts in members.items()]
+    tensors = [OutgoingTensor(name, types[name], _shape(parts)) for name, parts in members.items()]
     if kind != "auto" or not stored.is_gguf:
         wide = {types[name].name for name, parts in members.items() if len(_shape(parts)) > 1}
         name = kind.upper() if kind != "auto" else next(iter(sorted(wide & _FILE_TYPES.keys())), "F16")
@@ -101,7 +101,7 @@ def export(stored: Stored, config: ModelConfig, kind: str, done: Done) -> GgufEx
     return GgufExport(metadata, (*(tensor for tensor, _ in plain.values()), *tensors), pieces())
 
 
-def _kept_metadata(stored: Stored) -> dict[str, Any]:
+def _kept_metadata(stored: StoredCheckpoint) -> dict[str, Any]:
     """Return the metadata of a GGUF file, except for how it was stored."""
     metadata = read_header(stored.headers[0].file).metadata
     dropped = ("split.", "general.alignment", "quantize.")
@@ -114,12 +114,12 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, bool, int, float)) else list(value)
 
 
-def _rope_tensors(stored: Stored) -> dict[str, tuple[Outgoing, NDArray[np.float32]]]:
+def _rope_tensors(stored: StoredCheckpoint) -> dict[str, tuple[OutgoingTensor, NDArray[np.float32]]]:
     tensors = {}
     for entry in (entry for header in stored.headers for entry in header.entries):
         if entry.name.startswith(("rope_freqs.", "rope_factors_")) and entry.dtype == "F32":
             rows = GgufRows(entry.file, entry.name, F32, entry.shape, entry.offset)
-            tensors[entry.name] = (Outgoing(entry.name, F32, entry.shape), rows(0, entry.shape[0]))
+            tensors[entry.name] = (OutgoingTensor(entry.name, F32, entry.shape), rows(0, entry.shape[0]))
     return tensors
 
 
@@ -176,7 +176,7 @@ def _ordered(rows: NDArray[Any], head: int) -> NDArray[Any]:
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Sequence[Outgoing], pieces: Iterable[NDArray[Any]]
+    path: Path, metadata: Mapping[str, Any], tensors: Sequence[OutgoingTensor], pieces: Iterable[NDArray[Any]]
 ) -> None:
     """Write a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
 
@@ -198,7 +198,7 @@ def write_gguf(
         _write_tensors(file, tensors, iter(pieces))
 
 
-def _write_tensors(file: BinaryIO, tensors: Sequence[Outgoing], pieces: Any) -> None:
+def _write_tensors(file: BinaryIO, tensors: Sequence[OutgoingTensor], pieces: Any) -> None:
     for tensor in tensors:
         remaining = tensor.nbytes
         while remaining > 0:

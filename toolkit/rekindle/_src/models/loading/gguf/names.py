@@ -43,7 +43,7 @@ _LAYER = re.compile(
 _EXPERT = re.compile(r"(?:mlp\.|block_sparse_moe\.|feed_forward\.|mixer\.)?experts\.(\d+)\.(\w+)")
 
 
-class Place(NamedTuple):
+class GgufPlace(NamedTuple):
     """The tensor of a GGUF file that is one of Hugging Face's, or has it as a part."""
 
     name: str
@@ -53,14 +53,14 @@ class Place(NamedTuple):
     paired: bool = False  # True if its rows are those of heads with rotated pairs side by side
 
 
-def place(name: str, form: GgufForm) -> Place:
+def place(name: str, form: GgufForm) -> GgufPlace:
     """Return where a tensor lies. `name` is one of the family's manifest."""
     module, _, end = name.rpartition(".")
     if module in _OUTER:
-        return Place(f"{_OUTER[module]}.{end}")
+        return GgufPlace(f"{_OUTER[module]}.{end}")
     whole = _TENSOR.fullmatch(name)
     if whole is not None and whole[2] in form.tensors:
-        return Place(f"blk.{whole[1]}.{form.tensors[whole[2]]}")
+        return GgufPlace(f"blk.{whole[1]}.{form.tensors[whole[2]]}")
     match = _LAYER.fullmatch(name)
     assert match is not None, name
     layer, inner, end = match.groups()
@@ -68,14 +68,14 @@ def place(name: str, form: GgufForm) -> Place:
     if expert is not None:
         kind = _EXPERTS[expert[2]]
         if form.fused_experts and kind != "ffn_down":
-            return Place(f"blk.{layer}.ffn_gate_up_exps.{end}", int(expert[1]), half=int(kind == "ffn_up"))
-        return Place(f"blk.{layer}.{kind}_exps.{end}", int(expert[1]), f"blk.{layer}.{kind}.{expert[1]}.{end}")
+            return GgufPlace(f"blk.{layer}.ffn_gate_up_exps.{end}", int(expert[1]), half=int(kind == "ffn_up"))
+        return GgufPlace(f"blk.{layer}.{kind}_exps.{end}", int(expert[1]), f"blk.{layer}.{kind}.{expert[1]}.{end}")
     if end == "e_score_correction_bias":
-        return Place(f"blk.{layer}.exp_probs_b.bias")
+        return GgufPlace(f"blk.{layer}.exp_probs_b.bias")
     if end == "sinks":
-        return Place(f"blk.{layer}.attn_sinks.weight")
+        return GgufPlace(f"blk.{layer}.attn_sinks.weight")
     gguf_name = form.names.get(inner) or _INNER[inner]
-    return Place(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and form.paired)
+    return GgufPlace(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and form.paired)
 
 
 def within_layer(name: str) -> tuple[int, str] | None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.family import HeadOrder, Rewritten
+from rekindle._src.models.family import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf.blocks import (
     BY_NAME,
@@ -194,7 +194,7 @@ class RewrittenRows(_Runs):
     """Rows of a tensor of a file that has them in another order, or as logarithms."""
 
     stored: GgufRows
-    how: Rewritten
+    how: TensorRewrite
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
         values = _Runs.__call__(self, start, stop)
@@ -250,7 +250,7 @@ def stored_places(places: NDArray[np.int64], order: HeadOrder) -> NDArray[np.int
     return np.where(places < order.first, places, stored)
 
 
-def entry_of(name: str, stored: TensorEntry, how: Rewritten) -> TensorEntry:
+def entry_of(name: str, stored: TensorEntry, how: TensorRewrite) -> TensorEntry:
     """Return the entry of Hugging Face's tensor `name`, which the file has as `stored`."""
     shape = stored.shape
     if how.shape is not None and np.prod(how.shape, dtype=np.int64) == np.prod(shape, dtype=np.int64):

@@ -11,7 +11,7 @@ from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
-from rekindle._src.models.loading.gguf.names import Place, place, within_layer
+from rekindle._src.models.loading.gguf.names import GgufPlace, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle._src.models.registry import family, family_of_gguf, gguf_form, gguf_forms
@@ -158,7 +158,7 @@ def llama_cpp_name(name: str, config: ModelConfig) -> str:
     return where.name if where.expert is None else f"{where.name}[{where.expert}]"
 
 
-def _entry(name: str, where: Place, stored: Mapping[str, TensorEntry], head_dim: int) -> TensorEntry | None:
+def _entry(name: str, where: GgufPlace, stored: Mapping[str, TensorEntry], head_dim: int) -> TensorEntry | None:
     """Return the tensor, or the expert's part of a stack, as an entry of its own."""
     whole = stored.get(where.name)
     if whole is None:
