@@ -44,7 +44,7 @@ def test_equal_openings_have_equal_blueprints() -> None:
 def test_programs_of_equal_plans_have_one_key() -> None:
     """What a program's key holds, and nothing else: a session with other memory below the device loads them too."""
     assert plan(host_memory=1 << 20, seed=3).programs.key == plan().programs.key
-    for change in ({"max_requests": 2}, {"max_adapters": 2}, {"deterministic": True}):
+    for change in ({"max_requests": 2}, {"max_adapters": 2}, {"kernels": "xla"}):
         assert plan(**change).programs.key != plan().programs.key, change
     assert plan(taps=(Tap(lambda x, context: x, "mine"),)).programs.key != plan().programs.key
 

@@ -79,7 +79,7 @@ class MovedPages:
     def observe(self, result: StepResult) -> None: ...
 
 
-class Device:
+class SimulatedDevice:
     """A runner without a device: every row that samples gives the same token."""
 
     programs = None
@@ -124,7 +124,7 @@ class SimulatedReplica:
         tier = self._arrived if role == "decode" else None
         self._cache = PrefixCache(pool, config.page_size, b"simulated", host_tier=tier) if config.prefix_cache else None
         self.scheduler: Scheduler = Scheduler(limits, pool, cache=self._cache, policy=config.policy, seed=0)
-        self._engine = Engine(self.scheduler, Device(), config)
+        self._engine = Engine(self.scheduler, SimulatedDevice(), config)
         self._turn: LoopTurn | None = None  # ends with the step that runs
         self.inside = 0
         self.routed = 0

@@ -37,7 +37,7 @@ from rekindle._src.text.gguf.vocabulary import (
     MergeList,
     Pair,
     TokenizerRecipe,
-    Vocabulary,
+    GgufVocabulary,
     added_token,
     read_definition,
     recipe,
@@ -96,7 +96,7 @@ def _backend(header: GgufHeader) -> WholeTokenizer | PartialTokenizer | None:
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
     """Return the named special tokens, such as `{"bos_token": "<s>"}`; chat templates read them."""
-    return Vocabulary.of(metadata).special() if "tokenizer.ggml.tokens" in metadata else {}
+    return GgufVocabulary.of(metadata).special() if "tokenizer.ggml.tokens" in metadata else {}
 
 
 def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]:

@@ -40,7 +40,7 @@ SPECIAL = {
 }  # fmt: skip
 
 
-class Vocabulary(NamedTuple):
+class GgufVocabulary(NamedTuple):
     """The tokens of a file and the type of each."""
 
     path: Path
@@ -49,7 +49,7 @@ class Vocabulary(NamedTuple):
     kinds: NDArray[Any]
 
     @classmethod
-    def of(cls, metadata: Metadata) -> Vocabulary:
+    def of(cls, metadata: Metadata) -> GgufVocabulary:
         tokens = metadata.texts(f"{_KEY}.tokens")
         kinds = metadata.numbers(f"{_KEY}.token_type", np.full(len(tokens), NORMAL))
         vocabulary = cls(metadata.path, metadata, tokens, kinds)
@@ -103,7 +103,7 @@ class Merges(Protocol):
 class TokenizerRecipe(NamedTuple):
     """The parts from which the tokenizer of a BPE vocabulary, or of some of its tokens, is built."""
 
-    words: Vocabulary
+    words: GgufVocabulary
     options: Mapping[str, Any]  # of `models.BPE`
     merges: Merges
     normalizer: Any
@@ -151,7 +151,7 @@ def recipe(metadata: Metadata) -> TokenizerRecipe | None:
     if HUGGINGFACE in metadata:
         return None
     make = _RECIPES.get(metadata.text(f"{_KEY}.model", "none"))
-    return None if make is None else make(Vocabulary.of(metadata))
+    return None if make is None else make(GgufVocabulary.of(metadata))
 
 
 def read_definition(metadata: Metadata) -> bytes | None:
@@ -168,10 +168,10 @@ def read_definition(metadata: Metadata) -> bytes | None:
     if kind != "t5":
         known = ", ".join(sorted((*_RECIPES, "t5")))
         raise UnsupportedModel(f"{metadata.path}: {_KEY}.model={kind[:80]!r} is not implemented. Use one of: {known}.")
-    return _unigrams(Vocabulary.of(metadata))
+    return _unigrams(GgufVocabulary.of(metadata))
 
 
-def _byte_level(words: Vocabulary) -> TokenizerRecipe:
+def _byte_level(words: GgufVocabulary) -> TokenizerRecipe:
     name = words.metadata.text(f"{_KEY}.pre", None)
     if name is None:
         _log.warning(
@@ -238,7 +238,7 @@ class MergeList:
         return left, right
 
 
-def _sentence_pieces(words: Vocabulary) -> TokenizerRecipe:
+def _sentence_pieces(words: GgufVocabulary) -> TokenizerRecipe:
     scores = words.metadata.numbers(f"{_KEY}.scores")
     words.check("scores", len(scores))
     prefix = words.flag("add_space_prefix", True)
@@ -255,7 +255,7 @@ def _sentence_pieces(words: Vocabulary) -> TokenizerRecipe:
     )
 
 
-def _merged_pieces(words: Vocabulary) -> TokenizerRecipe:
+def _merged_pieces(words: GgufVocabulary) -> TokenizerRecipe:
     """Return the recipe of pieces that a list merges: Gemma 4's, whose text is split at the ends of lines alone."""
     return TokenizerRecipe(
         words,
@@ -271,7 +271,7 @@ def _merged_pieces(words: Vocabulary) -> TokenizerRecipe:
 class Cuts:
     """Every way to cut a piece into two others, those of pieces with the best score first."""
 
-    def __init__(self, words: Vocabulary, scores: NDArray[Any]) -> None:
+    def __init__(self, words: GgufVocabulary, scores: NDArray[Any]) -> None:
         self._words, self._scores = words, scores
 
     @functools.cached_property
@@ -311,7 +311,7 @@ class Cuts:
         )
 
 
-def _unigrams(words: Vocabulary) -> bytes:
+def _unigrams(words: GgufVocabulary) -> bytes:
     scores = words.metadata.numbers(f"{_KEY}.scores").tolist()
     words.check("scores", len(scores))
     pieces = list(zip(words.tokens, scores, strict=True))
@@ -335,14 +335,14 @@ def _unigrams(words: Vocabulary) -> bytes:
     return _definition(words, model, ids, steps, add_bos=False)
 
 
-def _squeezed(words: Vocabulary) -> list[Any]:
+def _squeezed(words: GgufVocabulary) -> list[Any]:
     """Return the normalizers of a vocabulary that reads several spaces as one."""
     if not words.flag("remove_extra_whitespaces", False):
         return []
     return [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
 
 
-def _unknown(words: Vocabulary) -> str | None:
+def _unknown(words: GgufVocabulary) -> str | None:
     index = words.metadata.integer(f"{_KEY}.unknown_token_id", None)
     if index is None:
         index = next(iter(np.flatnonzero(words.kinds == UNKNOWN).tolist()), None)
@@ -350,7 +350,12 @@ def _unknown(words: Vocabulary) -> str | None:
 
 
 def _definition(
-    words: Vocabulary, model: Mapping[str, Any], ids: Mapping[str, int], steps: tuple[Any, Any, Any], *, add_bos: bool
+    words: GgufVocabulary,
+    model: Mapping[str, Any],
+    ids: Mapping[str, int],
+    steps: tuple[Any, Any, Any],
+    *,
+    add_bos: bool,
 ) -> bytes:
     """Return the tokenizer.json of a model, its normalizer, pre-tokenizer and decoder, and of added tokens."""
     tokens = [added_token(words, index) for index in words.added().tolist()]
@@ -373,7 +378,7 @@ def _definition(
     return json.dumps(content, ensure_ascii=False).encode()
 
 
-def _processor(words: Vocabulary, ids: Mapping[str, int], *, add_bos: bool) -> Any:
+def _processor(words: GgufVocabulary, ids: Mapping[str, int], *, add_bos: bool) -> Any:
     """Return the post-processor that puts the tokens around a text which `encode` adds; None without any."""
     special = words.special()
     first = special.get("bos_token") if words.flag("add_bos_token", add_bos) else None
@@ -388,7 +393,7 @@ def _processor(words: Vocabulary, ids: Mapping[str, int], *, add_bos: bool) -> A
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
-def added_token(words: Vocabulary, index: int) -> AddedToken:
+def added_token(words: GgufVocabulary, index: int) -> AddedToken:
     """Return the entry of a token that text may spell out."""
     return AddedToken(words.tokens[index], normalized=False, special=int(words.kinds[index]) != USER_DEFINED)
 
