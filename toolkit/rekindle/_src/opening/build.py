@@ -31,7 +31,7 @@ from rekindle._src.opening.cache import SessionCache
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.vocabulary import Vocabulary
+from rekindle._src.opening.vocabulary import Texts, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -91,7 +91,7 @@ def build(request: OpenRequest) -> Front:
         programs.opened()
         device = ModelDevice(plan, weights, programs, cache, runner, others)
         engine = Engine(scheduler, runner, plan.config, device)
-        front = _front(engine, plan, programs, vocabulary, tokenizer)._replace(
+        front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
             adapters=adapters, program_wait=runner.program_wait
         )
         device.owners = owners.pop_all()
@@ -108,12 +108,11 @@ def _front(
     engine: Engine,
     plan: Blueprint,
     programs: SessionPrograms,
-    vocabulary: Vocabulary,
+    texts: Texts,
     tokenizer: Tokenizer,
 ) -> Front:
     """Return what turns prompts into requests and tokens into text."""
-    defaults, chat, model = vocabulary.sampling(), vocabulary.chat(), plan.model
-    vocabulary.forget_headers()
+    (defaults, chat, embedder), model = texts, plan.model
     expect_chat = programs.expecting_chat(chat, tokenizer, drawn=defaults.chat is not None)
     if precompiles(plan.config.precompile) == "background":
         expect_chat()
@@ -127,7 +126,7 @@ def _front(
         chat_sampling=defaults.chat,
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
-        embedder=vocabulary.embedder(),
+        embedder=embedder,
         chat=chat,
         model=plan.name,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.memory import give_back
@@ -15,6 +16,14 @@ from rekindle._src.text.generation_config import Defaults, defaults_of, describe
 from rekindle._src.text.tokenizer import Tokenizer
 
 log = logging.getLogger("rekindle.engine")
+
+
+class Texts(NamedTuple):
+    """All that a checkpoint says about texts, besides their tokens."""
+
+    defaults: Defaults  # of requests without options of their own
+    chat: ChatTemplate | None  # None without a template
+    embedder: Embedder  # how texts become vectors
 
 
 class Vocabulary:
@@ -43,31 +52,27 @@ class Vocabulary:
         give_back()  # memory that reading a large vocabulary took
         return tokenizer
 
-    def chat(self) -> ChatTemplate | None:
-        """Return the chat template; None without one."""
-        return None if self._plan.folder is None else ChatTemplate.load(self._plan.folder)
-
-    def embedder(self) -> Embedder:
-        """Return how texts become vectors, as the checkpoint says."""
-        return embedder_of(self._plan.folder, self._plan.model)
-
-    def sampling(self) -> Defaults:
-        """Return the sampling of requests without options of their own; log what the checkpoint asks for."""
-        if self._plan.config.generation_config == "greedy":
-            return Defaults()
-        defaults = defaults_of(self._plan.folder)
-        if (sampling := defaults.sampling) is not None:
-            log.info(
-                'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off',
-                self._plan.name,
-                describe(sampling),
-            )
-        return defaults
-
-    def forget_headers(self) -> None:
-        """Let go of a GGUF file's metadata: the vocabulary was made of it."""
-        folder = self._plan.folder
-        if folder is not None and is_file(folder):
+    def texts(self) -> Texts:
+        """Read what else the checkpoint says, and let go of a GGUF file's metadata: all of this was made of it."""
+        plan = self._plan
+        chat = None if plan.folder is None else ChatTemplate.load(plan.folder)
+        texts = Texts(_sampling(plan), chat, embedder_of(plan.folder, plan.model))
+        if plan.folder is not None and is_file(plan.folder):
             from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
 
             forget_headers()
+        return texts
+
+
+def _sampling(plan: Blueprint) -> Defaults:
+    """Return the sampling of requests without options of their own; log what the checkpoint asks for."""
+    if plan.config.generation_config == "greedy":
+        return Defaults()
+    defaults = defaults_of(plan.folder)
+    if (sampling := defaults.sampling) is not None:
+        log.info(
+            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off',
+            plan.name,
+            describe(sampling),
+        )
+    return defaults

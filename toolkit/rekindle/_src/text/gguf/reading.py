@@ -34,10 +34,10 @@ from rekindle._src.text.backends import TokenizerSections, TokenSpellings, Whole
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import (
     Cuts,
+    GgufVocabulary,
     MergeList,
     Pair,
     TokenizerRecipe,
-    GgufVocabulary,
     added_token,
     read_definition,
     recipe,
