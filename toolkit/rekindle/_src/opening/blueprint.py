@@ -95,6 +95,10 @@ class Blueprint:
         programs = dataclasses.replace(self.programs, config=of_one_shard(config, self.placement.data))
         return dataclasses.replace(self, config=config, programs=programs, caches=_caches(config, programs))
 
+    def after_reading(self) -> Blueprint:
+        """Return the blueprint without the checkpoint's headers, which a session needs no more once it has weights."""
+        return dataclasses.replace(self, checkpoint=None)
+
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
         """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
         config = self.config

@@ -66,6 +66,7 @@ def build(request: OpenRequest) -> Front:
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
         weights = own(Weights.open(plan, model, progress=request.report, brought=request.brought, others=others))
+        plan = plan.after_reading()
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)

@@ -57,6 +57,7 @@ def follow(
             programs = SessionPrograms.open(plan, OpenRequest(plan.name, plan.config))
             owners.callback(programs.close)
             weights = Weights.open(plan, None)
+            plan = plan.after_reading()
             programs.opened()
             channel.send(MessageKind.LOADED)
             say(f"it has its part of {model or session['model']}")
