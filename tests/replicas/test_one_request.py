@@ -19,7 +19,9 @@ from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Session
 from rekindle._src.dispatch import intake
+from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.structures import Structures
 from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode
@@ -219,8 +221,9 @@ PLACES: list[tuple[Any, str]] = [
 ]
 OWN: list[tuple[Any, str]] = [
     (intake, "tokenize"),
-    (intake, "grammar_of"),
+    (Structures, "resource"),
     (intake, "prepare"),
+    (Capabilities, "parts"),
     (Scheduler, "submit"),
     (Scheduler, "_take_over"),
     (OutputState, "take"),
