@@ -19,7 +19,7 @@ from rekindle._src.core.report import Report
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capabilities import Capabilities, capabilities_of
-from rekindle._src.dispatch.capability import Capability, Ending, Fields, Part
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.scheduling import followers
 from rekindle._src.scheduling.followers import Follower
@@ -70,7 +70,7 @@ class CountedOutput(Part):
     def take_over(self, value: int) -> None:
         self.counts.append(value)
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         return {"covered": sum(self.counts[-2:])}
 
 

@@ -21,7 +21,7 @@ from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Se
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.structures import Structures
+from rekindle._src.dispatch.structures import StructureIntake
 from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode
@@ -221,7 +221,7 @@ PLACES: list[tuple[Any, str]] = [
 ]
 OWN: list[tuple[Any, str]] = [
     (intake, "tokenize"),
-    (Structures, "resource"),
+    (StructureIntake, "resource"),
     (intake, "prepare"),
     (Capabilities, "parts"),
     (Scheduler, "submit"),

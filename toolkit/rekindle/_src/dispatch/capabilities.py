@@ -25,9 +25,9 @@ from rekindle._src.core.records import (
 from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.core.report import LOGPROBS, POOLED, PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capability import Capability, Ending, Fields, Part
-from rekindle._src.dispatch.captures import Taps
-from rekindle._src.dispatch.structures import Structures
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.captures import TapIntake
+from rekindle._src.dispatch.structures import StructureIntake
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Resources = Mapping[Capability, Any]
 NO_RESOURCES: Resources = MappingProxyType({})
 
 
-class Embeddings(Capability):
+class EmbeddingIntake(Capability):
     """A prompt is embedded rather than continued."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> PromptPooling | None:
@@ -66,7 +66,7 @@ class EmbeddingOutput(Part):
         return EmbeddingResult(self._vector, usage, timings)
 
 
-class TokenIds(Capability):
+class TokenIdIntake(Capability):
     """The token ids of the prompt and of options are the model's."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> None:
@@ -88,7 +88,7 @@ class TokenIds(Capability):
                     raise InvalidRequest(field, wrong, "is not a token id of this model", fix)
 
 
-class Processors(Capability):
+class ProcessorIntake(Capability):
     """Logits processors of the session."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> None:
@@ -99,7 +99,7 @@ class Processors(Capability):
                 raise InvalidRequest("processors", name, "is not a processor of this session", fix)
 
 
-class Adapters(Capability):
+class AdapterIntake(Capability):
     """Adapters of the session."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> AdapterUse | None:
@@ -112,7 +112,7 @@ class Adapters(Capability):
         return AdapterUse(*front.adapters.find(value))
 
 
-class Priorities(Capability):
+class PriorityIntake(Capability):
     """The order of requests in a session with that policy."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> None:
@@ -122,7 +122,7 @@ class Priorities(Capability):
             raise InvalidRequest("priority", priority, problem, 'Open with policy="priority"')
 
 
-class Scores(Capability):
+class ScoreIntake(Capability):
     """Log-probabilities of the output and of the prompt."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> PromptScoring | None:
@@ -160,7 +160,7 @@ class ScoreOutput(Part):
             "prompt_logprobs": tuple(self._prompt_logprobs[first:]),
         }
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         return {
             "logprobs": tuple(self._logprobs) if self._of_output else None,
             "prompt_logprobs": tuple(self._prompt_logprobs) if self._of_prompt else None,
@@ -174,7 +174,7 @@ class ChatReply(Extension):
     plan: ReplyPlan
 
 
-class Replies(Capability):
+class ReplyIntake(Capability):
     """A chat's reply is read for reasoning and calls of tools."""
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
@@ -198,7 +198,7 @@ class ReplyOutput(Part):
         self._events += events
         return {"events": tuple(events)}
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         return {"reply": fold(self._events)}
 
 
@@ -239,7 +239,18 @@ class Capabilities:
 
 
 def capabilities_of() -> Capabilities:
-    """Return the capabilities of a session."""
+    """Return the capabilities of a session. Of several that refuse a request, the first one's error is told.
+
+    The roots of cached pages have the digests of extensions in this order, too.
+    """
     return Capabilities(
-        Embeddings(), TokenIds(), Processors(), Adapters(), Taps(), Priorities(), Scores(), Structures(), Replies()
+        EmbeddingIntake(),
+        TokenIdIntake(),
+        ProcessorIntake(),
+        AdapterIntake(),
+        TapIntake(),
+        PriorityIntake(),
+        ScoreIntake(),
+        StructureIntake(),
+        ReplyIntake(),
     )

@@ -20,7 +20,7 @@ Fields = Mapping[str, Any]  # of a `TextDelta` or a `Completion`
 NO_FIELDS: Fields = {}
 
 
-class Ending(NamedTuple):
+class SequenceEnd(NamedTuple):
     """How a sequence ended."""
 
     reason: FinishReason
@@ -56,7 +56,7 @@ class Part:
     def take_over(self, value: Any) -> None:
         """Take what `ending` has waited for."""
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         """Return the fields of the completion."""
         return NO_FIELDS
 

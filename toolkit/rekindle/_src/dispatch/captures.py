@@ -13,7 +13,7 @@ from rekindle._src.core.report import CAPTURED
 from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, CapturedPart, RequestTaps, resolve
 from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capability import Capability, Ending, Fields, Part
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle.errors import InvalidRequest
@@ -22,7 +22,7 @@ PATIENCE = 10.0  # seconds that a request waits for its folder
 LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
 
 
-class Taps(Capability):
+class TapIntake(Capability):
     """The taps of a request: captures, changes and functions of the session."""
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class CaptureOutput(Part):
         first, self._delivered = self._delivered, len(self._parts)
         return {"captured": self._joined(first)}
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         joined = self._joined()
-        return {"captured": None if joined is None else joined.before(_end(self._request, len(ending.tokens)))}
+        return {"captured": None if joined is None else joined.before(_end(self._request, len(end.tokens)))}
 
     def _joined(self, first: int = 0) -> Captured | None:
         return Captured.joined(self._parts[first:], self._tapped.layers)
@@ -128,7 +128,7 @@ class CaptureFileOutput(Part):
     def take_over(self, value: Captured) -> None:
         self._captured = value
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         return {"captured": self._captured}
 
     def close(self, reason: FinishReason, count: int) -> None:

@@ -31,7 +31,7 @@ from rekindle._src.core.records import (
     Usage,
 )
 from rekindle._src.dispatch.backend import Abort, Events, Finish, ScheduleMessage
-from rekindle._src.dispatch.capability import Ending, Part
+from rekindle._src.dispatch.capability import Part, SequenceEnd
 from rekindle._src.dispatch.threads import Mailbox, OneShot, Outcome, RelayResult
 from rekindle.errors import RekindleError, RequestAborted, RequestFailed
 
@@ -201,7 +201,7 @@ class OutputState(Output):
         for part in self.parts:
             if (outcome := part.outcome(usage, timings)) is not None:
                 return outcome
-            fields |= part.completion(Ending(reason, text, self._tokens))
+            fields |= part.completion(SequenceEnd(reason, text, self._tokens))
         return Completion(
             id=request.id,
             text=text,

@@ -16,7 +16,7 @@ from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, Int
 from rekindle._src.core.reply import DeferredParse
 from rekindle._src.core.report import GUIDED
 from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike, Submission
-from rekindle._src.dispatch.capability import Capability, Ending, Fields, Part
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
 from rekindle.errors import InvalidRequest, NotParsed, NotParsedReason, RequestAborted
 
@@ -37,7 +37,7 @@ class StructuredText(Extension):
     covered: int = 0  # tokens at the prompt's end that belong to it already, as in a fork
 
 
-class Structures(Capability):
+class StructureIntake(Capability):
     """A schema, an expression, a grammar or a list of choices, and tokens that may not come."""
 
     def waits(self, submission: Submission, front: Front) -> bool:
@@ -192,11 +192,11 @@ class GuideOutput(Part):
     def cut(self, count: int) -> None:
         del self._guided[count:]
 
-    def completion(self, ending: Ending) -> Fields:
+    def completion(self, end: SequenceEnd) -> Fields:
         forced, structured = tuple(guided.forced for guided in self._guided), self._structured
         if structured is None:
             return {"forced": forced}
-        parsing = structured.parsing(ending.text, ending.tokens, self._guided, ending.reason)
+        parsing = structured.parsing(end.text, end.tokens, self._guided, end.reason)
         return {"forced": forced, "covered": len(structured.before), "parsing": parsing}
 
 
