@@ -21,6 +21,8 @@ def test_their_answers_are_those_of_all() -> None:
     assert both.holding == (tapped,) and not tapped.held
     embedded = both.plus(PromptPooling("last"))
     assert not embedded.generates and both.generates and embedded.reusable(2) == 1
+    other = both.plus(RequestTaps(digest="e"))
+    assert other.altered == ("steer-e",) and list(other) == list(both), "it replaces the one of its class"
 
 
 def test_another_sequence_shares_what_does_not_change() -> None:

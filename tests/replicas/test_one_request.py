@@ -17,7 +17,8 @@ from helpers.chatting import HERMES
 from helpers.fakes import EOS
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
-from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle import Fleet, InvalidRequest, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
@@ -183,6 +184,18 @@ def test_what_travels_is_json() -> None:
     received = decode(sent, EOS + 1)
     assert (received.request.token_ids.tolist(), received.request.caller) == (list(b"abc"), "a key")
     assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
+
+
+def test_a_prompt_is_pooled_as_is_known_here() -> None:
+    from helpers.fakes import extended, make_request
+
+    sent = encode(extended(make_request("abc", id="r"), PromptPooling("last")))
+    pooling = decode(sent, EOS + 1).request.extensions.get(PromptPooling)
+    assert pooling is not None and pooling.kind == "last"
+    for other in ("max", ["last"], 1):
+        fields = json.dumps({**json.loads(sent.fields), "pooling": other})
+        with pytest.raises(InvalidRequest, match="it pools by"):
+            decode(sent._replace(fields=fields), EOS + 1)
 
 
 @pytest.mark.parametrize("budget", [None, 40])

@@ -53,13 +53,12 @@ class Extensions(dict[type[Extension], Extension]):
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
-        self.altered: tuple[str, ...] = tuple(digest for extension in extensions for digest in extension.altered)
-        self.generates: bool = all(extension.generates for extension in extensions)
-        self.by_position: bool = any(extension.by_position for extension in extensions)
+        own = self.values()
+        self.altered: tuple[str, ...] = tuple(digest for extension in own for digest in extension.altered)
+        self.generates: bool = all(extension.generates for extension in own)
+        self.by_position: bool = any(extension.by_position for extension in own)
         # Those that may hold the request.
-        self.holding: tuple[Extension, ...] = tuple(
-            extension for extension in extensions if type(extension).held is not Extension.held
-        )
+        self.holding: tuple[Extension, ...] = tuple(one for one in own if type(one).held is not Extension.held)
 
     if TYPE_CHECKING:  # at run time it is the method of dicts: rows of every step are asked
 
@@ -73,7 +72,7 @@ class Extensions(dict[type[Extension], Extension]):
         return min((extension.reusable(prompt_length) for extension in self.values()), default=prompt_length)
 
     def plus(self, *more: Extension) -> Extensions:
-        """Return these extensions and `more`."""
+        """Return these extensions and `more`, each of which replaces one of its class."""
         return Extensions(*self.values(), *more)
 
     def another(self) -> Extensions:

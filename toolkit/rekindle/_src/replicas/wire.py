@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import AdapterUse, Guidance, PromptPooling
-from rekindle._src.core.records import GuideReport, Mask, Request, ResumeState, TokenEvent
+from rekindle._src.core.records import GuideReport, Mask, Pooling, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.dispatch.structures import after
@@ -245,6 +245,8 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
         tokens, length, guide = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"], None
         if not 0 < length <= len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(f"it has no prompt, or token ids beyond {vocab_size - 1}")
+        if (pooling := fields["pooling"]) is not None and pooling not in get_args(Pooling):
+            raise ValueError(f"it pools by {pooling!r}")
         if (description := fields.get("guide")) is not None:
             reasoning = None if description["reasoning"] is None else Reasoning(*description["reasoning"])
             guide = RemoteGuide(Spec(**description["spec"]), description["eos_ids"], reasoning, description["budget"])
@@ -259,7 +261,7 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
             group=sent.id,
             resumed=None if fields["scored"] is None else ResumeState(tokens[length:], fields["scored"]),
             caller=str(fields["caller"]),
-            extensions=NONE if fields["pooling"] is None else Extensions(PromptPooling(fields["pooling"])),
+            extensions=NONE if pooling is None else Extensions(PromptPooling(pooling)),
         )
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, InvalidRequest):
