@@ -12,6 +12,7 @@ from helpers.sessions import byte_tokenizer, rest
 from rekindle._src.core.records import Completion, FinishReason, TokenEvent
 from rekindle._src.dispatch import detokenize
 from rekindle._src.dispatch.backend import Abort, Events, Finish
+from rekindle._src.dispatch.capability import Part
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -88,19 +89,17 @@ class TestDetokenize:
         """Whatever closing them raises, nothing but a line in the log comes of it."""
         output, at_close = self.output(), list[Any]()
 
-        class Writer:
-            failure = None
-
-            def finish(self, end: int) -> Any:
+        class Writing(Part):
+            def ending(self, count: int) -> Any:
                 raise RuntimeError("can't start new thread")
 
-            def leave(self, end: int | None = None) -> None:
+            def close(self, reason: FinishReason, count: int) -> None:
                 at_close.append(output.mailbox.results[0])
                 raise error
 
-        output.writer = Writer()  # type: ignore[assignment]
+        output.parts = (Writing(), Writing())
         await self.run(output, *self.events(b"abc", reason))
-        assert at_close == [output.mailbox.error] and not self.outputs
+        assert at_close == [output.mailbox.error] * 2 and not self.outputs
         expected = RequestAborted if reason is FinishReason.ABORTED else RequestFailed
         assert isinstance(output.mailbox.error, expected)
         assert "request r has ended, but not all of it could be closed" in caplog.text

@@ -18,6 +18,7 @@ from helpers.sessions import byte_tokenizer, fake_front, rest, submission
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Drain, Submission
+from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
@@ -103,7 +104,8 @@ class TestIntake:
 
 
 async def test_preparing_is_a_plain_function() -> None:
-    (request,) = intake.prepare(submission("abc"), np.array([1, 2], np.int32), fake_front(), random.Random(0))
+    ids = np.array([1, 2], np.int32)
+    (request,) = intake.prepare(submission("abc"), ids, fake_front(), random.Random(0), capabilities_of())
     assert request.prompt_length == 2 and request.sampling.seed is not None
 
 

@@ -5,7 +5,6 @@ A step is one program that waits for its masks, or two.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 
@@ -13,10 +12,12 @@ import numpy as np
 import pytest
 
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
-from helpers.fakes import DictStore
+from helpers.fakes import DictStore, extended
 from helpers.guides import RuleGuide
 from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling
+from rekindle._src.core.extensions import Guidance
+from rekindle._src.core.report import GUIDED
 from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.programs import Programs
@@ -63,7 +64,8 @@ def not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add(driver: Driver, prompt: list[int], sampling: Sampling, guide: RuleGuide | None = None) -> Live:
     live = driver.add(prompt, sampling)
-    live.request = dataclasses.replace(live.request, guide=guide)
+    if guide is not None:
+        live.request = extended(live.request, Guidance(guide))
     return live
 
 
@@ -94,7 +96,7 @@ def test_guided_rows_choose_among_what_is_allowed_and_others_are_exact(runner: R
     assert lives[1].outputs == plain
     for live, prompt in ((lives[0], prompts[0]), (lives[2], prompts[2])):
         assert live.outputs == wanted(prompt, 14)
-        assert live.request.guide is not None and live.request.guide.history == live.outputs  # type: ignore[attr-defined]
+        assert live.request.extensions[Guidance].guide.history == live.outputs  # type: ignore[attr-defined]
     for live in lives:
         driver.remove(live)
 
@@ -137,7 +139,7 @@ def test_no_token_left_is_an_error_of_its_row_alone(runner: Runner) -> None:
     error = by_id[stuck.request.id].error
     assert isinstance(error, RequestFailed) and "logit_bias" in str(error)
     assert by_id[other.request.id].token_id == wanted([5, 6, 7], 1)[0]
-    assert by_id[other.request.id].guided is not None
+    assert GUIDED.of(by_id[other.request.id])
 
 
 def two_rows(runner: Runner) -> tuple[Driver, list[tuple[Live, None]]]:

@@ -12,9 +12,10 @@ import pytest
 
 from helpers import tiered
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
-from helpers.fakes import DictTier
+from helpers.fakes import DictTier, extended
 from helpers.guides import RuleGuide
 from rekindle import Sampling
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs import packing
@@ -76,7 +77,7 @@ def test_a_prompt_with_more_pages_than_a_step_can_bring(driver: Driver) -> None:
 def test_guided_rows_beside_others(driver: Driver) -> None:
     prompts = [prompt_of(20, 6), prompt_of(21, 9)]
     guided, free = (driver.add(prompt, Sampling(max_tokens=12)) for prompt in prompts)
-    guided.request = dataclasses.replace(guided.request, guide=RuleGuide(lambda position, last: range(7, 320, 7)))
+    guided.request = extended(guided.request, Guidance(RuleGuide(lambda position, last: range(7, 320, 7))))
     driver.finish([guided, free], chunk=4)
     assert free.outputs == expected(prompts[1], 12)
     assert all(token % 7 == 0 for token in guided.outputs)

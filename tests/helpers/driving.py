@@ -10,6 +10,7 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, Row, StepPlan, StepResult, TokenLogprobs
+from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.runner import Runner
@@ -188,10 +189,10 @@ class Driver:
         by_id = {live.request.id: live for live in lives}
         for row in result.rows:
             live = by_id[row.request_id]
-            live.prompt_logprobs.extend(row.prompt_logprobs)
+            live.prompt_logprobs.extend(PROMPT_LOGPROBS.of(row))
             if row.token_id is not None:
                 live.outputs.append(row.token_id)
-                live.logprobs.append(row.logprobs)
+                live.logprobs.append(next(iter(LOGPROBS.of(row)), None))
 
     def step(self, parts: Sequence[tuple[Live, int | None]]) -> StepResult:
         result = self.runner.fetch(self.runner.dispatch(self.plan(parts)))

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
 from rekindle._src.core.claims import Claim
+from rekindle._src.core.extension import Extension, Extensions
+from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
 from rekindle._src.core.records import (
     GuideLike,
     IntArray,
@@ -35,6 +37,7 @@ from rekindle._src.core.records import (
     TokenLogprobs,
     mask_words,
 )
+from rekindle._src.core.report import LOGPROBS, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import StoreError
@@ -84,7 +87,8 @@ class FakeModel:
         """The plain loop that everything is compared with: what `request` gives alone; `count` ignores every end."""
         values = self.extend(np.zeros(0, np.uint64), request.token_ids)
         output: list[int] = []
-        sampling, guide = request.sampling, None if request.guide is None else request.guide.copy()
+        sampling, guidance = request.sampling, request.extensions.get(Guidance)
+        guide = None if guidance is None else guidance.guide.copy()
         while len(output) < (count or sampling.max_tokens):
             allowed = None if guide is None else allowed_by(guide)
             token = self.choose(values, sampling, len(output), request.eos_ids | request.stop_ids, allowed)
@@ -306,7 +310,7 @@ class FakeRunner:
         in_flight.guide_errors = GUIDES.fill(plan, len(plan.decode), masks)
         for index, row in enumerate(plan.rows):
             refused = self.refuse(row)
-            mask = masks[index] if row.request.guide is not None else None
+            mask = masks[index] if Guidance in row.request.extensions else None
             rows.append(RowResult(row.request.id, row.epoch, None, error=refused) if refused else self.run(row, mask))
         in_flight.rows = tuple(rows)
 
@@ -384,7 +388,7 @@ class FakeRunner:
                 assert self.states_read[row.reads] == before[-1], f"{request.id} continues the state of another prefix"
             self.states[row.writes] = written[-1]
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
-        token, logprobs = None, None
+        token, reports = None, dict[str, tuple[Any, ...]]()
         if row.samples:
             forbidden = request.eos_ids | request.stop_ids
             allowed = None if mask is None else allowed_in(mask)
@@ -392,17 +396,16 @@ class FakeRunner:
             if not row.draft:
                 self.slots[row.slot] = (owner, epoch, token)
             if request.sampling.logprobs is not None:
-                logprobs = self.logprobs(token, request.sampling.logprobs)
-        prompt: tuple[TokenLogprobs, ...] = ()
+                LOGPROBS.put(reports, self.logprobs(token, request.sampling.logprobs))
         if request.sampling.prompt_logprobs is not None:
-            scored = request.token_ids[max(row.start, request.scored_from) + 1 : end + 1].tolist()
-            prompt = tuple(self.logprobs(scored_token, request.sampling.prompt_logprobs) for scored_token in scored)
-        pooled = None
-        if request.pooling is not None:  # a vector of two numbers: of the tokens that were computed, or of one of them
+            scored = request.token_ids[max(row.start, request.sampling.scored_from) + 1 : end + 1].tolist()
+            PROMPT_LOGPROBS.put(reports, *(self.logprobs(each, request.sampling.prompt_logprobs) for each in scored))
+        if (pooling := request.extensions.get(PromptPooling)) is not None:  # of the tokens computed, or of one
             of_one = {"last": values[-1:], "cls": values[row.start : row.start + 1]}
-            part = of_one.get(request.pooling, values[row.start : end])
-            pooled = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
-        return RowResult(request.id, row.epoch, token, logprobs, prompt, pooled=pooled)
+            part = of_one.get(pooling.kind, values[row.start : end])
+            vector = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
+            POOLED.put(reports, vector)
+        return RowResult(request.id, row.epoch, token, reports)
 
     def run_window(self, row: Row, values: KV) -> None:
         """Check the values of the window before a row, and write its own."""
@@ -498,8 +501,15 @@ def make_request(
     tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
     sampling.setdefault("seed", 0)
     options = Sampling(**sampling)
+    extensions = [] if options.prompt_logprobs is None else [PromptScoring(options.scored_from)]
+    extensions += [] if guide is None else [Guidance(guide)]
     return Request(
         id=id if id is not None else f"r{next(_counter)}", token_ids=np.asarray(tokens, np.int32), sampling=options,
         stop_ids=frozenset(stop_ids), eos_ids=frozenset() if options.ignore_eos else frozenset(eos_ids), group=group,
-        index=index, guide=guide,
+        index=index, extensions=Extensions(*extensions),
     )  # fmt: skip
+
+
+def extended(request: Request, *extensions: Extension) -> Request:
+    """The request with these extensions, instead of its own of the same classes."""
+    return dataclasses.replace(request, extensions=request.extensions.plus(*extensions))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
 import time
@@ -14,8 +13,9 @@ import numpy as np
 import pytest
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
-from helpers.fakes import DictTier
+from helpers.fakes import DictTier, extended
 from helpers.guides import RuleGuide
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import PageCopy, PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
@@ -116,7 +116,7 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
         Sampling(max_tokens=8),
     ]
     lives = [driver.add(prompt_of(seed, 9 + seed), one, ends=[2]) for seed, one in enumerate(options)]
-    lives[3].request = dataclasses.replace(lives[3].request, guide=RuleGuide(lambda position, last: (7, 9, 11)))
+    lives[3].request = extended(lives[3].request, Guidance(RuleGuide(lambda position, last: (7, 9, 11))))
     driver.finish(lives)
     assert set(lives[3].outputs) <= {7, 9, 11}
     both.compare()

@@ -10,6 +10,7 @@ import pytest
 
 from helpers import small
 from helpers.driving import tiny_config
+from helpers.fakes import extended
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import Edit, RequestTaps
@@ -133,7 +134,7 @@ def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
             Edit(seed % 2, (1.0, 2.0, 0.0), vectors[:1], ((0, 99),), False),
             Edit(1, (0.0, 1.0, 0.0), vectors[1:], ((each.start, each.start + each.length),), True),
         )
-        request = dataclasses.replace(each.request, tapped=RequestTaps(edits=edits, layers=model.num_layers))
+        request = extended(each.request, RequestTaps(edits=edits, layers=model.num_layers))
         return dataclasses.replace(each, request=request)
 
     together = Steering(model, config, SHARDS.count)

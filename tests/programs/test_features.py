@@ -12,9 +12,10 @@ from jax import Array
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from rekindle._src.core.records import IntArray, Request, Row
+from rekindle._src.core.report import Report
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowReports, StepInputs
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
@@ -82,13 +83,14 @@ class Steering(Feature):
     def output(self, model: Any, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return jnp.stack(kept)[0]
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert read.output is not None
-        for row, place, own in zip(read.plan.rows, read.places, fields, strict=True):
+        for row, place, own in zip(read.plan.rows, read.places, reports, strict=True):
             if row.request.sampling.priority:
-                own["pooled"] = read.output[place]
+                STATES.put(own, read.output[place])
 
 
+STATES: Report[Any] = Report("states")  # its own
 STEERING = Steering()
 
 
@@ -117,9 +119,9 @@ def test_rows_with_a_new_feature_run_beside_others_that_notice_nothing(driver: D
 def test_what_it_reads_inside_the_layers_arrives_with_its_row_alone(driver: Driver) -> None:
     same = [driver.add(PROMPTS[0], Sampling(max_tokens=2, priority=priority)) for priority in (2, 0, 1)]
     for start in (0, len(PROMPTS[0])):  # a prompt, and a token after it
-        rows = {row.request_id: row.pooled for row in driver.step([(live, None) for live in same]).rows}
-        steered, none, zero = (rows[live.request.id] for live in same)
-        assert none is None and steered is not None and zero is not None
+        rows = {row.request_id: STATES.of(row) for row in driver.step([(live, None) for live in same]).rows}
+        (steered,), none, (zero,) = (rows[live.request.id] for live in same)
+        assert not none
         assert steered[-1] == zero[-1] == start
         if not start:
             np.testing.assert_allclose((steered - zero)[:-1], VECTORS[2], atol=1e-3)

@@ -17,9 +17,12 @@ from helpers.chatting import HERMES
 from helpers.fakes import EOS
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
-from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle import Fleet, InvalidRequest, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.dispatch import intake
+from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.structures import StructureIntake
 from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode
@@ -183,6 +186,18 @@ def test_what_travels_is_json() -> None:
     assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
 
 
+def test_a_prompt_is_pooled_as_is_known_here() -> None:
+    from helpers.fakes import extended, make_request
+
+    sent = encode(extended(make_request("abc", id="r"), PromptPooling("last")))
+    pooling = decode(sent, EOS + 1).request.extensions.get(PromptPooling)
+    assert pooling is not None and pooling.kind == "last"
+    for other in ("max", ["last"], 1):
+        fields = json.dumps({**json.loads(sent.fields), "pooling": other})
+        with pytest.raises(InvalidRequest, match="it pools by"):
+            decode(sent._replace(fields=fields), EOS + 1)
+
+
 @pytest.mark.parametrize("budget", [None, 40])
 def test_all_that_a_guide_is_made_from_travels(budget: int | None) -> None:
     from helpers.fakes import make_request
@@ -219,8 +234,9 @@ PLACES: list[tuple[Any, str]] = [
 ]
 OWN: list[tuple[Any, str]] = [
     (intake, "tokenize"),
-    (intake, "grammar_of"),
+    (StructureIntake, "resource"),
     (intake, "prepare"),
+    (Capabilities, "parts"),
     (Scheduler, "submit"),
     (Scheduler, "_take_over"),
     (OutputState, "take"),

@@ -16,6 +16,8 @@ from helpers import checkpoints
 from helpers.fleets import LocalReplica, local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError, FinishReason, Fleet
+from rekindle._src.core.extension import Extensions
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import Request
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import goes_two_ways, prompt_only, roles_of
@@ -217,7 +219,7 @@ def test_what_goes_two_ways() -> None:
     assert (prompt_only(request).sampling.max_tokens, prompt_only(request).sampling.min_tokens) == (1, 1)
     assert not goes_two_ways(Request("a", tokens[:20], Sampling()), 512)
     assert not goes_two_ways(Request("a", tokens, Sampling(max_tokens=1)), 512)
-    assert not goes_two_ways(Request("a", tokens, Sampling(), pooling="mean"), 512)
+    assert not goes_two_ways(Request("a", tokens, Sampling(), extensions=Extensions(PromptPooling("mean"))), 512)
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -9,6 +9,7 @@ import pytest
 from helpers.fakes import EOS, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.records import FinishReason, Request, StepPlan
+from rekindle._src.core.report import LOGPROBS
 from rekindle._src.programs.buckets import padded_rows
 
 ECHO = EchoModel(alphabet=tuple(range(32, 127)))
@@ -141,7 +142,7 @@ def test_the_end_may_come_amid_the_drafts() -> None:
         loop = run(request, model=model, prompt_lookup=3)
         expected = model.generate(request)
         assert loop.output(request) == expected, seed
-        assert [entry.token_id for event in loop.events[request.id] for entry in event.logprobs] == expected
+        assert [entry.token_id for event in loop.events[request.id] for entry in LOGPROBS.of(event)] == expected
         assert loop.scheduler.statistics().generated_tokens == len(expected)
         reasons.add(loop.reason(request))
     assert reasons == {FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH}

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.fakes import FakeModel, make_request
+from helpers.fakes import FakeModel, extended, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideReport, Mask, Request
+from rekindle._src.core.report import GUIDED
 from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
@@ -26,8 +28,10 @@ def guided(prompt: str, length: int = 20, **options: object) -> Request:
 
 def wanted(request: Request) -> list[int]:
     """What the plain loop gives, from a guide that was not used yet."""
-    fresh = RuleGuide(letters, getattr(request.guide, "length", 1 << 30)) if request.guide is not None else None
-    return MODEL.generate(dataclasses.replace(request, guide=fresh))
+    guidance = request.extensions.get(Guidance)
+    if guidance is not None:
+        request = extended(request, Guidance(RuleGuide(letters, getattr(guidance.guide, "length", 1 << 30))))
+    return MODEL.generate(request)
 
 
 def check(loop: Loop, *requests: Request) -> None:
@@ -50,7 +54,7 @@ def test_guided_and_free_rows_are_exact_together(overlap: bool) -> None:
     assert [loop.reason(request) for request in requests] == [
         FinishReason.GRAMMAR, FinishReason.LENGTH, FinishReason.GRAMMAR,
     ]  # fmt: skip
-    told = [guided for event in loop.events[requests[0].id] for guided in event.guided]
+    told = [guided for event in loop.events[requests[0].id] for guided in GUIDED.of(event)]
     assert [one.forced for one in told] == [position % 3 != 0 for position in range(20)]
     assert told[-1].ended and not told[-2].ended
 
@@ -181,7 +185,7 @@ def test_max_tokens_cut_a_guided_text() -> None:
     loop.submit(request)
     loop.run()
     assert loop.reason(request) is FinishReason.LENGTH and len(loop.output(request)) == 10
-    assert not loop.events[request.id][-1].guided[-1].accepting
+    assert not GUIDED.of(loop.events[request.id][-1])[-1].accepting
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from helpers.fakes import make_request
+from helpers.fakes import extended, make_request
 from helpers.scheduling import Loop, exact
 from rekindle._src.core.records import Request
 from rekindle._src.core.tapped import Backlog, RequestTaps
@@ -18,7 +16,7 @@ PROMPT = "a prompt that goes on for some pages, the first of which others share"
 def capturing(prompt: str, backlog: Backlog, **sampling: object) -> Request:
     """A request that captures; the fake runner computes nothing for it."""
     request = make_request(prompt, **sampling)  # type: ignore[arg-type]
-    return dataclasses.replace(request, tapped=RequestTaps(backlog=backlog))
+    return extended(request, RequestTaps(backlog=backlog))
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf"])

@@ -12,6 +12,7 @@ from helpers.fakes import EOS, FakeModel, make_request
 from helpers.sessions import CONFIG, parts
 from rekindle import FinishReason
 from rekindle._src.core.records import Request, ResumeState, TokenEvent
+from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.dispatch.engine import Engine
 
 PROMPT = "Once upon a time there was"
@@ -50,12 +51,13 @@ def test_it_goes_on_behind_what_it_has(options: dict[str, Any], made: int) -> No
     assert whole.finish_reason in (FinishReason.LENGTH, FinishReason.EOS)
     if made >= len(whole.token_ids):
         pytest.skip("it ended before")
-    scored = len(whole.prompt_logprobs) if made else 3
-    resumed = ResumeState(np.asarray(whole.token_ids[:made], np.int32), min(scored, len(whole.prompt_logprobs)))
+    scores = PROMPT_LOGPROBS.of(whole)
+    scored = len(scores) if made else 3
+    resumed = ResumeState(np.asarray(whole.token_ids[:made], np.int32), min(scored, len(scores)))
     rest = joined(run(dataclasses.replace(request, resumed=resumed), model=model))
     assert rest.token_ids == whole.token_ids[made:]
-    assert rest.logprobs == whole.logprobs[made:]
-    assert rest.prompt_logprobs == whole.prompt_logprobs[resumed.scored :]
+    assert LOGPROBS.of(rest) == LOGPROBS.of(whole)[made:]
+    assert PROMPT_LOGPROBS.of(rest) == scores[resumed.scored :]
     assert rest.finish_reason == whole.finish_reason
 
 

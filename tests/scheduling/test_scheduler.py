@@ -10,6 +10,7 @@ import pytest
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve, exact
 from rekindle._src.core.records import FinishReason, Request, RowResult, Status, StepPlan, StepResult
+from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull, StepFailed
 
 
@@ -228,8 +229,8 @@ def test_prompt_logprobs_skip_the_cache_and_come_once_each() -> None:
     for request, start in zip(scored, starts, strict=True):
         events = loop.events[request.id]
         expected = request.token_ids[max(1, start) :].tolist()
-        assert [score.token_id for event in events for score in event.prompt_logprobs] == expected
-        assert [score.token_id for event in events for score in event.logprobs] == loop.output(request)
+        assert [score.token_id for event in events for score in PROMPT_LOGPROBS.of(event)] == expected
+        assert [score.token_id for event in events for score in LOGPROBS.of(event)] == loop.output(request)
     assert loop.scheduler.statistics().preemptions > 0, "the load is meant to preempt"
 
 

@@ -14,6 +14,7 @@ from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.config import POLICIES
 from rekindle._src.core.records import FinishReason, IntArray, Request
+from rekindle._src.core.report import PROMPT_LOGPROBS
 from rekindle.errors import OutOfPages, PromptTooLong, QueueFull
 
 
@@ -213,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert reason in (FinishReason.LENGTH, FinishReason.CONTEXT)
         if request.sampling.prompt_logprobs:
-            scored = [score.token_id for event in self.loop.events[request.id] for score in event.prompt_logprobs]
+            scored = [score.token_id for event in self.loop.events[request.id] for score in PROMPT_LOGPROBS.of(event)]
             assert scored == request.token_ids[1:].tolist()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from helpers.fakes import make_request
 from helpers.guides import RuleGuide, letters
 from rekindle._src.core.records import FinishReason, GuideReport, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.report import GUIDED
 from rekindle._src.scheduling.decode_rows import ORDINARY, SlowRows
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -34,7 +35,7 @@ class Steps:
             guided = told if sequence.forced is not None else None
             if sequence.forced is not None:
                 sequence.forced.add(told)
-            rows.append(RowResult(sequence.id, 0, 1, guided=guided))
+            rows.append(RowResult(sequence.id, 0, 1, {} if guided is None else {GUIDED.name: (guided,)}))
         pages = np.zeros(1, np.int32)
         plan = StepPlan(0, tuple(Row(one.request, 1, 0, 0, 1, pages, None, samples=True) for one in running), ())
         self.slow.learn(plan, StepResult(plan, tuple(rows), seconds=seconds))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.fakes import make_request
+from helpers.fakes import extended, make_request
 from helpers.scheduling import Loop
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import FinishReason, Request
+from rekindle._src.core.report import POOLED
 
 
 def text(number: int, length: int, pooling: Any = "mean") -> Request:
-    return dataclasses.replace(make_request("x" * length, id=f"r{number}"), pooling=pooling)
+    return extended(make_request("x" * length, id=f"r{number}"), PromptPooling(pooling))
 
 
 def rows_of(loop: Loop) -> list[list[tuple[str, int, int]]]:
@@ -65,5 +66,5 @@ def test_any_load(seed: int) -> None:
     assert seen == [(f"r{number}", 0, lengths[number]) for number in kept]
     for number in kept:
         assert loop.reason(requests[number]) is FinishReason.LENGTH
-        (pooled,) = [event.pooled for event in loop.events[f"r{number}"] if event.pooled is not None]
+        (pooled,) = [vector for event in loop.events[f"r{number}"] for vector in POOLED.of(event)]
         assert np.all(np.isfinite(pooled))

@@ -14,7 +14,7 @@ import pytest
 from helpers.sessions import eventually
 from helpers.thorough import trio_in_ci
 from rekindle import Server, Session
-from rekindle._src.dispatch import intake
+from rekindle._src.dispatch import structures
 from rekindle._src.structured import compilers
 from serve.conftest import chatting_session, checked
 
@@ -71,7 +71,7 @@ async def test_a_grammar_that_overflows_or_takes_too_long_gets_400_and_others_th
 async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_come_again(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "PATIENCE", 2.0)
+    monkeypatch.setattr(structures, "PATIENCE", 2.0)
     grammars = session._front.grammars
     assert grammars is not None
     goes, compile_it = threading.Event(), grammars._compile

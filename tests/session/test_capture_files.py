@@ -20,7 +20,7 @@ from helpers.sessions import eventually
 from rekindle import Capture, Captured, Session
 from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
 from rekindle._src.core.tapped import Backlog
-from rekindle._src.dispatch import intake
+from rekindle._src.dispatch import captures
 from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
@@ -249,7 +249,7 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
         begin(self)
 
     monkeypatch.setattr(CaptureFiles, "begin", hanging)
-    monkeypatch.setattr(intake, "PATIENCE", 0.3)
+    monkeypatch.setattr(captures, "PATIENCE", 0.3)
     assert not writers()
     errors = await refusals(session, tmp_path, 4 * MOST_UNATTENDED)
     assert errors.count(InvalidRequest) == MOST_UNATTENDED and Busy in errors
@@ -260,7 +260,7 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
     assert len((await session.generate(PROMPTS[0], **GREEDY)).token_ids) == 12
     works.set()
     eventually(lambda: not writers())
-    monkeypatch.setattr(intake, "PATIENCE", 10.0)
+    monkeypatch.setattr(captures, "PATIENCE", 10.0)
     done = await session.generate(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path / "after"))
     assert done.captured is not None and len(done.captured.positions) == len(PROMPTS[0]) + 11
 
@@ -276,7 +276,7 @@ async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_
         append(self, *arguments)
 
     monkeypatch.setattr(_GrowingFile, "append", hanging)
-    monkeypatch.setattr(intake, "PATIENCE", 0.3)
+    monkeypatch.setattr(captures, "PATIENCE", 0.3)
     with anyio.fail_after(60):
         for _ in range(MOST_UNATTENDED):
             handle = session.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
@@ -310,7 +310,7 @@ async def test_what_waits_for_a_disk_is_bounded(
             waiting.append(self.waiting)
 
     monkeypatch.setattr(_GrowingFile, "append", hanging)
-    monkeypatch.setattr("rekindle._src.dispatch.intake.Backlog", Small)
+    monkeypatch.setattr("rekindle._src.dispatch.captures.Backlog", Small)
     options = {**GREEDY, "max_tokens": 40}
     slow = session.submit(PROMPTS[0], **options, capture=Capture({"norm": True}, into=tmp_path))
     same = PROMPTS[0] + PROMPTS[1]

@@ -12,7 +12,7 @@ import pytest
 from helpers.sessions import byte_tokenizer, expected, fake_session
 from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, Session
-from rekindle._src.dispatch import intake
+from rekindle._src.dispatch import structures
 from rekindle._src.structured import compilers
 from rekindle._src.structured.compilers import Compilers
 from rekindle._src.structured.grammar import Reasoning
@@ -79,7 +79,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_ended(
 async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
     session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "PATIENCE", 0.1)
+    monkeypatch.setattr(structures, "PATIENCE", 0.1)
     handles = [session.submit("x", regex=f"[0-9]{{{count}}}") for count in range(1, 4)]
     for handle in handles[:2]:
         assert (await handle).text.isdigit()
@@ -136,6 +136,6 @@ class Parts:
 )
 def test_where_a_models_reasoning_is(prompt: list[int], chat: bool, found: Reasoning | None) -> None:
     parts: Any = Parts()
-    assert intake._reasoning(prompt, parts, chat=chat) == found
+    assert structures._reasoning(prompt, parts, chat=chat) == found
     parts.think_ids = None
-    assert intake._reasoning(prompt, parts, chat=chat) is None
+    assert structures._reasoning(prompt, parts, chat=chat) is None

@@ -440,6 +440,11 @@ class Sampling(html.Record):
         return self.logprobs is not None or self.prompt_logprobs is not None
 
     @property
+    def scored_from(self) -> int:
+        """The first position of the prompt whose scores are read, those of the token after it."""
+        return max(0, self.logprob_start - 1)
+
+    @property
     def shaped(self) -> bool:
         """True if a bias, a penalty or `min_tokens` changes its logits."""
         return self.penalised or bool(self.logit_bias) or self.min_tokens > 0

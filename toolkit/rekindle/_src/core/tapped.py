@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.taps import (
     END,
     LOGITS,
@@ -103,7 +104,7 @@ class Backlog:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RequestTaps:
+class RequestTaps(Extension):
     """The taps of one request, resolved for its prompt."""
 
     keys: tuple[Key, ...] = ()
@@ -123,8 +124,17 @@ class RequestTaps:
 
     @property
     def altered(self) -> tuple[str, ...]:
-        """Its part of `Request.altered`."""
         return (f"steer-{self.digest}",) if self.digest else ()
+
+    @property
+    def by_position(self) -> bool:
+        return True
+
+    def reusable(self, prompt_length: int) -> int:
+        return min(prompt_length, self.next_wanted(0))
+
+    def another(self) -> RequestTaps:
+        return dataclasses.replace(self, backlog=Backlog()) if self.backlog is not None else self
 
     @property
     def inner(self) -> bool:

@@ -18,12 +18,12 @@ from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
+from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
     IntArray,
-    Pooling,
     Request,
     Status,
     StepPlan,
@@ -38,8 +38,7 @@ from rekindle.errors import RekindleError
 if TYPE_CHECKING:
     from rekindle._src.structured.compilers import Job
     from rekindle._src.structured.grammar import Reasoning
-    from rekindle._src.structured.spec import Spec, Structure
-    from rekindle._src.text.replies import ReplyPlan
+    from rekindle._src.structured.spec import Spec
 
 M = TypeVar("M")
 
@@ -55,10 +54,7 @@ class Submission(NamedTuple):
     mailbox: Mailbox
     arrival: float
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
-    pooling: Pooling | None = None  # embed the prompt rather than go on with it
-    reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
-    structure: Structure | None = None  # the structure of the text that `sampling` asks for
-    covered: int = 0  # tokens at the prompt's end that belong to that structure already
+    extensions: Extensions = NONE  # what its caller has resolved, for the capabilities
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
     long: bool = False  # there is so much to render that others go on meanwhile
     caller: str = ""  # those with long prompts or grammars take turns
@@ -257,6 +253,10 @@ class Front(NamedTuple):
     grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
     taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+
+    def eos_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""
+        return frozenset() if sampling.ignore_eos else frozenset(self.tokenizer.eos_ids)
 
 
 def take(backend: Backend, message: BackendMessage) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.own_failure import close_each, own_failure
@@ -25,26 +24,16 @@ from rekindle._src.core.records import (
     Completion,
     EmbeddingResult,
     FinishReason,
-    GuideReport,
     Request,
     TextDelta,
     Timings,
     TokenEvent,
-    TokenLogprobs,
     Usage,
-    Vector,
 )
-from rekindle._src.core.reply import DeferredParse, ReplyEvent, fold
-from rekindle._src.core.tapped import CapturedPart
-from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Abort, Events, Finish, ScheduleMessage
-from rekindle._src.dispatch.capture_writer import CaptureWriter
+from rekindle._src.dispatch.capability import Part, SequenceEnd
 from rekindle._src.dispatch.threads import Mailbox, OneShot, Outcome, RelayResult
-from rekindle.errors import NotParsed, NotParsedReason, RekindleError, RequestAborted, RequestFailed
-
-if TYPE_CHECKING:
-    from rekindle._src.structured.spec import Structure
-    from rekindle._src.text.replies import ReplyScanner
+from rekindle.errors import RekindleError, RequestAborted, RequestFailed
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, regardless of the token that was sampled for it.
@@ -69,36 +58,39 @@ class Output:
         """Add an event. Return why the sequence ended, if it did."""
         raise NotImplementedError
 
-    def ending(self, reason: FinishReason, error: BaseException | None) -> OneShot[Captured] | None:
-        """Return what the completion of a sequence waits for: its captures on their way to files. None if nothing."""
-        return None
+    def ending(self, reason: FinishReason, error: BaseException | None) -> bool:
+        """End the sequence. True if its completion has to wait, as for captures on their way to files; see `whole`."""
+        return False
+
+    async def whole(self) -> None:
+        """Wait for what the completion of a sequence that has ended waits for."""
 
     @property
     def ended(self) -> bool:
-        """True if it has ended and waits for its files. One that has its outcome is no longer known."""
+        """True if it has ended and waits to be whole. One that has its outcome is no longer known."""
         return False
 
-    def outcome(
-        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
-    ) -> Outcome:
-        """Return the completion of a sequence that ended at `now`, or its one error. `captured` is in files."""
+    def outcome(self, reason: FinishReason, error: BaseException | None, now: float) -> Outcome:
+        """Return the completion of a sequence that ended at `now`, or its one error."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Let a sequence that has ended wait for its files no longer; they are completed if their disk lets them."""
+        """Let a sequence that has ended wait no longer; files are completed if their disk lets them."""
 
-    def close(self, reason: FinishReason = FinishReason.ABORTED) -> None:
-        """Give up what the sequence held."""
+    def closings(self, reason: FinishReason) -> Iterable[Callable[[], object]]:
+        """Return functions that give up what the sequence held, each of them for itself. It ended for `reason`."""
+        return ()
 
 
 class OutputState(Output):
-    """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
+    """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it.
+
+    What is more than text and tokens is in the `parts` of its capabilities.
+    """
 
     __slots__ = (
-        "_cached", "_captured", "_captures", "_compiling", "_compiling_first", "_decode", "_delivered",
-        "_detokenizer", "_events", "_first", "_guided", "_logprobs", "_pooled", "_program_wait",
-        "_prompt_logprobs", "_scanner", "_scores", "_stop_reason", "_structured", "_text", "_tokens",
-        "_versions", "_written", "prompt", "writer",
+        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_first", "_program_wait",
+        "_stop_reason", "_text", "_tokens", "_versions", "_waits", "parts", "prompt",
     )  # fmt: skip
 
     def __init__(
@@ -109,36 +101,22 @@ class OutputState(Output):
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
         program_wait: ProgramWait = NO_WAIT,
-        *,
-        scanner: ReplyScanner | None = None,
-        structured: TextStructure | None = None,
-        writer: CaptureWriter | None = None,
+        parts: tuple[Part, ...] = (),
     ) -> None:
         super().__init__(request, mailbox, request.index)
-        self.prompt = prompt
+        self.prompt, self.parts = prompt, parts
         self._detokenizer = detokenizer
         self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
         self._versions: list[int] = []  # of the weights, for each token
-        self._structured = structured
-        self._guided: list[GuideReport] = []  # one for each token, if the text follows a structure
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs] = []
-        self._scores = 0  # of them, those delivered
-        self._captured: list[CapturedPart] = []
-        self._captures = 0  # of them, those delivered
-        self.writer = writer  # has what is captured, in place of `_captured`
-        self._written: OneShot[Captured] | None = None  # it has ended, and waits for its files
         self._stop_reason: str | int | None = None
         self._text: list[str] = []
-        self._scanner = scanner  # reads the reply of a chat
-        self._events: list[ReplyEvent] = []
         self._delivered = 0  # tokens delivered in deltas
         self._cached = 0
-        self._pooled: Vector | None = None
         self._first = 0.0
         self._program_wait = program_wait
         self._compiling = self._compiling_first = self._waited(request.arrival)  # session's waits at intake
+        self._waits: list[tuple[Part, OneShot[Any]]] = []  # it has ended, and these parts are not complete yet
 
     def _waited(self, now: float) -> float:
         return self._program_wait.seconds(now) + self._program_wait.added(self.request.id)
@@ -153,21 +131,14 @@ class OutputState(Output):
             self._first = now
             self._compiling_first = self._waited(now)
         if self.request.sampling.max_tokens == 0:
-            event = dataclasses.replace(event, token_ids=(), logprobs=())
+            event = dataclasses.replace(event, token_ids=())
             reason = reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
-        self._pooled = event.pooled
-        self._prompt_logprobs += event.prompt_logprobs
-        if self.writer is None:
-            self._captured += event.captured
-        else:
-            for part in event.captured:
-                self.writer.add(part)
+        for part in self.parts:
+            part.take(event)
         start = len(self._tokens)
         self._tokens += event.token_ids
         self._versions += [event.weights_version] * len(event.token_ids)
-        self._logprobs += event.logprobs
-        self._guided += event.guided
         # An eos or stop token that ended the sequence has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
         if ends and reason is FinishReason.STOP:
@@ -175,8 +146,7 @@ class OutputState(Output):
             ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
-            for entries in (self._tokens, self._versions, self._logprobs, self._guided):
-                del entries[self._detokenizer.tokens :]
+            self._cut(self._detokenizer.tokens)
         elif reason is not None:
             text += self._detokenizer.flush()
             stopped = self._detokenizer.stopped
@@ -191,51 +161,33 @@ class OutputState(Output):
             self._deliver(text, released, reason)
         return reason
 
+    def _cut(self, count: int) -> None:
+        del self._tokens[count:], self._versions[count:]
+        for part in self.parts:
+            part.cut(count)
+
     def _deliver(self, text: str, released: int, reason: FinishReason | None) -> None:
         start, self._delivered = self._delivered, released
         self._text.append(text)
-        events = None
-        if self._scanner is not None:
-            events = self._scanner.feed(text)
-            events += self._scanner.finish() if reason is not None else ()
-            self._events += events
+        fields: dict[str, Any] = {}
+        for part in self.parts:
+            fields |= part.delta(text, start, released, reason)
         self.mailbox.put(
             TextDelta(
                 request_id=self.request.id,
                 text=text,
                 token_ids=tuple(self._tokens[start:released]),
-                logprobs=tuple(self._logprobs[start:released]),
                 index=self.request.index,
                 finish_reason=reason,
                 stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
-                prompt_logprobs=tuple(self._prompt_logprobs[self._scores :]),
-                events=None if events is None else tuple(events),
-                captured=self._joined(self._captures),
                 weights_versions=tuple(self._versions[start:released]),
+                **fields,
             )
         )
-        self._scores, self._captures = len(self._prompt_logprobs), len(self._captured)
 
-    @property
-    def _end_of_captures(self) -> int:
-        """The position after the last one of its captures: steps after a stop string are not part of the output."""
-        return self.request.prompt_length + max(0, len(self._tokens) - 1)
-
-    def _joined(self, first: int = 0) -> Captured | None:
-        """Return what was captured, from a part on; None if the request captures nothing, or into files."""
-        tapped = self.request.tapped
-        if tapped is None or not tapped.keys or self.writer is not None:
-            return None
-        return Captured.joined(self._captured[first:], tapped.layers)
-
-    def completion(
-        self, reason: FinishReason, now: float, captured: Captured | None = None
-    ) -> Completion | EmbeddingResult:
-        """Return the completion of a sequence that ended for `reason` at `now`, or its embedding.
-
-        `captured` are its captures if they are in files.
-        """
-        request, sampling, waited = self.request, self.request.sampling, self._waited(now)
+    def completion(self, reason: FinishReason, now: float) -> Completion | EmbeddingResult:
+        """Return the completion of a sequence that ended for `reason` at `now`, or its embedding."""
+        request, waited = self.request, self._waited(now)
         usage = Usage(request.prompt_length, self._cached, len(self._tokens))
         timings = Timings(
             queued=self.started - request.arrival,
@@ -244,12 +196,12 @@ class OutputState(Output):
             compiling=waited - self._compiling,
             compiling_later=waited - self._compiling_first if self._tokens else 0.0,
         )
-        if request.pooling is not None:
-            assert self._pooled is not None, f"{request.id} ended without its vector"
-            return EmbeddingResult(self._pooled, usage, timings)
-        if captured is None and (inside := self._joined()) is not None:
-            captured = inside.before(self._end_of_captures)
-        text, structured = "".join(self._text), self._structured
+        fields: dict[str, Any] = {}
+        text = "".join(self._text)
+        for part in self.parts:
+            if (outcome := part.outcome(usage, timings)) is not None:
+                return outcome
+            fields |= part.completion(SequenceEnd(reason, text, self._tokens))
         return Completion(
             id=request.id,
             text=text,
@@ -259,28 +211,25 @@ class OutputState(Output):
             prompt_token_ids=tuple(request.token_ids.tolist()),
             usage=usage,
             timings=timings,
-            sampling=sampling,
-            logprobs=tuple(self._logprobs) if sampling.logprobs is not None else None,
-            prompt_logprobs=tuple(self._prompt_logprobs) if sampling.prompt_logprobs is not None else None,
+            sampling=request.sampling,
             index=request.index,
             stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
-            reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
-            forced=tuple(guided.forced for guided in self._guided),
-            covered=0 if structured is None else len(structured.before),
             weights_versions=tuple(self._versions),
-            captured=captured,
-            parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
+            **fields,
         )
 
-    def ending(self, reason: FinishReason, error: BaseException | None) -> OneShot[Captured] | None:
-        if self.writer is not None and error is None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
-            self._written = self.writer.finish(self._end_of_captures)
-        return self._written
+    def ending(self, reason: FinishReason, error: BaseException | None) -> bool:
+        if error is None and reason not in (FinishReason.ABORTED, FinishReason.FAILED):
+            waits = [(part, part.ending(len(self._tokens))) for part in self.parts]
+            self._waits = [(part, reply) for part, reply in waits if reply is not None]
+        return self.ended
 
-    def outcome(
-        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
-    ) -> Outcome:
+    async def whole(self) -> None:
+        for part, reply in self._waits:
+            part.take_over(await reply.get())
+
+    def outcome(self, reason: FinishReason, error: BaseException | None, now: float) -> Outcome:
         if error is not None:
             return error
         if reason is FinishReason.ABORTED:
@@ -290,21 +239,18 @@ class OutputState(Output):
             )
         if reason is FinishReason.FAILED:
             return RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
-        return self.completion(reason, now, captured)
+        return self.completion(reason, now)
 
     @property
     def ended(self) -> bool:
-        return self._written is not None
+        return bool(self._waits)
 
     def abort(self) -> None:
-        if self._written is not None:
-            self._written.fail(
-                RequestAborted(f"request {self.request.id} was cancelled while its captures were written")
-            )
+        for part, reply in self._waits:
+            reply.fail(RequestAborted(f"request {self.request.id} was cancelled while {part.last_work}"))
 
-    def close(self, reason: FinishReason = FinishReason.ABORTED) -> None:
-        if self.writer is not None:  # its captures stay as far as they came, and are removed if it failed
-            self.writer.leave(None if reason is FinishReason.FAILED else self._end_of_captures)
+    def closings(self, reason: FinishReason) -> Iterable[Callable[[], object]]:
+        return [partial(part.close, reason, len(self._tokens)) for part in self.parts]
 
 
 async def run(
@@ -359,37 +305,30 @@ class _Delivery:
     def end(self, output: Output, reason: FinishReason, error: BaseException | None, now: float) -> None:
         """End a sequence: its outcome first, then its resources. A completion with files comes when they are whole."""
         try:
-            written = output.ending(reason, error)
+            waits = output.ending(reason, error)
         except BaseException as caught:
-            written, reason, error = None, FinishReason.FAILED, _failure(output, caught)
-        if written is None:
-            self._complete(output, reason, error, now)
+            waits, reason, error = False, FinishReason.FAILED, _failure(output, caught)
+        if waits:
+            self._group.start_soon(self._end_whole, output, reason)
         else:
-            self._group.start_soon(self._end_written, output, reason, written)
+            self._complete(output, reason, error, now)
 
-    async def _end_written(self, output: Output, reason: FinishReason, written: OneShot[Captured]) -> None:
+    async def _end_whole(self, output: Output, reason: FinishReason) -> None:
         try:
-            captured = await written.get()
+            await output.whole()
         except RekindleError as error:
             self._complete(output, reason, error, time.perf_counter())
         else:
-            self._complete(output, reason, None, time.perf_counter(), captured)
+            self._complete(output, reason, None, time.perf_counter())
 
-    def _complete(
-        self,
-        output: Output,
-        reason: FinishReason,
-        error: BaseException | None,
-        now: float,
-        captured: Captured | None = None,
-    ) -> None:
+    def _complete(self, output: Output, reason: FinishReason, error: BaseException | None, now: float) -> None:
         self._outputs.pop(output.request.id, None)
         try:
-            outcome = output.outcome(reason, error, now, captured)
+            outcome = output.outcome(reason, error, now)
         except BaseException as caught:
             reason, outcome = FinishReason.FAILED, _failure(output, caught)
         output.mailbox.complete(output.index, outcome)
-        close_each(f"request {output.request.id}", partial(output.close, reason))
+        close_each(f"request {output.request.id}", *output.closings(reason))
 
 
 def _failure(output: Output, caught: BaseException) -> RekindleError:
@@ -413,43 +352,5 @@ class RelayedOutput(Output):
         self._take(event, self.started)
         return event.finish_reason
 
-    def outcome(
-        self, reason: FinishReason, error: BaseException | None, now: float, captured: Captured | None = None
-    ) -> Outcome:
+    def outcome(self, reason: FinishReason, error: BaseException | None, now: float) -> Outcome:
         return RelayResult(reason) if error is None else error  # its reader knows the reason from the last event
-
-
-class TextStructure(NamedTuple):
-    """The structure of a request's text, and the parts from which its object is made."""
-
-    structure: Structure
-    before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
-    decode: Callable[[Sequence[int]], str]
-    closes: str | None = None  # the text that ends a model's reasoning
-
-    def parsing(
-        self, text: str, tokens: Sequence[int], guided: Sequence[GuideReport], reason: FinishReason
-    ) -> DeferredParse:
-        """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
-        if self.before:
-            text = self.decode([*self.before, *tokens])
-        if self.closes is not None and self.closes in text:
-            text = text.partition(self.closes)[2]
-        return DeferredParse(text, self.structure.parse, _cut(guided, reason))
-
-
-def _cut(guided: Sequence[GuideReport], reason: FinishReason) -> NotParsed | None:
-    """Return why a text is not whole; None if it is.
-
-    A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.
-    """
-    if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
-        return None
-    if reason.cut:
-        if guided and guided[-1].ended:
-            return None
-        option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
-        return NotParsed(option, f"{option} cut the text after {html.count(len(guided), 'token')}")
-    if reason is FinishReason.STOP:
-        return NotParsed("stop", "a stop string or a stop token ended the text")
-    return NotParsed("ended", f"the request was {reason}")

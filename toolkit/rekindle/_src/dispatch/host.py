@@ -579,4 +579,4 @@ class Dispatch:
             mailbox.complete_all(error)
         for output in outputs:
             output.abort()
-            close_each(f"request {output.request.id}", output.close)
+            close_each(f"request {output.request.id}", *output.closings(FinishReason.ABORTED))

@@ -18,6 +18,7 @@ import anyio
 
 from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.records import Completion, EmbeddingResult, FinishReason, IntArray, TextDelta
+from rekindle.errors import RequestAborted
 
 T = TypeVar("T")
 Callback = Callable[[], object]
@@ -356,6 +357,11 @@ class Mailbox:
         self._remaining = count
         self._stream_wakeups: list[Wakeup] = []
         self._wakeups: list[Wakeup] = []
+
+    def check_waited_for(self) -> None:
+        """Raise `RequestAborted` if its caller has cancelled; called before its requests are queued."""
+        if self.abandoned:
+            raise RequestAborted("the request was cancelled before it was queued")
 
     def put(self, delta: TextDelta) -> None:
         self.deltas.append(delta)

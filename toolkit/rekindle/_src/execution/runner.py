@@ -21,6 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
 from rekindle._src.execution.page_transfers import (
     PageTransfers,
@@ -32,7 +33,7 @@ from rekindle._src.execution.page_transfers import (
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
-from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, Fields, RowFlag
+from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
 from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
@@ -481,7 +482,7 @@ def row_results(
     outputs: Sequence[tuple[Feature, Any]] = (),
     shards: DataShards = ALONE,
 ) -> tuple[RowResult, ...]:
-    """Return the results in the order of `plan.rows`, with the fields of the features in `outputs`.
+    """Return the results in the order of `plan.rows`, with the reports of the features in `outputs`.
 
     `rows` and each output have a part of each data shard, which holds the rows it computed.
     """
@@ -506,26 +507,26 @@ def _row_results(
     tokens, decode = rows[:, 0].tolist(), len(plan.decode)
     chosen = [*tokens[:decode], *tokens[layout.rows : layout.rows + len(plan.prefill)]]
     if not outputs:
-        return tuple([_result(row, token, layout, {}) for row, token in zip(plan.rows, chosen, strict=True)])
-    fields: Fields = [{} for _ in plan.rows]
+        return tuple([_result(row, token, layout, NO_REPORTS) for row, token in zip(plan.rows, chosen, strict=True)])
+    reports: RowReports = [{} for _ in plan.rows]
     places = [*range(decode), *range(layout.rows, layout.rows + len(plan.prefill))]
     valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
     for feature, output in outputs:
         columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]
-        feature.read(FeatureRead(plan, valid, places, columns, output), fields)
-    entries = zip(plan.rows, chosen, fields, strict=True)
+        feature.read(FeatureRead(plan, valid, places, columns, output), reports)
+    entries = zip(plan.rows, chosen, reports, strict=True)
     return tuple([_result(row, token, layout, own) for row, token, own in entries])
 
 
-def _result(row: Row, token: int, layout: Layout, fields: Mapping[str, Any]) -> RowResult:
+def _result(row: Row, token: int, layout: Layout, reports: Reports) -> RowResult:
     request = row.request
     if not row.samples:
-        return RowResult(request.id, row.epoch, None, **fields)
+        return RowResult(request.id, row.epoch, None, reports)
     if token >= 0:
-        return RowResult(request.id, row.epoch, token, **fields)
+        return RowResult(request.id, row.epoch, token, reports)
     if token == NOT_FINITE:
-        return RowResult(request.id, row.epoch, None, finite=False, **fields)
-    return RowResult(request.id, row.epoch, None, error=layout.features.late.no_token(row), **fields)
+        return RowResult(request.id, row.epoch, None, reports, finite=False)
+    return RowResult(request.id, row.epoch, None, reports, error=layout.features.late.no_token(row))
 
 
 def drop_rows(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:

@@ -28,6 +28,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 import rekindle_kernels
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.adapters.adapter import Adapter, Product
@@ -232,7 +233,7 @@ log = logging.getLogger("rekindle.session")
 class Adapters(Feature):
     """The adapters of rows. Operands are the stacks, which `load` changes between steps."""
 
-    option, variant, inside, ints = "adapter", ADAPTED, True, 1
+    option, variant, inside, ints = AdapterUse, ADAPTED, True, 1
 
     def __init__(self, stacks: Stacks, *, ahead: bool = False, implementation: str | None = None) -> None:
         self.stacks, self.warmed = stacks, ahead
@@ -267,8 +268,9 @@ class Adapters(Feature):
         self.stacks.free()
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        assert request.adapter is not None, "its option"
-        digest = request.adapter.digest
+        use = request.extensions.get(AdapterUse)
+        assert use is not None, "its option"
+        digest = use.adapter.digest
         failed = self._failed.get(digest)
         if failed is not None:
             self.stacks.put(failed)
@@ -276,7 +278,7 @@ class Adapters(Feature):
         return (self.stacks.slot(digest),), ()
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return bool([row for row in plan.rows if row.request.adapter is not None])
+        return bool([row for row in plan.rows if AdapterUse in row.request.extensions])
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

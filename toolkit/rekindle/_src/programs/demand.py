@@ -18,6 +18,7 @@ import numpy as np
 
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
+from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.programs.buckets import ADMIT, LENS, Bucket, Key, StepSize, bucket_for
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError
@@ -149,7 +150,8 @@ class StepPrograms:
         plan = StepPlan(0, (row,), ()) if decodes else StepPlan(0, (), (row,))
         features = self._features
         helpers = (ADMIT,) * features.reads_slot(request)
-        helpers += (LENS,) * (request.tapped is not None and request.tapped.reads_logits)
+        tapped = request.extensions.get(RequestTaps)
+        helpers += (LENS,) * (tapped is not None and tapped.reads_logits)
         options = features.has_options(request)
         found = frozenset(features.variants(plan)), helpers, features.late.in_plan(plan), options
         if found not in self._needs:

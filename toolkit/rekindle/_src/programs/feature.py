@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
@@ -74,6 +75,11 @@ def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -
         return yes() if condition else no()
     result: T = lax.cond(condition, yes, no)
     return result
+
+
+def wanting(option: str | type[Extension]) -> Callable[[Request], object]:
+    """Return a function that is true of the requests with an option; see `Feature.option`."""
+    return attrgetter(option) if isinstance(option, str) else lambda request: option in request.extensions
 
 
 class StepInputs(NamedTuple):
@@ -155,13 +161,14 @@ class Helpers(Protocol):
         ...
 
 
-Fields = list[dict[str, Any]]  # of each row's `RowResult`
+RowReports = Sequence[dict[str, tuple[Any, ...]]]  # of each row
 
 
 class Feature:
     """A feature that does nothing, and the base of all others."""
 
-    option: str = "sampling"  # the request's attribute that wants it: no rows of requests without one take part
+    # What of a request wants it, an attribute or an extension: no rows of requests without one take part.
+    option: str | type[Extension] = "sampling"
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps in which it changes logits
@@ -227,7 +234,8 @@ class Feature:
 
     def in_plan(self, plan: StepPlan) -> bool:
         """True if a step needs a program of the feature's variant; asked in every step, of up to hundreds of rows."""
-        return any(map(attrgetter(f"request.{self.option}"), plan.rows))
+        wants = wanting(self.option)
+        return any(wants(row.request) for row in plan.rows)
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.
@@ -276,5 +284,5 @@ class Feature:
         """Wait for the output of a step. Return it in the host's memory: an array, or a dict of arrays."""
         return np.asarray(output)
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
-        """Add the feature's fields of each row's `RowResult`."""
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        """Add the feature's reports to those of each row; see report.py."""

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.core.report import POOLED
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import POOLS
-from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, Fields, Helpers, StepInputs, drawing_flags
+from rekindle._src.programs.feature import (
+    GREEDY,
+    Feature,
+    FeatureRead,
+    Helpers,
+    RowReports,
+    StepInputs,
+    drawing_flags,
+    wanting,
+)
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.hybrid_layers import StateSlots, TailTables
 from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogprobs
@@ -57,20 +66,21 @@ def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
 class Pooling(Feature):
     """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
 
-    option, variant, has_output, shard_axis = "pooling", POOLS, True, 1
+    option, variant, has_output, shard_axis = PromptPooling, POOLS, True, 1
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.pooling is not None for row in plan.prefill)
+        return any(PromptPooling in row.request.extensions for row in plan.prefill)
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert read.output is not None, "a program that does not pool ran a request with pooling"
         for index, row in enumerate(read.plan.prefill):
-            if row.request.pooling is not None:
-                vector = read.output[KINDS.index(row.request.pooling), index].copy()
-                fields[len(read.plan.decode) + index] |= {"pooled": vector, "finite": bool(np.isfinite(vector).all())}
+            pooling = row.request.extensions.get(PromptPooling)
+            if pooling is not None:
+                vector = read.output[KINDS.index(pooling.kind), index].copy()
+                POOLED.put(reports[len(read.plan.decode) + index], vector)
 
 
 def _overrides(feature: Feature, method: str) -> bool:
@@ -106,9 +116,11 @@ class Features:
         self.as_needed = tuple(feature.variant for feature in as_needed)
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
         letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
-        self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
+        # In the order of the names of programs. Those of extensions are asked only if a row's request has some.
+        self._planned = tuple((one.variant, isinstance(one.option, type), one.in_plan) for one in letters)
         self._instead = tuple((feature.variant, frozenset(feature.instead)) for feature in letters)
-        self._wanting = tuple((feature, attrgetter(feature.option)) for feature in entries)
+        self._wanting = tuple((feature, wanting(feature.option)) for feature in entries)
+        self._plain = tuple(one for one in self._wanting if isinstance(one[0].option, str))
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
         self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.bits, self._reading, 0)
@@ -120,8 +132,7 @@ class Features:
     # -- a request enters its slot
 
     def flags(self, request: Request) -> int:
-        features = (feature for feature, wants in self._wanting if wants(request))
-        return functools.reduce(lambda bits, feature: bits | feature.flags(request), features, 0)
+        return functools.reduce(lambda bits, feature: bits | feature.flags(request), self._wanted(request), 0)
 
     def has_options(self, request: Request) -> bool:
         """True if a request's rows may have flags beyond those of greedy rows without further options."""
@@ -129,7 +140,7 @@ class Features:
         return bool(flags & ~int(GREEDY)) or bool(self.row_flags(request))
 
     def row_flags(self, request: Request) -> tuple[Callable[[Row], int], ...]:
-        functions = (feature.row_flags(request) for feature, wants in self._wanting if wants(request))
+        functions = (feature.row_flags(request) for feature in self._wanted(request))
         return tuple(function for function in functions if function is not None)
 
     def constants(self, request: Request) -> tuple[list[int], list[float]]:
@@ -143,13 +154,19 @@ class Features:
         return ints, floats
 
     def reads_slot(self, request: Request) -> bool:
-        return any(feature.reads_slot(request) for feature, wants in self._wanting if wants(request))
+        return any(feature.reads_slot(request) for feature in self._wanted(request))
+
+    def _wanted(self, request: Request) -> list[Feature]:
+        """Return the features whose options a request has."""
+        return [feature for feature, wants in (self._wanting if request.extensions else self._plain) if wants(request)]
 
     # -- a step
 
     def variants(self, plan: StepPlan) -> str:
         """Return the letters of the program that a plan needs."""
-        return "".join([letter for letter, in_plan in self._planned if in_plan(plan)])
+        extended = bool([row for row in plan.rows if row.request.extensions])
+        planned = self._planned
+        return "".join([letter for letter, extends, in_plan in planned if (extended or not extends) and in_plan(plan)])
 
     def joined(self, letters: frozenset[str]) -> str:
         """Return the letters of the program that rows need together, which need these each on their own."""

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan, mask_words
+from rekindle._src.core.report import GUIDED
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take
@@ -33,14 +35,15 @@ class Guides(Feature):
     two programs, up to the logits and the choice. Steps with the feature have sizes of their own.
     """
 
-    option = "guide"
+    option = Guidance
 
     def operand_width(self, vocab_size: int) -> int:
         """Return the integers of a row's operand, which is all ones in rows without a guide."""
         return mask_words(vocab_size)
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.guide is not None and row.samples for row in plan.rows)
+        extended = [row for row in plan.rows if row.request.extensions]
+        return any(row.samples and Guidance in row.request.extensions for row in extended)
 
     def wait(self, gate: Array, logits: Array) -> Array:
         """Return the operand of a program that waits, from its gate, once the logits are computed."""
@@ -118,10 +121,11 @@ class Guides(Feature):
         follows = False  # True while all rows of the request so far were right
         clock = _Clock()
         for row, result in zip(plan.rows, results, strict=True):
-            guide = row.request.guide
-            if guide is None or not row.samples:
+            guidance = row.request.extensions.get(Guidance)
+            if guidance is None or not row.samples:
                 updated.append(result)
                 continue
+            guide = guidance.guide
             if row.draft:
                 assert row.token_ids is not None, "a draft has its token"
                 follows = follows and updated[-1].token_id == row.token_ids[0]
@@ -138,7 +142,9 @@ class Guides(Feature):
                     continue
                 report = _with_time(report, guide.spent + clock.lap())
                 guide.spent = 0.0
-                result = result.following(report, _guide_error(row, report.problem) if report.problem else result.error)
+                result = result.reporting(GUIDED, report)
+                if report.problem:
+                    result = dataclasses.replace(result, error=_guide_error(row, report.problem))
             else:
                 follows = False
             updated.append(result)
@@ -215,9 +221,8 @@ def _own_failure(row: Row, raised: BaseException) -> RekindleError:
 
 def _guided(plan: StepPlan, decode_rows: int) -> Iterator[tuple[int, Row, GuideLike]]:
     """Yield the rows that choose among allowed tokens, with their places in the program."""
-    for index, row in enumerate(plan.decode):
-        if row.request.guide is not None and row.samples:
-            yield index, row, row.request.guide
-    for index, row in enumerate(plan.prefill, start=decode_rows):
-        if row.request.guide is not None and row.samples:
-            yield index, row, row.request.guide
+    for rows, first in ((plan.decode, 0), (plan.prefill, decode_rows)):
+        for index, row in enumerate(rows, start=first):
+            extensions = row.request.extensions
+            if extensions and row.samples and (guidance := extensions.get(Guidance)) is not None:
+                yield index, row, guidance.guide

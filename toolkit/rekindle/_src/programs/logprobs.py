@@ -20,10 +20,11 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan, TokenLogprobs
+from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import WHOLE
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, RowFlag, StepInputs, branch
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
 from rekindle_kernels import Choice, top_k
 
 Packed = NDArray[np.int32]
@@ -139,11 +140,11 @@ class Logprobs(Feature):
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         return row_logprobs(inputs.any_flags, logits, tokens, deterministic=self._deterministic)
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
-        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
             sampling = row.request.sampling
             if sampling.logprobs is not None and not sampling.whole_logprobs and token is not None:
-                own["logprobs"] = unpack_logprobs(read.columns[place], token, sampling.logprobs)
+                LOGPROBS.put(own, unpack_logprobs(read.columns[place], token, sampling.logprobs))
 
 
 class PromptLogprobs(Feature):
@@ -169,7 +170,7 @@ class PromptLogprobs(Feature):
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: Any) -> Array:
         return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert read.output is not None, "all programs score prompts"
         first = 0
         for index, row in enumerate(read.plan.prefill, start=len(read.plan.decode)):
@@ -177,7 +178,7 @@ class PromptLogprobs(Feature):
             if count is not None:
                 skipped, targets = _targets(row)
                 scores = zip(read.output[first + skipped :], targets.tolist(), strict=False)
-                fields[index]["prompt_logprobs"] = tuple(unpack_logprobs(line, token, count) for line, token in scores)
+                PROMPT_LOGPROBS.put(reports[index], *[unpack_logprobs(line, token, count) for line, token in scores])
             first += row.length
 
 
@@ -194,7 +195,7 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
 
 def _targets(row: Row) -> tuple[int, IntArray]:
     """Return how many of a row's tokens are not scored, and the tokens after the others, up to one past the row."""
-    first = max(row.start, row.request.scored_from)
+    first = max(row.start, row.request.sampling.scored_from)
     return first - row.start, row.request.token_ids[first + 1 : row.start + row.length + 1]
 
 
@@ -289,10 +290,10 @@ class Distribution(Feature):
             result = branch(inputs.any_flags & RowFlag.SAMPLED_LOGPROBS != 0, sampled, lambda: result)
             return lax.bitcast_convert_type(result, jnp.int32)
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
-        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, fields, strict=True):
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
             if token is not None and is_whole(row.request.sampling):
-                own["logprobs"] = _entry(read.columns[place].view(np.float32), token, row.request.sampling)
+                LOGPROBS.put(own, _entry(read.columns[place].view(np.float32), token, row.request.sampling))
 
 
 def _entry(logprobs: NDArray[np.float32], token: int, sampling: Sampling) -> TokenLogprobs:

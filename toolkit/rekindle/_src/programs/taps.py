@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Row, StepPlan
+from rekindle._src.core.report import CAPTURED
 from rekindle._src.core.tapped import (
     INNER,
     MAX_PATCHES,
@@ -42,7 +43,7 @@ from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
-from rekindle._src.programs.feature import Feature, FeatureRead, Fields, Helpers, StepInputs
+from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, RowReports, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
 
 Hook = Callable[[int, Array], Array]
@@ -172,7 +173,7 @@ def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Call
 class Captures(Feature):
     """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
 
-    option, variant, instead = "tapped", CAPTURES, CAPTURES_MORE
+    option, variant, instead = RequestTaps, CAPTURES, CAPTURES_MORE
     inside = has_output = True
     copied = False  # on a device with memory of its own: few of them are wanted
     _helpers: Helpers
@@ -199,10 +200,10 @@ class Captures(Feature):
         return {"stream": stream, "norm": hidden, **inside}  # keys are text, in which stored programs describe results
 
     def on_host(self, output: Any, plan: StepPlan) -> Any:
-        wanted = {key for row in filter(_captures, plan.rows) for key in (row.request.tapped or RequestTaps()).keys}
+        wanted = {key for row in filter(_captures, plan.rows) for key in row.request.extensions[RequestTaps].keys}
         return {key: np.asarray(_of(output, key)) for key in wanted}
 
-    def read(self, read: FeatureRead, fields: Fields) -> None:
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert read.output is not None, "a program that does not capture ran a request with captures"
         decode, rows = len(read.plan.decode), read.plan.rows
         first = read.places[decode] if decode < len(rows) else 0  # prompts begin after the program's decode rows
@@ -210,7 +211,7 @@ class Captures(Feature):
         for index, row in enumerate(rows):
             place = read.places[index] if index < decode else first
             first += row.length if index >= decode else 0
-            tapped = row.request.tapped
+            tapped = row.request.extensions.get(RequestTaps)
             if tapped is None or not tapped.keys:
                 continue
             positions = tapped.wanted_in(row.start, row.start + row.length)
@@ -219,7 +220,7 @@ class Captures(Feature):
         logits = self._logits(read.output, parts)
         for index, keys, positions, lines in parts:
             arrays = {key: logits[index, key] if key[0] == LOGITS else _floats(read.output[key][lines]) for key in keys}
-            fields[index]["captured"] = CapturedPart(positions, arrays)
+            CAPTURED.put(reports[index], CapturedPart(positions, arrays))
 
     def _logits(self, output: Any, parts: Sequence[tuple[int, Sequence[Key], Any, Any]]) -> dict[Any, Any]:
         """Return the logits of rows by row and key. Rows of a step go through the head together."""
@@ -272,16 +273,16 @@ class InnerCaptures(Captures):
 
 
 def _tapped(plan: StepPlan) -> list[Row]:
-    return [row for row in plan.rows if row.request.tapped is not None]
+    return [row for row in plan.rows if RequestTaps in row.request.extensions]
 
 
 def _captures(row: Row) -> bool:
-    tapped = row.request.tapped
+    tapped = row.request.extensions.get(RequestTaps)
     return tapped is not None and bool(tapped.keys) and tapped.captures(row.start, row.start + row.length)
 
 
 def _captures_inside(row: Row) -> bool:
-    return _captures(row) and row.request.tapped is not None and row.request.tapped.inner
+    return _captures(row) and row.request.extensions[RequestTaps].inner
 
 
 def _of(output: Any, key: Key) -> Any:
@@ -312,7 +313,7 @@ class _EditPart(NamedTuple):
 class Steering(Feature):
     """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
 
-    option, variant, instead = "tapped", STEERS, STEERS_MORE
+    option, variant, instead = RequestTaps, STEERS, STEERS_MORE
     inside, operand_layout = True, ROWS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
@@ -376,7 +377,7 @@ class Steering(Feature):
         for index, row in enumerate(plan.rows):
             token = index if index < len(plan.decode) else first
             first += row.length if index >= len(plan.decode) else 0
-            tapped = row.request.tapped
+            tapped = row.request.extensions.get(RequestTaps)
             if tapped is None or not tapped.edits:
                 continue
             for number, edit in enumerate(tapped.edits):
@@ -426,7 +427,7 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
 class InnerSteering(Feature):
     """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
 
-    option, variant = "tapped", STEERS_MORE
+    option, variant = RequestTaps, STEERS_MORE
     inside, operand_layout = True, ROWS
 
     def __init__(self, stream: Steering, *, ahead: bool = False) -> None:
@@ -456,12 +457,12 @@ class InnerSteering(Feature):
 
 
 def _edits(row: Row) -> bool:
-    tapped = row.request.tapped
+    tapped = row.request.extensions.get(RequestTaps)
     return tapped is not None and tapped.edits_in(row.start, row.start + row.length)
 
 
 def _edits_inside(row: Row) -> bool:
-    tapped = row.request.tapped
+    tapped = row.request.extensions.get(RequestTaps)
     return tapped is not None and tapped.edits_inside and _edits(row)
 
 

@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from rekindle._src.core import html
 from rekindle._src.core.records import Request, StepPlan
-from rekindle._src.core.tapped import INNER, MISSING, TapFacts, place_of
+from rekindle._src.core.tapped import INNER, MISSING, RequestTaps, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
 from rekindle._src.programs.buckets import PROCESSED, TAPPED
 from rekindle._src.programs.feature import (
@@ -400,7 +400,7 @@ def _layers(tap: Tap, count: int) -> tuple[int, ...]:
 class CustomTaps(Feature):
     """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
 
-    option, variant, warmed, inside, ints = "tapped", TAPPED, True, True, 1
+    option, variant, warmed, inside, ints = RequestTaps, TAPPED, True, True, 1
 
     def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
         self._taps, self._divided = tuple(taps), divided
@@ -422,12 +422,13 @@ class CustomTaps(Feature):
         return tuple(_shapes(tap.arrays) for tap in self._taps)
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        assert request.tapped is not None, "its option"
-        return (sum(self._bits[name] for name in request.tapped.custom),), ()
+        tapped = request.extensions.get(RequestTaps)
+        assert tapped is not None, "its option"
+        return (sum(self._bits[name] for name in tapped.custom),), ()
 
     def in_plan(self, plan: StepPlan) -> bool:
-        tapped = [row.request.tapped for row in plan.rows if row.request.tapped is not None]
-        return any(one.custom for one in tapped)
+        tapped = [row.request.extensions.get(RequestTaps) for row in plan.rows]
+        return any(one.custom for one in tapped if one is not None)
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

@@ -16,16 +16,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
-from rekindle._src.core.records import FinishReason, GuideLike, Request, TokenEvent
-from rekindle._src.dispatch.backend import Front, GrammarLike
-from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
+from rekindle._src.core.records import FinishReason, Request, TokenEvent
+from rekindle._src.dispatch.backend import Front, GrammarLike, Submission
+from rekindle._src.dispatch.capabilities import Capabilities, capabilities_of
+from rekindle._src.dispatch.structures import compiled_grammar
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
@@ -33,7 +36,6 @@ from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, 
 from rekindle._src.session.client import Client
 from rekindle._src.session.page_sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.session.session import Session, client_of
-from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import (
     ConfigError,
     InvalidRequest,
@@ -58,6 +60,7 @@ class Replica:
         """Make a replica. Others take its pages at the host address `listen`; None shares no pages."""
         self._opening, self._role, self._listen = opening, role, listen
         self._pulls: Pulls | None = None
+        self._capabilities = capabilities_of()
         self._opened: Session | None = None
         self._info: ReplicaInfo | None = None
         self._lock = anyio.Lock()
@@ -156,13 +159,10 @@ class Replica:
         client, pages = self._client, sent.pages
         host = client.host
         request, guide = decode(sent, client.front.vocab_size)
-        if request.sampling.adapter is not None:
-            request = _with_adapter(client.front, request)
-        if (tapped := tapped_of(request.sampling, request.prompt_length, client.front)) is not None:
-            request = dataclasses.replace(request, tapped=tapped, altered=(*request.altered, *tapped.altered))
-        if guide is not None or request.sampling.restricted:
-            grammar = None if guide is None else await self._grammar(box, request, guide)
-            request = await anyio.to_thread.run_sync(_with_guide, client.front, request, guide, grammar)
+        grammar = None if guide is None else await self._grammar(box, request, guide)
+        admitted = partial(_admitted, self._capabilities, client.front, request, guide, grammar)
+        apart = guide is not None or request.sampling.restricted  # it may take long
+        request = await anyio.to_thread.run_sync(admitted) if apart else admitted()
         if sent.id not in box.beginning:  # the request was aborted meanwhile
             return
         if not host.limiter.try_enter(1):
@@ -230,24 +230,30 @@ class Replica:
             await self._opened.aclose(drain=drain)
 
 
-def _with_adapter(front: Front, request: Request) -> Request:
-    value = request.sampling.adapter
-    assert value is not None, "it has one"
-    if front.adapters is None:
-        raise InvalidRequest("adapter", value, "can't be used here", "Leave it out")
-    adapter, altered = front.adapters.find(value)
-    return dataclasses.replace(request, adapter=adapter, altered=altered)
-
-
-def _with_guide(front: Front, request: Request, remote: RemoteGuide | None, grammar: GrammarLike | None) -> Request:
-    """Return the request with its guide, which has consumed the request's tokens."""
-    guide = None if remote is None or grammar is None else remote.build(grammar)
-    rules = rules_of(request.sampling, front.tokenizer, front.vocab_size)
-    whole_guide: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
-    if whole_guide is not None and request.resumed is not None:
+def _admitted(
+    capabilities: Capabilities, front: Front, request: Request, remote: RemoteGuide | None, grammar: GrammarLike | None
+) -> Request:
+    """Return the request with what it carries here. Its guide has consumed the request's tokens."""
+    extensions = request.extensions
+    if remote is not None and grammar is not None:
+        extensions = extensions.plus(Guidance(remote.build(grammar)))
+    submission = Submission(
+        id=request.id,
+        text=None,
+        token_ids=request.token_ids,
+        add_special_tokens=False,
+        sampling=request.sampling,
+        mailbox=Mailbox(1),
+        arrival=request.arrival,
+        extensions=extensions,
+        caller=request.caller,
+    )
+    extensions = capabilities.admit(submission, request.token_ids, front)
+    guidance = extensions.get(Guidance)
+    if guidance is not None and request.resumed is not None:
         for token in request.resumed.token_ids.tolist():
-            whole_guide.consume(token)
-    return dataclasses.replace(request, guide=whole_guide)
+            guidance.guide.consume(token)
+    return dataclasses.replace(request, extensions=extensions)
 
 
 def _info_of(client: Client) -> ReplicaInfo:

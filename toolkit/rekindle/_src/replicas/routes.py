@@ -14,8 +14,10 @@ import anyio
 import numpy as np
 
 from rekindle._src.core import html
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
+from rekindle._src.core.report import PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Events
 from rekindle._src.replicas.autoscaling import FleetLoad
 from rekindle._src.replicas.routing import (
@@ -172,7 +174,8 @@ class Routes:
 
     def has_adapter(self, name: str) -> bool:
         """True if a sequence has an adapter that replicas know by this name."""
-        remotes = (getattr(live.request.adapter, "remote", ()) for live in self._by_id.values())
+        uses = (live.request.extensions.get(AdapterUse) for live in self._by_id.values())
+        remotes = (getattr(use.adapter, "remote", ()) for use in uses if use is not None)
         return any(name == remote if isinstance(remote, str) else name in remote for remote in remotes)
 
     @property
@@ -249,8 +252,9 @@ class Routes:
         if isinstance(event.error, SessionClosed):  # the link soon reports its replica's loss, which moves its requests
             return
         live.generated += event.token_ids
-        live.scored += len(event.prompt_logprobs)
-        if event.token_ids or event.prompt_logprobs:
+        scored = len(PROMPT_LOGPROBS.of(event))
+        live.scored += scored
+        if event.token_ids or scored:
             live.proven, live.deaths, live.blamed = True, [], 0
             self._stop_trying(live)
         if live.cached is None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, get_args
 
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.records import GuideReport, Mask, Request, ResumeState, TokenEvent
+from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.extensions import AdapterUse, Guidance, PromptPooling
+from rekindle._src.core.records import GuideReport, Mask, Pooling, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
+from rekindle._src.dispatch.structures import after
 from rekindle._src.replicas.routing import Role
 from rekindle._src.session.page_sharing import PageAddress
 from rekindle._src.structured.grammar import Guide, Reasoning
@@ -47,22 +50,15 @@ class RemoteGuide:
         return GuideReport()
 
     def copy(self) -> RemoteGuide:
-        raise AssertionError("a guide was asked in a process that runs no steps")
+        """Return the placeholder of another sequence."""
+        clone = RemoteGuide(self.spec, self.eos_ids, self.reasoning, self.budget)
+        clone.covered, clone.consumed, clone.ended = [*self.covered], self.consumed, self.ended
+        return clone
 
     def build(self, grammar: GrammarLike) -> Guide:
         """Return the guide itself, advanced past the covered tokens. Raise `InvalidRequest` if they don't match."""
         guide: Guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
-        for token in self.covered:
-            if guide.consume(token).problem:
-                kind = self.spec.kind
-                raise InvalidRequest(
-                    "edit",
-                    self.covered,
-                    f"does not follow the {kind} of what is forked, or nothing may follow it",
-                    f"Change it, fork earlier, or pass {kind}=None",
-                )
-        guide.consumed, guide.ended = 0, False  # after a complete text, the end may come
-        return guide
+        return after(guide, self.covered, self.spec.kind, list)
 
 
 class RemoteGrammar:
@@ -217,13 +213,14 @@ def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool
     """Encode a request. Raise if one of its values can't be sent."""
     sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
     options = {name: getattr(sampling, name) for name in _TRAVELS}
-    if request.adapter is not None:  # by the name that replicas have for what it meant
-        options["adapter"] = getattr(request.adapter, "remote", options["adapter"])
+    use, pooling = request.extensions.get(AdapterUse), request.extensions.get(PromptPooling)
+    if use is not None:  # by the name that replicas have for what it meant
+        options["adapter"] = getattr(use.adapter, "remote", options["adapter"])
     fields: dict[str, Any] = {
         "sampling": options | {"logit_bias": list(sampling.logit_bias.items())},
         "stop_ids": sorted(request.stop_ids),
         "eos_ids": sorted(request.eos_ids),
-        "pooling": request.pooling,
+        "pooling": None if pooling is None else pooling.kind,
         "prompt": request.prompt_length,
         "caller": request.caller,
         "scored": None if resumed is None else resumed.scored,
@@ -248,6 +245,8 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
         tokens, length, guide = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"], None
         if not 0 < length <= len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(f"it has no prompt, or token ids beyond {vocab_size - 1}")
+        if (pooling := fields["pooling"]) is not None and pooling not in get_args(Pooling):
+            raise ValueError(f"it pools by {pooling!r}")
         if (description := fields.get("guide")) is not None:
             reasoning = None if description["reasoning"] is None else Reasoning(*description["reasoning"])
             guide = RemoteGuide(Spec(**description["spec"]), description["eos_ids"], reasoning, description["budget"])
@@ -260,9 +259,9 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
             stop_ids=frozenset(fields["stop_ids"]),
             eos_ids=frozenset(fields["eos_ids"]),
             group=sent.id,
-            pooling=fields["pooling"],
             resumed=None if fields["scored"] is None else ResumeState(tokens[length:], fields["scored"]),
             caller=str(fields["caller"]),
+            extensions=NONE if pooling is None else Extensions(PromptPooling(pooling)),
         )
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, InvalidRequest):
@@ -272,7 +271,8 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
 
 
 def _remote(request: Request) -> RemoteGuide | None:
-    guide = request.guide
+    guidance = request.extensions.get(Guidance)
+    guide = None if guidance is None else guidance.guide
     if isinstance(guide, RestrictedGuide):  # its rules follow from the options, and are built where it runs
         guide = guide.inner
     assert guide is None or isinstance(guide, RemoteGuide), "a fleet compiles no grammars"

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from rekindle._src.core import html
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import AdapterLike, AdapterLoad, Status, units_for
 from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import common
@@ -25,6 +26,12 @@ from rekindle._src.scheduling.sequence import Limits, Sequence
 from rekindle._src.scheduling.timeline import PhaseKind
 
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
+
+
+def adapter_of(sequence: Sequence) -> AdapterLike | None:
+    """Return the adapter that a sequence uses."""
+    use = sequence.request.extensions.get(AdapterUse)
+    return None if use is None else use.adapter
 
 
 class Admission:
@@ -113,11 +120,11 @@ class Admission:
                 return None
             if sequence in leaving:
                 return None  # preempted, and its last step is still in flight
-            if sequence.request.adapter is not None and self._waits_for_adapter(sequence):
+            if (adapter := adapter_of(sequence)) is not None and self._waits_for(adapter, sequence):
                 continue
             if self._park(sequence):
                 continue
-            if sequence.request.generates and self._loading.start(sequence):
+            if sequence.generates and self._loading.start(sequence):
                 self._queue.discard(sequence)
                 sequence.enter(PhaseKind.LOADING, "waits for pages to be read from disk")
                 continue
@@ -136,7 +143,7 @@ class Admission:
             self._queue.take(sequence)
             self._loading.discard(sequence)
             self._running_set.enter(sequence, start)
-            if self._ledger.cache is not None and sequence.request.generates:  # others publish no pages
+            if self._ledger.cache is not None and sequence.generates:  # others publish no pages
                 self._claims.claim(sequence, sequence.published)
             return sequence
         return None
@@ -272,10 +279,9 @@ class Admission:
             and self._shortest.rank(waiting) < self._shortest.rank(running)
         )
 
-    def _waits_for_adapter(self, sequence: Sequence) -> bool:
+    def _waits_for(self, adapter: AdapterLike, sequence: Sequence) -> bool:
         """Set a sequence aside if its adapter finds no room, or if another sequence already waits for room."""
-        adapter, adapters = sequence.request.adapter, self._running_set.adapters
-        assert adapter is not None, "it has one"
+        adapters = self._running_set.adapters
         first = next(iter(self._unplaced), None)
         if adapters.fits(adapter) and (first is None or first.overtaken < self._max_overtakes):
             if first is not None:
@@ -292,7 +298,7 @@ class Admission:
     def _place(self) -> None:
         """Queue the sequences again that there is room for, the first to wait first."""
         for sequence in tuple(self._unplaced):
-            adapter = sequence.request.adapter
+            adapter = adapter_of(sequence)
             assert adapter is not None, "it waits for room for one"
             if not self._running_set.adapters.fits(adapter):
                 return
@@ -614,8 +620,8 @@ class RunningSet:
 
     def enter(self, sequence: Sequence, start: int) -> None:
         sequence.begin(self._free.pop(), start)
-        if sequence.request.adapter is not None:
-            self.adapters.take(sequence.request.adapter)
+        if (adapter := adapter_of(sequence)) is not None:
+            self.adapters.take(adapter)
         bisect.insort(self.running, sequence, key=self._seniority)
 
     def leave(self, sequence: Sequence) -> None:
@@ -628,8 +634,8 @@ class RunningSet:
         if not sequence.in_flight and sequence in self.leaving:
             self.leaving.remove(sequence)
             self._free.append(sequence.slot)
-            if sequence.request.adapter is not None:
-                self.adapters.leave(sequence.request.adapter)
+            if (adapter := adapter_of(sequence)) is not None:
+                self.adapters.leave(adapter)
             self._ledger.release(sequence)
 
     def expel(self, sequence: Sequence) -> None:
@@ -647,8 +653,8 @@ class RunningSet:
             return
         if sequence.slot not in self._free and all(other.slot != sequence.slot for other in self.holders):
             self._free.append(sequence.slot)
-            if sequence.request.adapter is not None:
-                self.adapters.leave(sequence.request.adapter)
+            if (adapter := adapter_of(sequence)) is not None:
+                self.adapters.leave(adapter)
         sequence.leave()
 
     def check_integrity(self) -> None:
@@ -657,7 +663,7 @@ class RunningSet:
         assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"
-        adapters = [sequence.request.adapter for sequence in self.holders]
+        adapters = map(adapter_of, self.holders)
         self.adapters.check_integrity([adapter for adapter in adapters if adapter is not None])
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import Row, StepPlan, StepResult
+from rekindle._src.core.report import GUIDED
 from rekindle._src.programs.buckets import padded_rows
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup
 from rekindle._src.scheduling.page_ledger import PageLedger
@@ -186,7 +187,7 @@ class SlowRows:
         if not plan.rows:
             return
         self._usual += _OLDER * (min(result.seconds, _GROWTH * self._usual) - self._usual)
-        times = [row.guided.seconds for row in result.rows if row.guided is not None]
+        times = [report.seconds for row in result.rows if row.reports for report in GUIDED.of(row)]
         slow = sum(seconds for seconds in times if seconds > ORDINARY)
         if slow and sum(times) > self.allowed:
             self._credit = max(-_DEBT, self._credit - slow)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.records import GuideReport, IntArray, Request, Row, RowResult
+from rekindle._src.core.extension import Extension
+from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
+from rekindle._src.core.records import GuideReport, IntArray, Pooling, Request, Row, RowResult
+from rekindle._src.core.report import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 
@@ -44,30 +48,13 @@ class Follower:
         """Note that the request's leading pages are in the cache by these names."""
 
 
-def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Follower, ...]:
-    """Return the followers of a new request. `kept` are the captures of earlier ones, if any are."""
-    followers: list[Follower] = []
-    if request.sampling.prompt_logprobs is not None:
-        followers.append(PromptScores(request))
-    if request.pooling is not None:
-        followers.append(PoolingFollower(request))
-    if request.tapped is not None and request.tapped.keys:
-        if kept is not None and request.tapped.keep:
-            followers.append(CaptureFileFollower(request, kept))
-        else:
-            followers.append(CaptureFollower(request.tapped))
-    if request.guide is not None:
-        followers.append(ForcedTokens())
-    return tuple(followers)
-
-
 class PromptScores(Follower):
     """Delivers each position's log-probabilities once: after a preemption, positions are computed again."""
 
     __slots__ = ("_first", "_length", "_scored")
 
-    def __init__(self, request: Request) -> None:
-        self._first, self._length = request.scored_from, request.prompt_length
+    def __init__(self, request: Request, first: int) -> None:
+        self._first, self._length = first, request.prompt_length
         # Positions that were delivered, or that need not be.
         self._scored = self._first + (0 if request.resumed is None else request.resumed.scored)
 
@@ -77,7 +64,7 @@ class PromptScores(Follower):
     def take(self, row: Row, output: RowResult) -> RowResult:
         before = max(0, self._scored - max(row.start, self._first))
         self._scored = max(self._scored, min(row.start + row.length, self._length))
-        return dataclasses.replace(output, prompt_logprobs=output.prompt_logprobs[before:]) if before else output
+        return output.reporting(PROMPT_LOGPROBS, *PROMPT_LOGPROBS.of(output)[before:]) if before else output
 
 
 class CaptureFollower(Follower):
@@ -94,9 +81,10 @@ class CaptureFollower(Follower):
 
     def take(self, row: Row, output: RowResult) -> RowResult:
         before, self._delivered = self._delivered, max(self._delivered, row.start + row.length)
-        if output.captured is None or before <= row.start:
+        if before <= row.start:
             return output
-        return dataclasses.replace(output, captured=output.captured.behind(before))
+        parts = [part.behind(before) for part in CAPTURED.of(output)]
+        return output.reporting(CAPTURED, *[part for part in parts if part is not None])
 
 
 class CaptureFileFollower(CaptureFollower):
@@ -105,9 +93,8 @@ class CaptureFileFollower(CaptureFollower):
     __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")
     keeps = True
 
-    def __init__(self, request: Request, kept: KeptCaptures) -> None:
-        assert request.tapped is not None, "it captures"
-        super().__init__(request.tapped)
+    def __init__(self, request: Request, tapped: RequestTaps, kept: KeptCaptures) -> None:
+        super().__init__(tapped)
         self._request, self._kept = request, kept
         self._names: tuple[bytes | None, list[bytes]] = None, []  # of the prompt's pages, with the cache's root
         self._answer = (-1, -1), 0  # the latest of `reusable`, and what it was for
@@ -141,15 +128,14 @@ class CaptureFileFollower(CaptureFollower):
         self._from_cache = CapturedPart(positions, arrays)
 
     def take(self, row: Row, output: RowResult) -> RowResult:
-        if output.captured is not None:
-            for page, part in parts_by_page(output.captured, self._kept.page_size):
+        for captured in CAPTURED.of(output):
+            for page, part in parts_by_page(captured, self._kept.page_size):
                 self._parts[page].append(part)
         output, first = super().take(row, output), self._from_cache
         if first is None:
             return output
         self._from_cache = None
-        parts = [first] if output.captured is None else [first, output.captured]
-        return dataclasses.replace(output, captured=CapturedPart.joined(parts))
+        return output.reporting(CAPTURED, CapturedPart.joined([first, *CAPTURED.of(output)]))
 
     def published(self, names: Sequence[bytes]) -> None:
         for page in [page for page in self._parts if page < len(names)]:
@@ -166,22 +152,24 @@ class PoolingFollower(Follower):
 
     __slots__ = ("_length", "_pooling", "_vector")
 
-    def __init__(self, request: Request) -> None:
-        self._length, self._pooling = request.prompt_length, request.pooling
+    def __init__(self, request: Request, pooling: Pooling) -> None:
+        self._length, self._pooling = request.prompt_length, pooling
         self._vector: NDArray[np.float64] | None = None
 
     def reusable(self, known: int) -> int:
         return known - 1 if self._pooling == "last" else 0
 
     def take(self, row: Row, output: RowResult) -> RowResult:
-        assert output.pooled is not None, f"{row.request.id} was not pooled"
-        chunk = output.pooled.astype(np.float64)
+        (pooled,) = POOLED.of(output)
+        if not np.isfinite(pooled).all():
+            return dataclasses.replace(output, finite=False)
+        chunk = pooled.astype(np.float64)
         if self._pooling == "last" or self._vector is None or row.start == 0:
             self._vector = chunk
         elif self._pooling == "mean":
             self._vector += chunk
         whole = (self._vector / self._length if self._pooling == "mean" else self._vector).astype(np.float32)
-        return dataclasses.replace(output, pooled=whole if row.start + row.length >= self._length else None)
+        return output.reporting(POOLED, *([whole] if row.start + row.length >= self._length else []))
 
 
 class ForcedTokens(Follower):
@@ -202,8 +190,8 @@ class ForcedTokens(Follower):
         self.turn = 0  # when it last ran although it is slow
 
     def take(self, row: Row, output: RowResult) -> RowResult:
-        if output.guided is not None:
-            self.add(output.guided)
+        for report in GUIDED.of(output):
+            self.add(report)
         return output
 
     def add(self, report: GuideReport) -> None:
@@ -240,6 +228,29 @@ class ForcedTokens(Follower):
     @property
     def _rate(self) -> float:
         return (self.accepted + 1) / (self.drafted + 1)
+
+
+def _captures(tapped: RequestTaps, request: Request, kept: KeptCaptures | None) -> Follower | None:
+    if not tapped.keys:
+        return None
+    return CaptureFileFollower(request, tapped, kept) if kept is not None and tapped.keep else CaptureFollower(tapped)
+
+
+FollowerOf = Callable[[Any, Request, KeptCaptures | None], Follower | None]
+FOLLOWERS: dict[type[Extension], FollowerOf] = {  # by the extension that is followed
+    PromptScoring: lambda scored, request, kept: PromptScores(request, scored.first),
+    PromptPooling: lambda pooling, request, kept: PoolingFollower(request, pooling.kind),
+    RequestTaps: _captures,
+    Guidance: lambda guidance, request, kept: ForcedTokens(),
+}
+
+
+def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Follower, ...]:
+    """Return the followers of a new request. `kept` are the captures of earlier ones, if any are."""
+    if not request.extensions:
+        return ()
+    found = (FOLLOWERS[kind](one, request, kept) for kind, one in request.extensions.items() if kind in FOLLOWERS)
+    return tuple(follower for follower in found if follower is not None)
 
 
 SIZE = 3  # latest tokens that have to have occurred before, in this order

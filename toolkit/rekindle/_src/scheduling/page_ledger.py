@@ -149,7 +149,7 @@ class PageLedger:
         if not self.has(pages - self.cached(sequence) + spare):
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
-        cache = self.cache if sequence.request.generates or sequence.reusable else None
+        cache = self.cache if sequence.generates or sequence.reusable else None
         if cache is not None:
             match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root)
         count = pages - match.on_device

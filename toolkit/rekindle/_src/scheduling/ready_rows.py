@@ -132,7 +132,7 @@ class ReadyRows(EveryRow):
         if sequence.decodes:
             row = _Row(sequence, _decoding(self._programs, sequence), 0)
         else:
-            samples = sequence.planned + length >= sequence.target and sequence.request.generates
+            samples = sequence.planned + length >= sequence.target and sequence.generates
             need = self._programs.need(sequence.request, sequence.planned, length, samples=samples, decodes=False)
             row = _Row(sequence, need, length)
         if self._join([row]):
@@ -221,10 +221,10 @@ class ReadyRows(EveryRow):
 
 
 def _decoding(programs: StepProgramsLike, sequence: Sequence) -> Any:
-    """Return the need of a sequence's decode row; only that of a row with taps depends on its position."""
+    """Return the need of a sequence's decode row; it may depend on its position."""
     if sequence.need is not None:
         return sequence.need
     need = programs.need(sequence.request, sequence.planned, 1, samples=True, decodes=True)
-    if sequence.request.tapped is None:
+    if not sequence.request.extensions.by_position:
         sequence.need = need
     return need

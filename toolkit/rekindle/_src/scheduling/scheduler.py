@@ -40,6 +40,7 @@ from rekindle._src.core.records import (
     StepResult,
     TokenEvent,
 )
+from rekindle._src.core.report import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
@@ -431,7 +432,7 @@ class Scheduler:
             output = follower.take(row, output)
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
-        if not request.generates:
+        if not sequence.generates:
             if sequence.computed < request.prompt_length:
                 self._states.recede(sequence)
                 return None
@@ -613,13 +614,14 @@ class Scheduler:
 
 def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleError | None:
     """Return why a sequence ends with its latest token, or with which error; None if it continues."""
-    request, token, guided = sequence.request, output.token_id, output.guided
+    request, token = sequence.request, output.token_id
     # No id ends the request within its first min_tokens tokens, where the device masks them.
     if sequence.generated > request.sampling.min_tokens:
         if token in request.eos_ids:
             return FinishReason.EOS
         if token in request.stop_ids:
             return FinishReason.STOP
+    guided = next(iter(GUIDED.of(output)), None) if output.reports else None
     if guided is not None and guided.ended:
         if guided.by_eos:
             return FinishReason.EOS
@@ -677,7 +679,7 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
 def not_finite(sequence: Sequence) -> RequestFailed:
     """Return the error of a request whose next token or embedding would come from NaN or infinite numbers."""
     of, lacks = "", "embedding"
-    if sequence.request.generates:
+    if sequence.generates:
         of, lacks = f"token {sequence.generated + 1} of ", "next token"
     return RequestFailed(
         f"The model's numbers for {of}request {sequence.id} are not finite (NaN or infinity), so it has no {lacks}. "

@@ -175,10 +175,10 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
-        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generation", "in_flight", "known",
-        "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size", "planned",
-        "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status", "tail",
-        "target", "timeline", "trail", "waits_for",
+        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
+        "in_flight", "known", "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size",
+        "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status",
+        "tail", "target", "timeline", "trail", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -191,6 +191,8 @@ class Sequence:
         kept: KeptCaptures | None = None,
     ) -> None:
         self.request = request
+        self.generates = request.generates
+        self.holding = request.extensions.holding  # those that may keep it out of steps
         self.root = request.root  # the name of its root in the prefix tree
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
@@ -243,7 +245,7 @@ class Sequence:
     @property
     def held(self) -> bool:
         """True while no step may have it: too much of what it captures waits for its disk."""
-        return self.request.tapped is not None and self.request.tapped.held
+        return bool(self.holding) and any(extension.held for extension in self.holding)
 
     @property
     def prefilling(self) -> bool:
@@ -252,7 +254,7 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """True if one token is left to prefill, which a decode row computes. False for one that generates nothing."""
-        return self.planned + 1 == self.target and self.request.generates
+        return self.planned + 1 == self.target and self.generates
 
     @property
     def ended(self) -> bool:
@@ -356,7 +358,7 @@ class Sequence:
         start = self.planned
         end = start + length
         assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
-        samples = end >= self.target and self.request.generates
+        samples = end >= self.target and self.generates
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         tails, first = (None, 0) if self.tail is None else self.tail.of(start, end)
@@ -515,7 +517,7 @@ def explanation(
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended and sequence.reason != status.value:
         words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
-    if request.pooling is not None:
+    if not request.generates:
         words.append("it is embedded, so that all of its tokens are computed")
     elif sequence.epoch:
         hit = sequence.cached_tokens

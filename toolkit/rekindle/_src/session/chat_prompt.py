@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.contracts import ChatLike, TemplateLike
+from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tool_functions import Tool
@@ -78,12 +79,12 @@ def chat_prompt(
         **_effort(code, reasoning_effort),
         **{**extra, **(template_options or {})},
     )
-    reply = None
-    if schemas or format.has_parts:
-        reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
     long = _is_long([originals, schemas, documents, template_options])
-    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=originals, long=long)
+    prompt = Prompt(None, None, add_special_tokens=False, render=render, messages=originals, long=long)
+    if not (schemas or format.has_parts):
+        return prompt
+    return prompt.plus(ChatReply(ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)))
 
 
 def _with_thoughts_alone(message: Any) -> Any:

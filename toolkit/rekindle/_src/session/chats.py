@@ -14,9 +14,10 @@ from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.requests import sampling_of, structure_in
+from rekindle._src.session.requests import sampling_of, structured_text
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -161,9 +162,10 @@ class ChatRequests:
             )
             self._host.check()
             effective = sampling_
-            if choice.required and not free and prompt.reply is not None:
-                effective = forcing(choice, sampling_, prompt.reply.format, self._front.tokenizer)
-            return Handle(self._host, self, prompt, effective, structure=structure_in(self._front, effective))
+            reply = prompt.extensions.get(ChatReply)
+            if choice.required and not free and reply is not None:
+                effective = forcing(choice, sampling_, reply.plan.format, self._front.tokenizer)
+            return Handle(self._host, self, prompt.plus(structured_text(self._front, effective)), effective)
 
         if not run_tools:
             return ask(messages)

@@ -14,6 +14,8 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
+from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, EmbeddingResult, Pooling, Status, Usage, Vector
 from rekindle._src.core.sampling import Sampling
@@ -189,7 +191,8 @@ class EmbeddingMethods:
 
         def pooled(prompt: Prompt) -> Prompt:
             text = before + prompt.text if prompt.text else prompt.text
-            return dataclasses.replace(prompt, text=text, pooling=None if keep else way)
+            pooled = NONE if keep else Extensions(PromptPooling(way))
+            return dataclasses.replace(prompt, text=text, extensions=pooled)
 
         handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 

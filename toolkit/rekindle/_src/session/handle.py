@@ -17,14 +17,16 @@ from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Submission
+from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
 from rekindle._src.session.call import Call
 from rekindle._src.session.prompts import Prompt, at_index
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 if TYPE_CHECKING:
-    from rekindle._src.structured.spec import Structure
+    pass
 
 T = TypeVar("T")
 # Unique in the process, so that an id never means two requests, not even of two sessions.
@@ -110,7 +112,6 @@ class Handle(RequestOutput, Call[T]):
         sampling: Sampling,
         *,
         scoped: bool = False,
-        structure: Any = None,
     ) -> None:
         self.id: str = f"r{next(_ids)}"
         self.sampling: Sampling = sampling
@@ -119,7 +120,6 @@ class Handle(RequestOutput, Call[T]):
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._prompt = prompt
         self._awaited = "await session.generate(…)" if prompt.messages is None else "await session.chat(…)"
-        self._structure: Structure | None = structure
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
         if prompt.error is not None:
@@ -137,7 +137,8 @@ class Handle(RequestOutput, Call[T]):
     @property
     def covered(self) -> int:
         """Tokens at the prompt's end that belong to the structured text, in a fork."""
-        return self._prompt.covered
+        text = self._prompt.extensions.get(StructuredText)
+        return 0 if text is None else text.covered
 
     # Its state.
 
@@ -239,10 +240,7 @@ class Handle(RequestOutput, Call[T]):
                 mailbox=self._mailbox,
                 arrival=self._handed_over,
                 render=prompt.render,
-                pooling=prompt.pooling,
-                reply=prompt.reply,
-                structure=self._structure,
-                covered=prompt.covered,
+                extensions=prompt.extensions,
                 messages=prompt.messages,
                 long=prompt.long,
                 caller=self.caller,
@@ -398,8 +396,9 @@ def keep_partial(error: BaseException, handles: Sequence[Handle[Any]], so_far: C
 def chat_of(source: Handle[Any], text: str) -> dict[str, Any]:
     """Return the chat fields of a fork: the messages, and the reader of the reply that continues after `text`."""
     prompt = source._prompt
-    reply = None if prompt.reply is None else prompt.reply.after(source.prompt or "", text)
-    return {"messages": prompt.messages, "reply": reply}
+    reply = prompt.extensions.get(ChatReply)
+    continued = None if reply is None else ChatReply(reply.plan.after(source.prompt or "", text))
+    return {"messages": prompt.messages, "reply": continued}
 
 
 async def one_ended(handles: Sequence[Handle[Any]]) -> None:

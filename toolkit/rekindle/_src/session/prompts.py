@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.options import check_batch, check_prompt
-from rekindle._src.core.records import IntArray, Pooling
+from rekindle._src.core.records import IntArray
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from rekindle._src.text.replies import ReplyPlan
 
 PromptLike = str | Sequence[int] | np.ndarray
 
@@ -27,11 +25,13 @@ class Prompt:
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # the reason why it is no prompt
-    pooling: Pooling | None = None  # None unless it is embedded
-    reply: ReplyPlan | None = None  # the reader of a chat's reply
-    covered: int = 0  # tokens at its end that belong to a structured text that the request continues
+    extensions: Extensions = NONE  # what is known of the request's capabilities
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
     long: bool = False  # True if rendering it takes long
+
+    def plus(self, extension: Extension | None) -> Prompt:
+        """Return the prompt with one extension more."""
+        return self if extension is None else dataclasses.replace(self, extensions=self.extensions.plus(extension))
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:

@@ -14,22 +14,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError
-
-if TYPE_CHECKING:
-    from rekindle._src.structured.spec import Structure
-    from rekindle._src.text.replies import ReplyPlan
 
 Completions = list[Completion]
 One = Literal[1] | None
@@ -123,8 +121,8 @@ class Requests:
         check_batch(len(prompts), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        structure = structure_in(self._front, options_)
-        handles: list[Handle[Any]] = [Handle(self._host, self, item, options_, structure=structure) for item in prompts]
+        text = structured_text(self._front, options_)
+        handles: list[Handle[Any]] = [Handle(self._host, self, item.plus(text), options_) for item in prompts]
         batch: Batch[Any] = Batch(handles, progress=shown(self._front, options_), keep_errors=errors == "return")
         return batch if many else handles[0]
 
@@ -260,7 +258,7 @@ class Requests:
         scoped: bool = False,
         base: Sampling | None = None,
         covered: int = 0,
-        reply: ReplyPlan | None = None,
+        reply: ChatReply | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
     ) -> Handle[Any]:
         """Return a handle that is not submitted yet.
@@ -270,10 +268,11 @@ class Requests:
         """
         merged = sampling_of(self._front, sampling, options)
         self._host.check()
-        parsed, structure = parse_one(prompt), structure_in(self._front, merged)
-        continues = base is not None and same_structure(merged, base)
-        parsed = dataclasses.replace(parsed, reply=reply, messages=messages, covered=covered if continues else 0)
-        return Handle(self._host, self, parsed, merged, scoped=scoped, structure=structure)
+        parsed, text = parse_one(prompt), structured_text(self._front, merged)
+        if text is not None and base is not None and same_structure(merged, base):
+            text = dataclasses.replace(text, covered=covered)
+        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply)
+        return Handle(self._host, self, parsed, merged, scoped=scoped)
 
     @overload
     def generate_sync(
@@ -361,7 +360,7 @@ class Requests:
         return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
 
 
-def structure_in(front: Front, sampling: Sampling) -> Structure | None:
+def structured_text(front: Front, sampling: Sampling) -> StructuredText | None:
     """Return the structure that the options require of the text, checked as far as possible without compiling it."""
     if not sampling.structured:
         return None
@@ -371,7 +370,7 @@ def structure_in(front: Front, sampling: Sampling) -> Structure | None:
     if structure is not None and not front.tokenizer.has_text:
         kind = structure.spec.kind
         raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
-    return structure
+    return None if structure is None else StructuredText(structure)
 
 
 def same_structure(left: Sampling, right: Sampling) -> bool:

@@ -20,7 +20,7 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle, one_ended
 from rekindle._src.session.prompts import PromptLike, parse
-from rekindle._src.session.requests import shown, structure_in
+from rekindle._src.session.requests import shown, structured_text
 from rekindle.errors import InvalidRequest
 
 NO_VERSION = -1
@@ -262,8 +262,8 @@ class RolloutRequests:
         self._host.check()
         parsed, _ = parse(prompts)
         check_batch(len(parsed), wanted.n)
-        structure = structure_in(self._front, wanted)
-        handles: list[Handle[Any]] = [Handle(self._host, self, one, wanted, structure=structure) for one in parsed]
+        text = structured_text(self._front, wanted)
+        handles: list[Handle[Any]] = [Handle(self._host, self, one.plus(text), wanted) for one in parsed]
 
         def made(places: Sequence[int]) -> RolloutBatch:
             completions = [_as_list(handles[place].completion()) for place in places]

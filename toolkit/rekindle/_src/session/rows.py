@@ -26,7 +26,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.prompts import parse_one
-from rekindle._src.session.requests import Pace, Requests, sampling_of, structure_in
+from rekindle._src.session.requests import Pace, Requests, sampling_of, structured_text
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
 
 
@@ -539,15 +539,15 @@ class RowMapping(Requests, ChatRequests):
             raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
         values = {field.name: getattr(merged, field.name) for field in dataclasses.fields(merged)}
         changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
-        structure = structure_in(self._front, merged)
-        if structure is not None:  # a type is the same if its schema is
-            changed["schema"] = structure.spec.text
+        text = structured_text(self._front, merged)
+        if text is not None:  # a type is the same if its schema is
+            changed["schema"] = text.structure.spec.text
         extra = {} if template_options is None else {"template_options": dict(template_options)}
         options_text = json.dumps([self._front.model, changed, extra], sort_keys=True, default=str)
         prompts = RowPrompts(template, chat=chat, system=system)
         table = Rows(rows)
         table.check_names(prompts.fields)
-        parse = None if structure is None else structure.parse
+        parse = None if text is None else text.structure.parse
         return RowMap(
             self,
             self._front.config,

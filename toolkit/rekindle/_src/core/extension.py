@@ -1,0 +1,92 @@
+"""Extensions of a request: what each capability that it uses carries with it, from its admission to its end.
+
+A capability declares a class of its own, and what runs the request finds the object by that class, as in
+`request.extensions.get(RequestTaps)`. Records know none of these classes. They read the answers that all of them give,
+which are put together once for each request, because steps ask for some of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+E = TypeVar("E", bound="Extension")
+
+
+class Extension:
+    """The part of a request that belongs to one capability, checked and resolved at intake. The base of all others."""
+
+    __slots__ = ()
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """Digests of what changes the request's keys and values: only requests with the same ones share pages."""
+        return ()
+
+    @property
+    def generates(self) -> bool:
+        """False if the prompt is computed for its own sake: it samples nothing, and shares no pages."""
+        return True
+
+    @property
+    def by_position(self) -> bool:
+        """True if the programs that a decode row needs depend on its position."""
+        return False
+
+    @property
+    def held(self) -> bool:
+        """True while no step may have the request. Asked in every step, if a class overrides it."""
+        return False
+
+    def reusable(self, prompt_length: int) -> int:
+        """Return how many leading tokens of the prompt may have pages from the cache: of others, results are read."""
+        return prompt_length
+
+    def another(self) -> Extension:
+        """Return the extension of another sequence of the same prompt."""
+        return self
+
+
+class Extensions(dict[type[Extension], Extension]):
+    """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
+
+    __slots__ = ("altered", "by_position", "generates", "holding")
+
+    def __init__(self, *extensions: Extension) -> None:
+        super().__init__((type(extension), extension) for extension in extensions)
+        own = self.values()
+        self.altered: tuple[str, ...] = tuple(digest for extension in own for digest in extension.altered)
+        self.generates: bool = all(extension.generates for extension in own)
+        self.by_position: bool = any(extension.by_position for extension in own)
+        # Those that may hold the request.
+        self.holding: tuple[Extension, ...] = tuple(one for one in own if type(one).held is not Extension.held)
+
+    if TYPE_CHECKING:  # at run time it is the method of dicts: rows of every step are asked
+
+        def get(self, kind: type[E], /) -> E | None:  # type: ignore[override]
+            """Return the extension of a class; None if the request has none."""
+
+        def __getitem__(self, kind: type[E], /) -> E: ...  # type: ignore[override]
+
+    def reusable(self, prompt_length: int) -> int:
+        """Return how many leading tokens of the prompt may have pages from the cache."""
+        return min((extension.reusable(prompt_length) for extension in self.values()), default=prompt_length)
+
+    def plus(self, *more: Extension) -> Extensions:
+        """Return these extensions and `more`, each of which replaces one of its class."""
+        return Extensions(*self.values(), *more)
+
+    def another(self) -> Extensions:
+        """Return the extensions of another sequence of the same prompt."""
+        return Extensions(*(extension.another() for extension in self.values())) if self else self
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __reduce__(self) -> tuple[type[Extensions], tuple[Extension, ...]]:
+        return Extensions, tuple(self.values())
+
+
+NONE = Extensions()

@@ -1,0 +1,70 @@
+"""Reports: what the features of a step found out about a row beyond its token, on its way to the caller.
+
+`RowResult.reports` and `TokenEvent.reports` have the values of each kind of report by its name. A kind is one `Report`;
+the features, followers and outputs that know it read the values through it, and records know none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from rekindle._src.core.records import GuideReport, TokenLogprobs, Vector
+    from rekindle._src.core.tapped import CapturedPart
+
+T = TypeVar("T")
+Reports = Mapping[str, tuple[Any, ...]]
+
+
+class _NoReports(dict[str, tuple[Any, ...]]):
+    """An empty mapping that can be the default of a record's field."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
+
+
+NO_REPORTS: Reports = _NoReports()
+
+
+class ReportRecord(Protocol):
+    """A record with reports."""
+
+    @property
+    def reports(self) -> Reports: ...
+
+
+class Report(Generic[T]):
+    """One kind of report, by its name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def of(self, record: ReportRecord) -> tuple[T, ...]:
+        """Return the values of this kind in a record."""
+        return record.reports.get(self.name, ())
+
+    def put(self, reports: dict[str, tuple[Any, ...]], *values: T) -> None:
+        """Set the values of this kind; without any, there is no such report."""
+        if values:
+            reports[self.name] = values
+        else:
+            reports.pop(self.name, None)
+
+
+def joined(earlier: Reports, later: Reports) -> Reports:
+    """Return the reports of two records of one request as those of one."""
+    if not earlier or not later:
+        return earlier or later
+    return {name: (*earlier.get(name, ()), *later.get(name, ())) for name in dict.fromkeys((*earlier, *later))}
+
+
+LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
+PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]
+GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
+POOLED: Report[Vector] = Report("pooled")  # of a prompt that is embedded: a chunk's states, at its end those of all
+CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants

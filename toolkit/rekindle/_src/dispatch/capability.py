@@ -1,0 +1,90 @@
+"""A capability of requests: what one of them checks at intake, carries with a request, and adds to the output.
+
+Stop strings, log-probabilities, structures, captures and adapters are such; each is one class. Intake and detokenize go
+through `capabilities.Capabilities` in order and name none of them. A new capability overrides the methods that it needs
+and is added to `capabilities.capabilities_of`. What carries on from there reads its extension: a follower in the
+scheduler, entered in `scheduling.followers.FOLLOWERS`, and a `programs.feature.Feature` in the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rekindle._src.core.extension import Extension
+from rekindle._src.core.records import EmbeddingResult, FinishReason, IntArray, Request, Timings, TokenEvent, Usage
+from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.dispatch.threads import Mailbox, OneShot
+
+Fields = Mapping[str, Any]  # of a `TextDelta` or a `Completion`
+NO_FIELDS: Fields = {}
+
+
+class SequenceEnd(NamedTuple):
+    """How a sequence ended."""
+
+    reason: FinishReason
+    text: str
+    tokens: list[int]
+
+
+class Part:
+    """A capability's part of one sequence's output. This one adds nothing; it is the base of all others."""
+
+    __slots__ = ()
+    visible: frozenset[str] = frozenset()  # special tokens that need a text, because the part reads them
+    opens: bool = False  # `open` is to be awaited before the request is handed on
+    last_work: str = ""  # what the completion waits for, in words
+
+    async def open(self, mailbox: Mailbox) -> None:
+        """Make what the output needs. Raise the request's error if that can't be made."""
+
+    def take(self, event: TokenEvent) -> None:
+        """Add what an event has for the part."""
+
+    def cut(self, count: int) -> None:
+        """Drop what belongs to tokens after the first `count`: a stop string ended the text there."""
+
+    def delta(self, text: str, start: int, stop: int, reason: FinishReason | None) -> Fields:
+        """Return the fields of a delta of `text` and of the tokens [start, stop)."""
+        return NO_FIELDS
+
+    def ending(self, count: int) -> OneShot[Any] | None:
+        """Return what the completion of `count` tokens waits for; its value is then passed to `take_over`."""
+        return None
+
+    def take_over(self, value: Any) -> None:
+        """Take what `ending` has waited for."""
+
+    def completion(self, end: SequenceEnd) -> Fields:
+        """Return the fields of the completion."""
+        return NO_FIELDS
+
+    def outcome(self, usage: Usage, timings: Timings) -> EmbeddingResult | None:
+        """Return the outcome that takes the place of a completion, in requests that generate nothing."""
+        return None
+
+    def close(self, reason: FinishReason, count: int) -> None:
+        """Give up what the part holds; its sequence has ended with `count` tokens."""
+
+
+class Capability:
+    """A capability that no request uses, and the base of all others."""
+
+    def waits(self, submission: Submission, front: Front) -> bool:
+        """True if a submission has to wait before it is admitted, so that others go on meanwhile."""
+        return False
+
+    async def resource(self, submission: Submission, front: Front) -> Any:
+        """Return what `admit` needs and has to be waited for, such as a compiled grammar. Raise the request's error."""
+
+    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
+        """Return what a request of this prompt carries; None if it does not use the capability.
+
+        Raise `InvalidRequest` for what can't be had. `resource` is that of the method.
+        """
+        return None
+
+    def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
+        """Return the capability's part of a sequence's output; None if it has none."""
+        return None

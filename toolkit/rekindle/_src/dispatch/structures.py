@@ -1,0 +1,236 @@
+"""Structures as a capability of requests: grammars and token rules guide a text, which may describe an object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+
+from rekindle._src.core import html
+from rekindle._src.core.extension import Extension
+from rekindle._src.core.extensions import Guidance
+from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, Request, TokenEvent
+from rekindle._src.core.reply import DeferredParse
+from rekindle._src.core.report import GUIDED
+from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike, Submission
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.threads import OneShot
+from rekindle.errors import InvalidRequest, NotParsed, NotParsedReason, RequestAborted
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.grammar import Reasoning
+    from rekindle._src.structured.spec import Spec, Structure
+
+PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
+_LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
+_NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StructuredText(Extension):
+    """Of a submission: the structure of the text that its options ask for."""
+
+    structure: Structure
+    covered: int = 0  # tokens at the prompt's end that belong to it already, as in a fork
+
+
+class StructureIntake(Capability):
+    """A schema, an expression, a grammar or a list of choices, and tokens that may not come."""
+
+    def waits(self, submission: Submission, front: Front) -> bool:
+        """True if the grammar has to be compiled."""
+        text, grammars = submission.extensions.get(StructuredText), front.grammars
+        return text is not None and grammars is not None and grammars.find(text.structure.spec) is None
+
+    async def resource(self, submission: Submission, front: Front) -> GrammarLike | None:
+        """Return the compiled grammar. Raises as `compiled_grammar` does."""
+        text = submission.extensions.get(StructuredText)
+        if text is None:
+            return None
+        spec: Spec = text.structure.spec
+        if front.grammars is None:
+            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+        mailbox = submission.mailbox
+        caller = submission.caller or submission.sampling.salt or ""
+        return await compiled_grammar(front.grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
+
+    def admit(
+        self, submission: Submission, token_ids: IntArray, front: Front, resource: GrammarLike | None
+    ) -> Guidance | None:
+        sampling, given = submission.sampling, submission.extensions.get(Guidance)
+        if resource is None and not sampling.restricted:
+            return given
+        rules = None
+        if sampling.restricted:
+            from rekindle._src.structured.token_rules import rules_of  # few requests need it
+
+            rules = rules_of(sampling, front.tokenizer, front.vocab_size)
+        guide = None if given is None else given.guide
+        if resource is not None:
+            # A token that may not come, or only later, could be the one that ends the text.
+            steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
+            guide = _guide_of(resource, submission, token_ids, front, steered=steered)
+        if rules is not None:
+            from rekindle._src.structured.token_rules import RestrictedGuide
+
+            guide = RestrictedGuide(rules, guide)
+        assert guide is not None, "it follows a grammar or rules"
+        return Guidance(guide)
+
+    def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
+        if Guidance not in request.extensions:
+            return None
+        text = submission.extensions.get(StructuredText)
+        return GuideOutput(None if text is None else _structured(text, request, front))
+
+
+async def compiled_grammar(
+    grammars: GrammarsLike, spec: Spec, *, caller: str = "", is_live: Callable[[], bool] = lambda: True
+) -> GrammarLike:
+    """Return a compiled grammar, without a thread that waits for it.
+
+    Raises `InvalidRequest` for one that can't be followed, `Busy` if others take all places, and `RequestAborted` once
+    `is_live` returns False.
+    """
+    match = grammars.find(spec)
+    if match is not None:
+        return match
+    reply: OneShot[GrammarLike] = OneShot()
+
+    def on_done(future: Future[GrammarLike]) -> None:
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            reply.put(future.result())
+        else:
+            reply.fail(error)
+
+    job = grammars.begin(spec, caller)
+    try:
+        job.future.add_done_callback(on_done)
+        patience = anyio.current_time() + PATIENCE
+        while True:
+            with anyio.move_on_after(_LOOK_SECONDS):
+                return await reply.get()
+            if not is_live():
+                raise RequestAborted("the request was cancelled before it was queued")
+            if not job.started and anyio.current_time() > patience:
+                from rekindle._src.structured.grammar import wait_error
+
+                raise wait_error(PATIENCE)
+    finally:
+        grammars.leave(job)
+
+
+def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front: Front, *, steered: bool) -> GuideLike:
+    """Make a guide for one structured sequence. If it is `steered`, it ends in time.
+
+    It goes on after the part of the prompt that the grammar covers. If that part is complete, only an end token may
+    follow.
+    """
+    sampling, longest = submission.sampling, front.config.max_model_len
+    assert longest is not None, "the config is resolved"
+    budget = min(sampling.max_tokens, longest - len(ids)) if steered else None
+    text = submission.extensions.get(StructuredText)
+    base = len(ids) - (0 if text is None else text.covered)
+    reasoning = _reasoning(ids[:base].tolist(), front, chat=submission.render is not None)
+    guide = grammar.guide(front.eos_ids(sampling), reasoning, budget)
+    return after(guide, ids[base:].tolist(), grammar.spec.kind, front.tokenizer.decode)
+
+
+def after(guide: Any, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> Any:
+    """Return a new guide advanced past the `covered` tokens of its prompt; see `GrammarLike.guide`.
+
+    Raises `InvalidRequest` if they don't follow its structure, whose `kind` and `shown` tokens the error names. If they
+    complete it, the end may come.
+    """
+    for token in covered:
+        if guide.consume(token).problem:
+            problem = f"does not follow the {kind} of what is forked, or nothing may follow it"
+            fix = f"Change it, fork earlier, or pass {kind}=None"
+            raise InvalidRequest("edit", shown(covered), problem, fix)
+    guide.consumed, guide.ended = 0, False
+    return guide
+
+
+def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | None:
+    """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
+    if front.think_ids is None:
+        return None
+    from rekindle._src.structured.grammar import Reasoning  # few requests need it
+
+    opens, closes = front.think_ids
+    place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
+    if place is not None and prompt[place] == opens:
+        return Reasoning(opens, closes, inside=True)
+    turned_off = place is not None and place >= len(prompt) - _NEAR
+    return Reasoning(opens, closes) if chat and not turned_off else None
+
+
+def _structured(text: StructuredText, request: Request, front: Front) -> TextStructure:
+    """Return the parser of a structured text, with the part of the prompt that the structure covers."""
+    ids = request.token_ids
+    before = ids[len(ids) - text.covered :].tolist()
+    closes = None if front.think_ids is None else front.tokenizer.decode(front.think_ids[1:], skip_special_tokens=False)
+    return TextStructure(text.structure, before, front.tokenizer.decode, closes)
+
+
+class GuideOutput(Part):
+    """The reports of a sequence's guide, and the object that its text describes if it has a structure."""
+
+    __slots__ = ("_guided", "_structured")
+
+    def __init__(self, structured: TextStructure | None) -> None:
+        self._structured = structured
+        self._guided: list[GuideReport] = []  # one for each token
+
+    def take(self, event: TokenEvent) -> None:
+        self._guided += GUIDED.of(event)
+
+    def cut(self, count: int) -> None:
+        del self._guided[count:]
+
+    def completion(self, end: SequenceEnd) -> Fields:
+        forced, structured = tuple(guided.forced for guided in self._guided), self._structured
+        if structured is None:
+            return {"forced": forced}
+        parsing = structured.parsing(end.text, end.tokens, self._guided, end.reason)
+        return {"forced": forced, "covered": len(structured.before), "parsing": parsing}
+
+
+class TextStructure(NamedTuple):
+    """The structure of a request's text, and the parts from which its object is made."""
+
+    structure: Structure
+    before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
+    decode: Callable[[Sequence[int]], str]
+    closes: str | None = None  # the text that ends a model's reasoning
+
+    def parsing(
+        self, text: str, tokens: Sequence[int], guided: Sequence[GuideReport], reason: FinishReason
+    ) -> DeferredParse:
+        """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
+        if self.before:
+            text = self.decode([*self.before, *tokens])
+        if self.closes is not None and self.closes in text:
+            text = text.partition(self.closes)[2]
+        return DeferredParse(text, self.structure.parse, _cut(guided, reason))
+
+
+def _cut(guided: Sequence[GuideReport], reason: FinishReason) -> NotParsed | None:
+    """Return why a text is not whole; None if it is.
+
+    A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.
+    """
+    if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
+        return None
+    if reason.cut:
+        if guided and guided[-1].ended:
+            return None
+        option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
+        return NotParsed(option, f"{option} cut the text after {html.count(len(guided), 'token')}")
+    if reason is FinishReason.STOP:
+        return NotParsed("stop", "a stop string or a stop token ended the text")
+    return NotParsed("ended", f"the request was {reason}")
