@@ -31,7 +31,7 @@ from rekindle._src.opening.cache import SessionCache
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.vocabulary import Texts, Vocabulary
+from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -109,7 +109,7 @@ def _front(
     engine: Engine,
     plan: Blueprint,
     programs: SessionPrograms,
-    texts: Texts,
+    texts: TextSettings,
     tokenizer: Tokenizer,
 ) -> Front:
     """Return what turns prompts into requests and tokens into text."""

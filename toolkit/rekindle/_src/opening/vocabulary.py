@@ -18,7 +18,7 @@ from rekindle._src.text.tokenizer import Tokenizer
 log = logging.getLogger("rekindle.engine")
 
 
-class Texts(NamedTuple):
+class TextSettings(NamedTuple):
     """All that a checkpoint says about texts, besides their tokens."""
 
     defaults: Defaults  # of requests without options of their own
@@ -52,11 +52,11 @@ class Vocabulary:
         give_back()  # memory that reading a large vocabulary took
         return tokenizer
 
-    def texts(self) -> Texts:
+    def texts(self) -> TextSettings:
         """Read what else the checkpoint says, and let go of a GGUF file's metadata: all of this was made of it."""
         plan = self._plan
         chat = None if plan.folder is None else ChatTemplate.load(plan.folder)
-        texts = Texts(_sampling(plan), chat, embedder_of(plan.folder, plan.model))
+        texts = TextSettings(_sampling(plan), chat, embedder_of(plan.folder, plan.model))
         if plan.folder is not None and is_file(plan.folder):
             from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
 
