@@ -7,7 +7,7 @@ Between the processes of a session:
 
     leader    MAGIC  its random number
     follower  MAGIC  its random number  its process  process count  HMAC(secret, "follower" and all of these)
-    leader    a `LeaderAnswer`                HMAC(secret, "leader" and all of these), if the answer is WELCOME
+    leader    a `LeaderAnswer`  HMAC(secret, "leader" and all of these), if the answer is WELCOME
 
 Between sessions that share pages, and nothing else but a secret:
 
