@@ -264,17 +264,17 @@ def test_a_replica_of_two_processes(fleet: Fleet, cache: str) -> None:
         wanted = [session.generate_sync(prompt(number), seed=number, **asked).text for number in range(4)]
     opening = rekindle.fleet("tiny", replicas=1, mesh=2, processes=2, cache_dir=cache, **given)
     with opening.result_sync() as pair:
-        for victim in ("ray::Follower", "ray::Actor"):
+        for victim in ("ray::FollowerActor", "ray::Actor"):
             before = {pid for pid, line in processes() if line.startswith(victim)}
             handles = [pair.submit(prompt(number), seed=number, **asked) for number in range(4)]
             eventually(lambda: pair.stats().generated_tokens > 0, 60)
-            of_pair = before if victim == "ray::Follower" else {pair.stats().replicas[0].pid}
+            of_pair = before if victim == "ray::FollowerActor" else {pair.stats().replicas[0].pid}
             for pid in of_pair:
                 os.kill(pid, signal.SIGKILL)
             assert [handle.result_sync().text for handle in handles] == wanted
             ready(pair, 1)
         assert pair.stats().lost == 2 and pair.stats().moved >= 2
-    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::Follower")], 20)
+    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::FollowerActor")], 20)
     with pytest.raises(ConfigError, match="coordinator"):
         rekindle.fleet("tiny", mesh=2, processes=2, coordinator="127.0.0.1:7000")
 
