@@ -211,8 +211,8 @@ print(plain.text == alone.text, constrained.text == alone.text)
 # %% [markdown]
 # ## What it costs
 #
-# A step with such a row runs in a variant of its program, `…p`, which holds all processors. They were compiled once. Steps without
-# such rows run in the plain program and pay nothing.
+# A step with such a row runs in a variant of its program, `…+processors`, which holds all processors. They were compiled once. Steps
+# without such rows run in the plain program and pay nothing.
 
 # %%
 session.programs()

@@ -33,7 +33,7 @@ def test_the_programs_of_structured_output_on_demand(tmp_path: Path, capsys: pyt
     folder = write_checkpoint("micro", tmp_path / "micro")
     command = ["warm", str(folder), "--max-requests", "1", "--cache-dir", str(tmp_path / "cache"), "--json"]
     assert main([*command, "--structured"]) == 0
-    guided = {"r2t32m"} if has_mask_gates() else {"r2t32f", "r2t32c"}
+    guided = {"r2t32+gated"} if has_mask_gates() else {"r2t32+forward", "r2t32+choice"}
     assert guided < {program["name"] for program in json.loads(capsys.readouterr().out)}
 
 

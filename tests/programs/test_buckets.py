@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.programs.buckets import (
-    GATED,
-    POOLS,
-    PROCESSED,
+    PLAIN_VARIANT,
     Bucket,
+    ProgramVariant,
+    StepPart,
     bucket_for,
+    combinations,
     gated,
     guided_lattice,
     guided_programs,
@@ -41,7 +42,7 @@ def test_the_default_lattice_is_small_and_has_no_row_bucket_of_one() -> None:
 @pytest.mark.parametrize("requests", [1, 2, 3, 16, 100, 256])
 @pytest.mark.parametrize("tokens", [1, 8, 32, 33, 512, 5000])
 def test_names_differ_and_the_largest_sizes_are_there(requests: int, tokens: int) -> None:
-    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=tokens), [PROCESSED])
+    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=tokens), [(ProgramVariant.PROCESSORS,)])
     assert len({bucket.name for bucket in buckets}) == len(buckets)
     assert max(bucket.tokens for bucket in buckets) == tokens
     assert {max(requests, 2)} == {max(b.rows for b in buckets if b.tokens == t) for t in {b.tokens for b in buckets}}
@@ -77,22 +78,43 @@ def test_many_short_prefills_take_a_bucket_with_enough_rows() -> None:
 
 def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None:
     guided = guided_lattice(lattice(EngineConfig(max_requests=16, max_tokens_per_step=512), single=True))
-    assert [bucket.name for bucket in guided] == ["r1t0g", "r8t0g", "r16t0g", "r16t32g", "r16t128g", "r16t512g"]
-    assert [half.name for half in guided[0].halves] == ["r1t0f", "r1t0c"]
-    processed = guided_lattice(lattice(EngineConfig(max_requests=2, max_tokens_per_step=32), [PROCESSED]))
-    assert [bucket.name for bucket in processed] == ["r2t0g", "r2t0pg", "r2t32g", "r2t32pg"]
-    assert [half.name for half in processed[1].halves] == ["r2t0f", "r2t0pc"], "the model is the same"
+    assert [bucket.name for bucket in guided] == [
+        f"{size}+halves" for size in ("r1t0", "r8t0", "r16t0", "r16t32", "r16t128", "r16t512")
+    ]
+    assert [half.name for half in guided[0].halves] == ["r1t0+forward", "r1t0+choice"]
+    config = EngineConfig(max_requests=2, max_tokens_per_step=32)
+    _, processed, *others = guided_lattice(lattice(config, [(ProgramVariant.PROCESSORS,)]))
+    assert processed.name == "r2t0+processors+halves"
+    assert [size.name for size in others] == ["r2t32+halves", "r2t32+processors+halves"]
+    assert [half.name for half in processed.halves] == ["r2t0+forward", "r2t0+processors+choice"], (
+        "the model is the same"
+    )
 
 
 def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
     config = EngineConfig(max_requests=2, max_tokens_per_step=32)
     single, padded = lattice(config, single=True), lattice(config)
-    one = guided_lattice(single, GATED)
-    assert [program.name for program in programs_of(one)] == ["r1t0m", "r2t0m", "r2t32m"]
+    one = guided_lattice(single, StepPart.GATED)
+    assert [program.name for program in programs_of(one)] == ["r1t0+gated", "r2t0+gated", "r2t32+gated"]
     halves = programs_of(guided_lattice(padded))
-    assert [half.name for half in halves] == ["r2t0f", "r2t0c", "r2t32f", "r2t32c"]
+    assert [half.name for half in halves] == ["r2t0+forward", "r2t0+choice", "r2t32+forward", "r2t32+choice"]
     assert {gated(half, single) for half in halves} <= {*one}
     larger = lattice(EngineConfig(max_requests=16), single=True)
-    assert gated(Bucket(2, 0, part="f"), larger).name == "r1t0m", "the smallest without padding"
-    names = {program.name for program in guided_programs((single, padded), [POOLS])}
-    assert names >= {"r1t0m", "r2t32m", "r2t32em", "r2t0f", "r2t32ef", "r2t32c"}
+    assert gated(Bucket(2, 0, part=StepPart.FORWARD), larger).name == "r1t0+gated", "the smallest without padding"
+    names = {program.name for program in guided_programs((single, padded), [(ProgramVariant.POOLING,)])}
+    assert names >= {"r1t0+gated", "r2t32+gated", "r2t32+pooling+gated"}
+    assert names >= {"r2t0+forward", "r2t32+pooling+forward", "r2t32+choice"}
+
+
+def test_a_programs_name_says_in_words_what_it_contains() -> None:
+    variants = ProgramVariant.INNER_STEERING | ProgramVariant.ADAPTERS
+    assert Bucket(2, 32, variants, StepPart.FORWARD).name == "r2t32+adapters+inner-steering+forward"
+    *_, every = combinations([(variant,) for variant in ProgramVariant])
+    name = Bucket(1024, 1 << 20, every, StepPart.FORWARD).name
+    assert len(name.encode()) < 256, "a message to other processes has the length of a name in a byte"
+
+
+def test_of_a_group_a_program_has_one_variant_at_most() -> None:
+    steering, inner, taps = ProgramVariant.STEERING, ProgramVariant.INNER_STEERING, ProgramVariant.TAPS
+    found = combinations([(taps,), (steering, inner)])
+    assert found == [PLAIN_VARIANT, steering, inner, taps, taps | steering, taps | inner]

@@ -15,6 +15,7 @@ from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.report import Report
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowReports, StepInputs
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
@@ -48,7 +49,7 @@ class Steering(Feature):
     A request names its vector by its priority and its scale in a float; each row says where it begins.
     """
 
-    option, bits, variant, inside = "sampling.priority", 1 << 28, "s", True
+    option, bits, variant, inside = "sampling.priority", 1 << 28, ProgramVariant.STEERING, True
     ints, row_ints, neutral, has_output = 1, 1, (0.5,), True
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ def test_rows_with_a_new_feature_run_beside_others_that_notice_nothing(driver: D
     assert lives[2].outputs != plain[2]
     for live in lives:
         driver.remove(live)
-    assert {name for name in driver.runner.statistics().programs if "s" in name}
+    assert {name for name in driver.runner.statistics().programs if "steering" in name}
 
 
 def test_what_it_reads_inside_the_layers_arrives_with_its_row_alone(driver: Driver) -> None:
@@ -145,5 +146,9 @@ def test_other_operands_take_the_place_of_its_first_ones_without_compiling(drive
 def test_its_programs_are_a_variant_that_is_compiled_as_needed(driver: Driver) -> None:
     programs = driver.runner.programs
     names = {key.name for key in programs.known}
-    assert {"r2t0s", "r2t32s", "r2t32es"} <= names and "r2t0es" not in names
-    assert not names & {key.name for key in programs.keys} & {"r2t0s", "r2t32s", "r4t0s"}
+    assert {
+        "r2t0+steering",
+        "r2t32+steering",
+        "r2t32+pooling+steering",
+    } <= names and "r2t0+pooling+steering" not in names
+    assert not names & {key.name for key in programs.keys} & {"r2t0+steering", "r2t32+steering", "r4t0+steering"}

@@ -26,7 +26,7 @@ from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
-from rekindle._src.programs.buckets import ADMIT, COPY, FORWARD, POOLS, PROCESSED, Bucket
+from rekindle._src.programs.buckets import ADMIT, COPY, Bucket, ProgramVariant, StepPart
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.programs import Form, Programs
@@ -227,8 +227,8 @@ def test_processors_were_traced_if_a_part_with_them_is_stored() -> None:
     plain, processed = (programs_of(store=store, processors=sevens) for _ in range(2))
     plain.get(DECODE)
     assert not plain.traced_processors
-    processed.get(dataclasses.replace(DECODE, variants=PROCESSED))
-    assert plain.traced_processors and "r2t0p parts closing" in store.kept
+    processed.get(dataclasses.replace(DECODE, variants=ProgramVariant.PROCESSORS))
+    assert plain.traced_processors and "r2t0+processors parts closing" in store.kept
     assert not programs_of(store=store).traced_processors, "a session without any"
 
 
@@ -249,7 +249,7 @@ def test_parts_go_through_a_folder(tmp_path: Path) -> None:
 def test_programs_of_one_size_share_their_layers() -> None:
     programs = programs_of()
     size = smallest_guided(programs)
-    decode = dataclasses.replace(size, part="")
+    decode = dataclasses.replace(size, part=StepPart.ALL)
     gate = threading.Barrier(3)
 
     def get(key: Bucket) -> Any:
@@ -268,7 +268,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
 
     Of empty rows no logits are computed, and their tokens go to the scratch slot.
     """
-    pooling, forward = Bucket(2, 32, POOLS), Bucket(4, 32, part=FORWARD)
+    pooling, forward = Bucket(2, 32, ProgramVariant.POOLING), Bucket(4, 32, part=StepPart.FORWARD)
     programs = programs_of()
     runner = Runner(MODEL, programs.config, programs=programs)
     driver = Driver(runner)

@@ -12,7 +12,7 @@ import pytest
 from helpers import plain_sampling
 from rekindle import LogitsProcessor, Sampling
 from rekindle._src.core.records import Request, Row, StepPlan, mask_words
-from rekindle._src.programs.buckets import PROCESSED
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import features_of
 from rekindle._src.programs.guides import NO_TOKEN
 from rekindle._src.programs.packing import Constants, Layout, Upload
@@ -62,7 +62,7 @@ class Step:
     def __init__(self) -> None:
         random = np.random.default_rng(0)
         count = len(CASES)
-        self.layout = Layout(count, 0, 0, 8, count, features=FEATURES, variants=PROCESSED)
+        self.layout = Layout(count, 0, 0, 8, count, features=FEATURES, variants=ProgramVariant.PROCESSORS)
         constants = Constants(count, FEATURES)
         rng = np.random.default_rng(1)
         shapes = jax.tree.leaves(abstract_state(count, VOCAB))

@@ -22,7 +22,7 @@ from helpers.thorough import by_default
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
-from rekindle._src.programs.buckets import ADMIT, COPY, MEMORY, PROCESSED, Bucket, Key
+from rekindle._src.programs.buckets import ADMIT, COPY, MEMORY, Bucket, Key, ProgramVariant
 from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
@@ -89,17 +89,17 @@ def test_an_error_while_compiling_surfaces_with_its_cause_and_can_be_tried_again
         return logits
 
     programs = programs_of(processors=[LogitsProcessor(function, "mine")])
-    with pytest.raises(CompileError, match=r"r2t0p .*no such op") as caught:
-        programs.get(Bucket(2, 0, PROCESSED))
+    with pytest.raises(CompileError, match=r"r2t0\+processors .*no such op") as caught:
+        programs.get(Bucket(2, 0, ProgramVariant.PROCESSORS))
     assert isinstance(caught.value.__cause__, RuntimeError)
     broken[0] = False
-    assert programs.get(Bucket(2, 0, PROCESSED)) is not None
+    assert programs.get(Bucket(2, 0, ProgramVariant.PROCESSORS)) is not None
 
 
 def test_a_processor_that_changes_the_shape_is_named() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
-        programs.get(Bucket(2, 0, PROCESSED))
+        programs.get(Bucket(2, 0, ProgramVariant.PROCESSORS))
 
 
 @pytest.mark.parametrize("names", [("a", "a"), tuple("abcdefghijklmnopq")])
@@ -264,7 +264,7 @@ def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding()
 def test_a_program_that_does_not_compile_ends_the_warming() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
-        warm(programs, [Bucket(2, 0, PROCESSED)])
+        warm(programs, [Bucket(2, 0, ProgramVariant.PROCESSORS)])
 
 
 @pytest.mark.thorough

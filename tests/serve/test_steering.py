@@ -17,6 +17,7 @@ from rekindle import Steer
 from rekindle._src.cli import main
 from rekindle._src.cli.usage import paths_by_name
 from rekindle._src.core.capture_files import read_changes
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle.errors import ConfigError
 from rekindle.serve import app
 
@@ -33,17 +34,17 @@ def session() -> Iterator[Any]:
         yield opened
 
 
-def kinds_ahead(session: Any) -> set[str]:
-    """The kinds of the steps whose programs are made ahead, by the letters in their names."""
+def kinds_ahead(session: Any) -> set[ProgramVariant]:
+    """The variants of the steps whose programs are made ahead."""
     programs = session._engine.runner.programs
     assert {*programs.lattice} <= {*programs.keys}
     return {bucket.variants for bucket in programs.lattice}
 
 
 async def test_programs_of_steps_with_named_changes_are_made_ahead(session: Any) -> None:
-    assert kinds_ahead(session) == {"", "s"}
+    assert kinds_ahead(session) == {PLAIN_VARIANT, ProgramVariant.STEERING}
     with rekindle.open_sync(MODEL, **{**OPTIONS, "precompile": "lazy"}) as without:
-        assert kinds_ahead(without) == {""}
+        assert kinds_ahead(without) == {PLAIN_VARIANT}
 
 
 @pytest.mark.thorough
@@ -107,7 +108,7 @@ async def test_vectors_may_come_from_files(tmp_path: Path, session: Any) -> None
         options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0, "steer": "polite"}
         expected = await session.generate(IDS, **options)
         assert opened.generate_sync(IDS, **options).token_ids == expected.token_ids != plain(IDS, 6)
-        assert kinds_ahead(opened) == {"", "s", "i"}
+        assert kinds_ahead(opened) == {PLAIN_VARIANT, ProgramVariant.STEERING, ProgramVariant.INNER_STEERING}
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_stored_programs_are_loaded(cache_dir: str, tmp_path: Path) -> None:
             session.embed_sync([5] * 100)
             assert (session.stats().compilations == before) == again
             made = {program.name: program.origin for program in session.programs()}
-            assert {name for name in made if name.endswith("e")}
+            assert {name for name in made if name.endswith("+pooling")}
             assert not again or set(made.values()) == {"loaded"}
 
 

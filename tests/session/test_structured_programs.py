@@ -28,7 +28,11 @@ def load(session: rekindle.Session) -> list[str]:
 @pytest.mark.thorough
 def test_a_second_session_loads_them_and_compiles_nothing(tmp_path: Path) -> None:
     cache = str(tmp_path)
-    guided = {"r2t0m", "r2t32m"} if has_mask_gates() else {"r2t0f", "r2t0c", "r2t32f", "r2t32c"}
+    guided = (
+        {"r2t0+gated", "r2t32+gated"}
+        if has_mask_gates()
+        else {"r2t0+forward", "r2t0+choice", "r2t32+forward", "r2t32+choice"}
+    )
     with rekindle.open_sync("tiny", structured=True, cache_dir=cache, **OPTIONS) as session:
         assert {record.name for record in session.programs()} >= guided
         before = session.stats().compilations

@@ -20,7 +20,7 @@ from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
-from rekindle._src.programs import buckets
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
@@ -42,7 +42,7 @@ NEW = 12
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "temperature": 0.0, "ignore_eos": True}
 EVERYTHING = {"residual": "all", "residual_before": 0, "norm": True}
 CLOSE = 2e-5
-STEERS_AND_CAPTURES = buckets.STEERS + buckets.CAPTURES
+STEERS_AND_CAPTURES = ProgramVariant.STEERING | ProgramVariant.CAPTURES
 
 
 @pytest.fixture(scope="module")
@@ -448,9 +448,9 @@ def test_changes_that_differ_in_their_numbers_alone_have_different_texts(session
 def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Session) -> None:
     """Their text, as XLA gets it, is the same without the features of taps."""
     programs: Any = session._engine.runner.programs
-    letters = (buckets.STEERS, buckets.STEERS_MORE, buckets.CAPTURES, buckets.CAPTURES_MORE)
-    others = [entry for entry in programs.features.entries if entry.variant not in letters]
-    assert len(others) == len(programs.features.entries) - len(letters)
+    taps = STEERS_AND_CAPTURES | ProgramVariant.INNER_STEERING | ProgramVariant.INNER_CAPTURES
+    others = [entry for entry in programs.features.entries if not entry.variant & taps]
+    assert len(others) == len(programs.features.entries) - 4
     none = Programs(MODEL.config, MODEL.graph, MODEL.leaves, programs.config, features=Features(others, Guides()))
     assert none.lattice == programs.lattice and not any(bucket.variants for bucket in none.lattice)
     for bucket in (none.lattice[0], none.lattice[-1]):

@@ -22,7 +22,6 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import (
     COLLECT,
     COPY,
-    GATED,
     GATHER,
     LENS,
     SCATTER,
@@ -34,6 +33,7 @@ from rekindle._src.programs.buckets import (
     Bucket,
     Helper,
     Key,
+    StepPart,
 )
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
@@ -430,7 +430,7 @@ class LateSteps:
         bucket, upload, plan = step.bucket, step.upload, step.ran_plan
         assert bucket is not None, "a late step has rows"
         assert upload is not None, "a late step has rows"
-        if bucket.part != GATED:
+        if bucket.part is not StepPart.GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
             free = self._operands[bucket]
             operand = free.pop() if free else self._new_operand(upload.layout)

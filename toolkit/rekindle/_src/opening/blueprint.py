@@ -32,7 +32,7 @@ from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import ADAPTED
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
 from rekindle._src.programs.kv_layout import state_bytes
 from rekindle._src.programs.plan import ProgramPlan
@@ -146,7 +146,7 @@ class Blueprint:
             "devices": [str(device) for device in self.placement.devices],
             "precompile": self.precompile,
             "programs": self.programs.key,
-            "ahead": self.programs.ahead,
+            "ahead": list(self.programs.ahead.words),
             "caches": [cache._asdict() for cache in self.caches],
             "pages": pages.layout,
             "side": self.side_identity(pages).layout if self.has_side_cache else None,
@@ -184,7 +184,7 @@ def blueprint(request: OpenRequest) -> Blueprint:
         placement,
         tuple(request.processors),
         tuple(request.taps),
-        ahead=ADAPTED * bool(request.adapters) + variants_of(request.steering),
+        ahead=variants_of(request.steering) | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT),
         name="" if folder is None else readable_name(folder),
     )
     precompile = precompiles(config.precompile)

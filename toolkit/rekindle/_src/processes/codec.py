@@ -22,7 +22,7 @@ from rekindle._src.core.records import Mask, mask_words
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import FEW, FORWARD, Bucket, Key
+from rekindle._src.programs.buckets import FEW, Bucket, Key, StepPart
 from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.host_pages import PageParts, PayloadLayout
@@ -281,7 +281,7 @@ class CallCodec:
 
     def read_step(self, content: bytes) -> StepCall:
         key, rest = self._key(content)
-        if key.part not in ("", FORWARD):
+        if key.part not in (StepPart.ALL, StepPart.FORWARD):
             raise ProcessLost(f"{key.name} begins no step")
         return StepCall(key, *self._steps.decode(self._programs.layout(key), rest))
 

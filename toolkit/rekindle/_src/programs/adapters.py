@@ -36,7 +36,7 @@ from rekindle._src.models.adapters.sites import Site
 from rekindle._src.models.base import Model, Placement
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
-from rekindle._src.programs.buckets import ADAPTED
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
 from rekindle._src.programs.partitioning import PARTS, WHOLE
 from rekindle_kernels import AdaptedTokens
@@ -233,7 +233,7 @@ log = logging.getLogger("rekindle.session")
 class Adapters(Feature):
     """The adapters of rows. Operands are the stacks, which `load` changes between steps."""
 
-    option, variant, inside, ints = AdapterUse, ADAPTED, True, 1
+    option, variant, inside, ints = AdapterUse, ProgramVariant.ADAPTERS, True, 1
 
     def __init__(self, stacks: Stacks, *, ahead: bool = False, implementation: str | None = None) -> None:
         self.stacks, self.warmed = stacks, ahead

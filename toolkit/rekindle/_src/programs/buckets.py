@@ -9,8 +9,10 @@ that are no steps: they make a session's memory, fill slots and tables, and move
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,16 +24,45 @@ SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows in steps with prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
-FORWARD, CHOICE, BOTH, GATED = "f", "c", "g", "m"
-# Variants of programs, by letters in their names: with the user's logits processors, with pooled hidden states, and
-# with log-probabilities of the whole vocabulary; with adapters.
-PROCESSED, POOLS, WHOLE, ADAPTED = "p", "e", "w", "a"
-# With changes of the residual stream, or of the outputs of attention and MLP as well; with results of the stream, or of
-# what is inside layers as well; with the user's taps.
-STEERS, STEERS_MORE, CAPTURES, CAPTURES_MORE, TAPPED = "s", "i", "t", "u", "x"
-_OF_CHOICE = PROCESSED + WHOLE  # of two programs of a step, the second has these variants and the first one all others
-_OF_PROMPTS = POOLS  # steps without a prompt need none of these
 GUIDED_ROWS = 8
+
+
+class ProgramVariant(enum.IntFlag):
+    """The features that a program contains and others don't; its name has them in words.
+
+    Operations on an IntFlag take a microsecond: what every step does is done with plain integers, or looked up.
+    """
+
+    PROCESSORS = enum.auto()  # the user's logits processors
+    POOLING = enum.auto()  # pooled hidden states
+    DISTRIBUTION = enum.auto()  # log-probabilities of the whole vocabulary
+    ADAPTERS = enum.auto()
+    STEERING = enum.auto()  # changes of the residual stream
+    INNER_STEERING = enum.auto()  # these, and changes of the outputs of attention and MLP
+    CAPTURES = enum.auto()  # results of the residual stream
+    INNER_CAPTURES = enum.auto()  # these, and results of what is inside layers
+    TAPS = enum.auto()  # the user's taps
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The names of the features, as programs' names have them."""
+        return tuple(str(feature.name).lower().replace("_", "-") for feature in self)
+
+
+class StepPart(enum.StrEnum):
+    """The part of a step that a program computes."""
+
+    ALL = ""
+    GATED = "gated"  # all of a step with guided rows; it waits for its masks
+    FORWARD = "forward"  # elsewhere, guided rows need two programs: all up to the logits,
+    CHOICE = "choice"  # and the choice of tokens
+    HALVES = "halves"  # no program: the size of a step of these two
+
+
+PLAIN_VARIANT = ProgramVariant(0)
+# Of two programs of a step, the second has these variants and the first one all others.
+_OF_CHOICE = ProgramVariant.PROCESSORS | ProgramVariant.DISTRIBUTION
+_OF_PROMPTS = ProgramVariant.POOLING  # steps without a prompt need none of these
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -40,32 +71,35 @@ class Bucket:
 
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
-    variants: str = ""  # of features that not all programs contain
-    # Of a step with guided rows: GATED is one program that waits for its masks. Elsewhere there are two, FORWARD and
-    # CHOICE, and BOTH for their sizes.
-    part: str = ""
+    variants: ProgramVariant = PLAIN_VARIANT
+    part: StepPart = StepPart.ALL
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}{self.variants}{self.part}"
+        """The sizes, and what makes the program another one than the plain one: `r2t32+adapters+forward`."""
+        sizes = f"r{self.rows}t{self.tokens}"
+        return sizes + _additions(self.variants, self.part) if self.variants or self.part else sizes
 
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
         """The forward and the choice program of a guided step of this size."""
-        first = "".join(letter for letter in self.variants if letter not in _OF_CHOICE)
-        second = "".join(letter for letter in self.variants if letter in _OF_CHOICE)
-        forward = dataclasses.replace(self, variants=first, part=FORWARD)
-        return forward, dataclasses.replace(self, variants=second, part=CHOICE)
+        forward = dataclasses.replace(self, variants=self.variants & ~_OF_CHOICE, part=StepPart.FORWARD)
+        return forward, dataclasses.replace(self, variants=self.variants & _OF_CHOICE, part=StepPart.CHOICE)
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
         """The programs that a step of this size runs."""
-        return self.halves if self.part == BOTH else (self,)
+        return self.halves if self.part is StepPart.HALVES else (self,)
 
     @property
     def cost(self) -> int:
         """Tokens of the program, padding included."""
         return self.rows + self.tokens
+
+
+@functools.cache
+def _additions(variants: ProgramVariant, part: StepPart) -> str:
+    return "".join(f"+{word}" for word in (*variants.words, part) if word)
 
 
 def prefill_rows(tokens: int, max_requests: int) -> int:
@@ -92,18 +126,20 @@ def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
     return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
 
 
-def lattice(config: EngineConfig, variants: Sequence[str] = (), *, single: bool = False) -> tuple[Bucket, ...]:
-    """Return every step program that is compiled ahead, in each combination of `variants`.
+def lattice(
+    config: EngineConfig, variants: Sequence[Sequence[ProgramVariant]] = (), *, single: bool = False
+) -> tuple[Bucket, ...]:
+    """Return every step program that is compiled ahead, in each of the `combinations` of `variants`.
 
     With `single`, one row has a program of its own (135M on CPU, native products: 7.3 ms, 9.1 with one row of padding).
     """
     most = config.max_requests
     combined = combinations(variants)
     sizes = (*((1,) if single else ()), *row_sizes(most, mixed=False))
-    decode = [Bucket(rows, 0, letters) for letters in combined for rows in sizes]
+    decode = [Bucket(rows, 0, chosen) for chosen in combined for rows in sizes]
     mixed = [
-        Bucket(rows, tokens, letters)
-        for letters in combined
+        Bucket(rows, tokens, chosen)
+        for chosen in combined
         for rows in row_sizes(most, mixed=True)
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
@@ -111,7 +147,7 @@ def lattice(config: EngineConfig, variants: Sequence[str] = (), *, single: bool 
 
 
 @functools.cache
-def guided_lattice(plain: tuple[Bucket, ...], part: str = BOTH) -> tuple[Bucket, ...]:
+def guided_lattice(plain: tuple[Bucket, ...], part: StepPart = StepPart.HALVES) -> tuple[Bucket, ...]:
     """Return the sizes of steps with guided rows: fewer than those of other steps, because few requests have a guide.
 
     Of the decode steps these are the smallest and those from GUIDED_ROWS rows on, which drafts fill up. With prefill
@@ -133,37 +169,44 @@ def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 @functools.cache
-def with_variants(buckets: tuple[Bucket, ...], letters: str) -> tuple[Bucket, ...]:
-    """Return the buckets that have a further variant of these."""
+def with_variants(buckets: tuple[Bucket, ...], more: ProgramVariant) -> tuple[Bucket, ...]:
+    """Return the buckets with these variants in addition, where steps of their sizes can need them."""
     return tuple(
-        dataclasses.replace(bucket, variants=bucket.variants + letters)
+        dataclasses.replace(bucket, variants=bucket.variants | more)
         for bucket in buckets
-        if bucket.tokens or not set(letters) & set(_OF_PROMPTS)
+        if bucket.tokens or not more & _OF_PROMPTS
     )
 
 
-def combinations(letters: Sequence[str]) -> list[str]:
-    """Return every combination of variants, in their order; the first is none of them.
-
-    Of an entry with several letters each combination has one at most.
-    """
-    return ["".join(chosen) for chosen in itertools.product(*(("", *choices) for choices in letters))]
+def combinations(groups: Sequence[Sequence[ProgramVariant]]) -> list[ProgramVariant]:
+    """Return every combination of variants, at most one of each group; the first is none of them."""
+    choices = itertools.product(*((PLAIN_VARIANT, *group) for group in groups))
+    return [functools.reduce(operator.or_, chosen, PLAIN_VARIANT) for chosen in choices]
 
 
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
     """Return the program that waits for its masks, in place of a half; the smallest may have fewer rows than that."""
-    size = dataclasses.replace(half, variants=half.variants.replace(POOLS, ""), part=GATED)
-    return size if size in guided_lattice(plain, GATED) else dataclasses.replace(size, rows=1)
+    size = dataclasses.replace(half, variants=half.variants & ~_OF_PROMPTS, part=StepPart.GATED)
+    return size if size in guided_lattice(plain, StepPart.GATED) else dataclasses.replace(size, rows=1)
 
 
-def guided_programs(lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[str] = ()) -> tuple[Bucket, ...]:
+def guided_programs(
+    lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[Sequence[ProgramVariant]] = ()
+) -> tuple[Bucket, ...]:
     """Return every program that steps with guided rows may run, from the sizes of other steps and further variants."""
-    sizes = tuple(size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part))
-    return programs_of(size for letters in combinations(variants) for size in with_variants(sizes, letters))
+    parts = StepPart.GATED, StepPart.HALVES
+    sizes = tuple(size for part in parts for plain in lattices for size in guided_lattice(plain, part))
+    return programs_of(size for more in combinations(variants) for size in with_variants(sizes, more))
 
 
 def bucket_for(
-    buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, variants: str = ""
+    buckets: Iterable[Bucket],
+    max_requests: int,
+    *,
+    rows: int,
+    tokens: int,
+    prefills: int,
+    variants: ProgramVariant = PLAIN_VARIANT,
 ) -> Bucket:
     """Return the bucket with the fewest tokens that holds the step. Raise ConfigError if there is none."""
     fitting = [

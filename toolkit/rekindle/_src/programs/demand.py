@@ -19,7 +19,7 @@ import numpy as np
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
 from rekindle._src.core.tapped import RequestTaps
-from rekindle._src.programs.buckets import ADMIT, LENS, Bucket, Key, StepSize, bucket_for
+from rekindle._src.programs.buckets import ADMIT, LENS, Bucket, Key, ProgramVariant, StepSize, bucket_for
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError
 
@@ -29,10 +29,10 @@ _NO_PAGES: IntArray = np.empty(0, np.int32)
 class Need:
     """The needs that a row has of the programs of its step. There is one object for each combination."""
 
-    __slots__ = ("helpers", "late", "letters", "options")
+    __slots__ = ("helpers", "late", "options", "variants")
 
-    def __init__(self, letters: frozenset[str], helpers: tuple[Key, ...], *, late: bool, options: bool) -> None:
-        self.letters = letters  # variants
+    def __init__(self, variants: ProgramVariant, helpers: tuple[Key, ...], *, late: bool, options: bool) -> None:
+        self.variants = variants
         self.helpers = helpers  # programs that are no steps
         self.late = late  # the row has a guide
         self.options = options  # it is not greedy: programs of parts need their whole closing
@@ -139,7 +139,7 @@ class StepPrograms:
     def __init__(self, programs: Programs, demand: Demand) -> None:
         self._programs, self._demand, self._features = programs, demand, programs.features
         self._most = programs.config.max_requests
-        self._needs: dict[tuple[frozenset[str], tuple[Key, ...], bool, bool], Need] = {}
+        self._needs: dict[tuple[ProgramVariant, tuple[Key, ...], bool, bool], Need] = {}
         self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps whose programs are ready
         self._complete: set[frozenset[Need]] = set()  # needs for which the programs of all sizes are ready
         self.want, self.error, self.forget = demand.want, demand.error, demand.forget
@@ -153,7 +153,7 @@ class StepPrograms:
         tapped = request.extensions.get(RequestTaps)
         helpers += (LENS,) * (tapped is not None and tapped.reads_logits)
         options = features.has_options(request)
-        found = frozenset(features.variants(plan)), helpers, features.late.in_plan(plan), options
+        found = features.variants(plan), helpers, features.late.in_plan(plan), options
         if found not in self._needs:
             self._needs[found] = Need(found[0], found[1], late=found[2], options=found[3])
         return self._needs[found]
@@ -163,7 +163,7 @@ class StepPrograms:
         if needs in self._complete or (needs, size) in self._fitting:
             return _FITS
         late, options = any(need.late for need in needs), any(need.options for need in needs)
-        variants = self._features.joined(frozenset[str]().union(*(need.letters for need in needs)))
+        variants = self._features.joined(need.variants for need in needs)
         helpers = dict.fromkeys(ProgramRequest(key) for need in needs for key in need.helpers)
         missing = tuple(each for each in helpers if not self._demand.ready(each))
         lattice = [bucket for bucket in self._programs.lattice_for(variants, late=late) if bucket.variants == variants]
@@ -184,7 +184,7 @@ class StepPrograms:
         programs = (ProgramRequest(key, options) for key in bucket.programs)
         return tuple(each for each in programs if not self._demand.ready(each))
 
-    def _bucket(self, buckets: Sequence[Bucket], size: StepSize, variants: str) -> Bucket | None:
+    def _bucket(self, buckets: Sequence[Bucket], size: StepSize, variants: ProgramVariant) -> Bucket | None:
         rows, prefills, tokens = size
         try:
             return bucket_for(buckets, self._most, rows=rows, tokens=tokens, prefills=prefills, variants=variants)

@@ -24,6 +24,7 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
@@ -172,8 +173,8 @@ class Feature:
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps in which it changes logits
-    variant: str = ""  # the letter of programs that contain it (`buckets.VARIANTS`); "": all do
-    instead: str = ""  # the letters of features that no program contains along with it
+    variant: ProgramVariant = PLAIN_VARIANT  # the variant of programs that contain it; without one, all do
+    instead: ProgramVariant = PLAIN_VARIANT  # the features that no program contains along with it
     warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed
     inside: bool = False  # it replaces layers or has operands, so that its variant is not made of parts
     matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by

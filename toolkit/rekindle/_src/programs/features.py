@@ -6,7 +6,8 @@ Axes: S prefill sequences, T prefill tokens, E hidden size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -18,7 +19,7 @@ from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.core.report import POOLED
 from rekindle._src.models.base import Model
-from rekindle._src.programs.buckets import POOLS
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import (
     GREEDY,
     Feature,
@@ -66,7 +67,7 @@ def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
 class Pooling(Feature):
     """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
 
-    option, variant, has_output, shard_axis = PromptPooling, POOLS, True, 1
+    option, variant, has_output, shard_axis = PromptPooling, ProgramVariant.POOLING, True, 1
 
     def in_plan(self, plan: StepPlan) -> bool:
         return any(PromptPooling in row.request.extensions for row in plan.prefill)
@@ -87,12 +88,18 @@ def _overrides(feature: Feature, method: str) -> bool:
     return getattr(type(feature), method) is not getattr(Feature, method)
 
 
-def _choices(features: Sequence[Feature]) -> tuple[str, ...]:
-    """Return the letters of features in groups, of which a program has one letter at most."""
-    letters = {feature.variant for feature in features}
-    others = {letter for feature in features for letter in feature.instead}
-    groups = (feature.variant + feature.instead for feature in features if feature.variant not in others)
-    return tuple("".join(letter for letter in group if letter in letters) for group in groups)
+def _union(variants: Iterable[ProgramVariant]) -> ProgramVariant:
+    return functools.reduce(operator.or_, variants, PLAIN_VARIANT)
+
+
+def _choices(features: Sequence[Feature]) -> tuple[tuple[ProgramVariant, ...], ...]:
+    """Return the variants of features in groups, of which a program has one at most."""
+    present, others = _union(one.variant for one in features), _union(one.instead for one in features)
+    groups = ((one.variant, *one.instead) for one in features if one.variant not in others)
+    return tuple(tuple(variant for variant in group if variant in present) for group in groups)
+
+
+_variant = functools.cache(ProgramVariant)  # calling an enumeration takes three times as long
 
 
 class Features:
@@ -113,19 +120,19 @@ class Features:
         self.matrices: str | None = next(
             (feature.matrices for feature in entries if feature.warmed and feature.matrices), None
         )
-        self.as_needed = tuple(feature.variant for feature in as_needed)
+        self.as_needed = _union(feature.variant for feature in as_needed)
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
-        letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
-        # In the order of the names of programs. Those of extensions are asked only if a row's request has some.
-        self._planned = tuple((one.variant, isinstance(one.option, type), one.in_plan) for one in letters)
-        self._instead = tuple((feature.variant, frozenset(feature.instead)) for feature in letters)
+        # Those of extensions are asked only if a row's request has some.
+        planned = (*ahead, *as_needed)
+        self._planned = tuple((int(one.variant), isinstance(one.option, type), one.in_plan) for one in planned)
+        self._instead = tuple((int(feature.variant), int(feature.instead)) for feature in entries)
         self._wanting = tuple((feature, wanting(feature.option)) for feature in entries)
         self._plain = tuple(one for one in self._wanting if isinstance(one[0].option, str))
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
         self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.bits, self._reading, 0)
-        self._read_by: dict[tuple[int, str], tuple[Feature, ...]] = {}
-        self._compiled: dict[str, tuple[Feature, ...]] = {}
+        self._read_by: dict[tuple[int, ProgramVariant], tuple[Feature, ...]] = {}
+        self._compiled: dict[ProgramVariant, tuple[Feature, ...]] = {}
         self._states = next((index for index, one in enumerate(entries) if isinstance(one, StateSlots)), None)
         self._tails = next((index for index, one in enumerate(entries) if isinstance(one, TailTables)), None)
 
@@ -162,15 +169,24 @@ class Features:
 
     # -- a step
 
-    def variants(self, plan: StepPlan) -> str:
-        """Return the letters of the program that a plan needs."""
+    def variants(self, plan: StepPlan) -> ProgramVariant:
+        """Return the variants of the program that a plan needs."""
         extended = bool([row for row in plan.rows if row.request.extensions])
-        planned = self._planned
-        return "".join([letter for letter, extends, in_plan in planned if (extended or not extends) and in_plan(plan)])
+        bits = 0
+        for variant, extends, in_plan in self._planned:
+            if (extended or not extends) and in_plan(plan):
+                bits |= variant
+        return _variant(bits)
 
-    def joined(self, letters: frozenset[str]) -> str:
-        """Return the letters of the program that rows need together, which need these each on their own."""
-        return "".join([one for one, instead in self._instead if one in letters and not letters & instead])
+    def joined(self, alone: Iterable[ProgramVariant]) -> ProgramVariant:
+        """Return the variants of the program that rows need together, from those that each of them needs alone."""
+        needed = joined = 0
+        for variants in alone:
+            needed |= int(variants)
+        for variant, instead in self._instead:
+            if needed & variant and not needed & instead:
+                joined |= variant
+        return _variant(joined)
 
     def load(self, plan: StepPlan) -> None:
         """Take the adapters that a plan puts on the device."""
@@ -187,10 +203,11 @@ class Features:
         for feature in self.entries:
             feature.attach(helpers)
 
-    def prepare(self, plans: Sequence[StepPlan], variants: str, rows: int) -> None:
+    def prepare(self, plans: Sequence[StepPlan], variants: ProgramVariant, rows: int) -> None:
         """Replace the operands of features in a program by those of a step; see `Feature.prepare`."""
+        compiled = self.compiled(variants)
         for feature in self._prepared:
-            if feature.variant in variants:
+            if feature in compiled:
                 feature.prepare(plans, rows)
 
     def states(self, own: Sequence[Any]) -> tuple[Array, Array] | None:
@@ -202,38 +219,38 @@ class Features:
         """Return the page table [N, width] of layers that give pages back; None for models without such."""
         return None if self._tails is None else own[self._tails].spread(width)
 
-    def operands(self, variants: str) -> tuple[Any, ...]:
+    def operands(self, variants: ProgramVariant) -> tuple[Any, ...]:
         """Return the operands of each feature in a program."""
         return tuple([feature.operands for feature in self.compiled(variants)])
 
-    def operand_shapes(self, variants: str) -> tuple[Any, ...]:
+    def operand_shapes(self, variants: ProgramVariant) -> tuple[Any, ...]:
         """Return the shapes of the operands of each feature in a program."""
         return tuple([feature.operand_shapes for feature in self.compiled(variants)])
 
-    def operand_layouts(self, variants: str) -> tuple[Any, ...]:
+    def operand_layouts(self, variants: ProgramVariant) -> tuple[Any, ...]:
         """Return the layouts of the operands of each feature in a program."""
         return tuple([feature.operand_layout for feature in self.compiled(variants)])
 
-    def output_layouts(self, variants: str) -> tuple[Any, ...]:
+    def output_layouts(self, variants: ProgramVariant) -> tuple[Any, ...]:
         """Return the layouts of the outputs of all features that have one, as a program returns them."""
         compiled = self.compiled(variants)
         return tuple([feature.output_layout if feature in compiled else ROWS for feature in self.outputs])
 
-    def compiled(self, variants: str) -> tuple[Feature, ...]:
+    def compiled(self, variants: ProgramVariant) -> tuple[Feature, ...]:
         """Return the features that a program contains."""
         known = self._compiled.get(variants)
         if known is None:
-            chosen = (feature for feature in self.entries if not feature.variant or feature.variant in variants)
+            chosen = (feature for feature in self.entries if feature.variant in variants)
             known = self._compiled[variants] = tuple(chosen)
         return known
 
-    def columns_of(self, feature: Feature, variants: str) -> slice:
+    def columns_of(self, feature: Feature, variants: ProgramVariant) -> slice:
         """Return the slice of a feature's columns among those next to each row's token, in a program."""
         compiled = self.compiled(variants)
         first = sum(one.width for one in compiled[: compiled.index(feature)])
         return slice(first, first + feature.width)
 
-    def read_in(self, flags: int, variants: str) -> tuple[Feature, ...]:
+    def read_in(self, flags: int, variants: ProgramVariant) -> tuple[Feature, ...]:
         """Return the features with results to read: of a step whose rows have these flags, in a program."""
         key = flags & self._read_bits, variants
         reading = self._read_by.get(key)

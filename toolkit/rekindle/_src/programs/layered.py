@@ -25,7 +25,7 @@ from jax import Array
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import FORWARD, Bucket, Key
+from rekindle._src.programs.buckets import Bucket, Key, StepPart
 from rekindle._src.programs.feature import GREEDY, StepInputs
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.packing import Layout, unpack
@@ -268,7 +268,7 @@ class LayeredPrograms:
 
     def takes(self, key: Key) -> TypeGuard[Bucket]:
         """True if the program can be made of parts: a step or its first half, on one device."""
-        if not isinstance(key, Bucket) or key.part not in ("", FORWARD):
+        if not isinstance(key, Bucket) or key.part not in (StepPart.ALL, StepPart.FORWARD):
             return False
         inside = any(feature.inside for feature in self._recipes.layout(key).compiled)
         return not inside and not self._recipes.parts.divided
@@ -308,7 +308,7 @@ class LayeredPrograms:
         return Cut.of(self._recipes.graph, self._recipes.leaves)
 
     def _assembled(self, key: Bucket, found: Mapping[str, Compiled]) -> LayeredProgram:
-        kind = LayeredForward if key.part == FORWARD else LayeredStep
+        kind = LayeredForward if key.part is StepPart.FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))
         rest, has_rest = functools.partial(self._closed, key), functools.partial(self._has_closed, key)
@@ -429,7 +429,7 @@ class LayeredPrograms:
     def _closing(self, key: Bucket, *, greedy: bool) -> ProgramPart:
         recipes, cut, layout = self._recipes, self._cut, self._recipes.layout(key)
         name = self._closing_name(key, greedy=greedy)
-        if key.part == FORWARD:
+        if key.part is StepPart.FORWARD:
 
             def forwarded() -> tuple[Any, ...]:
                 shapes = self._shapes(key)

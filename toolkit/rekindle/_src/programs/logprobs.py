@@ -23,7 +23,7 @@ from rekindle._src.core.records import IntArray, Request, Row, StepPlan, TokenLo
 from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
-from rekindle._src.programs.buckets import WHOLE
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
 from rekindle_kernels import Choice, top_k
 
@@ -265,7 +265,7 @@ def is_whole(sampling: Sampling) -> bool:
 class Distribution(Feature):
     """The log-probabilities of the whole vocabulary: columns next to the token."""
 
-    option, variant = "sampling.scored", WHOLE
+    option, variant = "sampling.scored", ProgramVariant.DISTRIBUTION
 
     def __init__(self, vocab_size: int, *, deterministic: bool) -> None:
         self.width, self._deterministic = vocab_size, deterministic

@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
-from rekindle._src.programs.buckets import Bucket, prefill_rows
+from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
 from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, drawing_flags
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
@@ -224,7 +224,7 @@ class Layout:
     slots: int  # of requests; the scratch slot follows them
     changes: int = 0  # the most changes of resident page tables in a step; 0: a step brings whole tables
     features: Features = dataclasses.field(default=PLAIN, compare=False)
-    variants: str = ""  # as in `Bucket`
+    variants: ProgramVariant = PLAIN_VARIANT
 
     @classmethod
     def of(

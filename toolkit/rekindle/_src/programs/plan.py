@@ -11,6 +11,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
 from rekindle._src.programs.user_functions import LogitsProcessor, Tap
 
@@ -26,7 +27,7 @@ class ProgramPlan:
     placement: Placement
     processors: tuple[LogitsProcessor, ...] = ()
     taps: tuple[Tap, ...] = ()
-    ahead: str = ""  # letters of variants whose programs are made ahead although most sessions make them as needed
+    ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
 
     @property

@@ -50,6 +50,8 @@ from rekindle._src.programs.buckets import (
     Bucket,
     Helper,
     Key,
+    ProgramVariant,
+    StepPart,
 )
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
@@ -232,19 +234,19 @@ class Programs:
         processors: Sequence[LogitsProcessor] = (),
         taps: Sequence[Tap] = (),
         features: Features | None = None,
-        ahead: str = "",
+        ahead: ProgramVariant = buckets.PLAIN_VARIANT,
         store: Executables | None = None,
         placement: Placement = ALONE,
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `ahead` are letters of variants whose programs are made ahead although most sessions make them as needed.
+        `ahead` are variants whose programs are made ahead although most sessions make them as needed.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = _adapters(graph, config, placement, ahead=buckets.ADAPTED in ahead)
+        adapters = _adapters(graph, config, placement, ahead=ProgramVariant.ADAPTERS in ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.tails = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
         tables = (TailTables.of(model, config),) if self.tails else ()
@@ -271,7 +273,7 @@ class Programs:
         )
         # Variants that few sessions ever need are compiled when a step first does, whatever `precompile` says.
         choices = self.features.choices
-        as_needed = [buckets.with_variants(self._lattice, letters) for letters in buckets.combinations(choices)[1:]]
+        as_needed = [buckets.with_variants(self._lattice, more) for more in buckets.combinations(choices)[1:]]
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
@@ -313,7 +315,7 @@ class Programs:
     @property
     def guided_keys(self) -> tuple[Key, ...]:
         """The programs of steps with guided rows: made ahead if config.structured, or as needed."""
-        return buckets.programs_of(buckets.guided_lattice(self._lattice, buckets.GATED if self.gated else buckets.BOTH))
+        return buckets.programs_of(buckets.guided_lattice(self._lattice, _guided(gated=self.gated)))
 
     @functools.cached_property
     def gated(self) -> bool:
@@ -333,15 +335,15 @@ class Programs:
     @property
     def traced_processors(self) -> bool:
         """True if the store holds a program with the session's processors, which were then traced without an error."""
-        return any(self._layered.holds(key) for key in self._lattice if buckets.PROCESSED in key.variants)
+        return any(self._layered.holds(key) for key in self._lattice if ProgramVariant.PROCESSORS in key.variants)
 
-    def lattice_for(self, variants: str, *, late: bool) -> tuple[Bucket, ...]:
+    def lattice_for(self, variants: ProgramVariant, *, late: bool) -> tuple[Bucket, ...]:
         """Return the buckets from which a step takes its own."""
         lattice = self._lattice
         if late:
             waits = self.gated and not self.ledger.provisional
-            lattice = buckets.guided_lattice(lattice, buckets.GATED if waits else buckets.BOTH)
-        more = "".join(letter for letter in variants if letter in self.features.as_needed)
+            lattice = buckets.guided_lattice(lattice, _guided(gated=waits))
+        more = variants and variants & self.features.as_needed
         return buckets.with_variants(lattice, more) if more else lattice
 
     def kernels(self) -> list[str]:
@@ -598,6 +600,10 @@ class Programs:
         kernel = kernel_being_compiled()
         programs = f"compiling program{'s' if len(names) > 1 else ''} {' and '.join(names)}"
         return programs + (f", kernel {kernel}" if kernel else "") if names else ""
+
+
+def _guided(*, gated: bool) -> StepPart:
+    return StepPart.GATED if gated else StepPart.HALVES
 
 
 def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:

@@ -20,8 +20,6 @@ from rekindle._src.programs.buckets import (
     ADMIT,
     COLLECT,
     COPY,
-    FORWARD,
-    GATED,
     GATHER,
     LENS,
     MEMORY,
@@ -32,6 +30,7 @@ from rekindle._src.programs.buckets import (
     TAILS_OUT,
     Bucket,
     Key,
+    StepPart,
 )
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.hybrid_layers import gather_states, scatter_states, state_numbers, state_slots, tail_pages
@@ -160,7 +159,7 @@ class Recipes:
     def recipe(self, key: Key) -> Recipe:
         """Return the recipe of a program."""
         if isinstance(key, Bucket):
-            return self._half(key) if key.part not in ("", GATED) else self._step(key)
+            return self._half(key) if key.part not in (StepPart.ALL, StepPart.GATED) else self._step(key)
         if key == MEMORY:
             return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
         if key == ADMIT:
@@ -204,7 +203,7 @@ class Recipes:
         step = make_step(self.graph, layout, self.page_size, implementation=self.config.kernels)
         arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout), self._operands(key))
         operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
-        if key.part == GATED:
+        if key.part is StepPart.GATED:
             assert not self.parts.divided, "no program on a mesh waits for an operand"
             arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)
         results = (PAGES, ROWS, StepOutput._make((ROWS, self.features.output_layouts(key.variants))))
@@ -214,7 +213,7 @@ class Recipes:
         """Return the recipe of one of the two programs of a late step."""
         layout = self.layout(key)
         upload = self.upload(layout)
-        if key.part == FORWARD:
+        if key.part is StepPart.FORWARD:
             forward = make_forward(self.graph, layout, self.page_size, implementation=self.config.kernels)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload, self._operands(key))
             operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))

@@ -42,7 +42,7 @@ from rekindle._src.core.taps import LOGITS, Key, Steer
 from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
-from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
+from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, RowReports, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
 
@@ -173,7 +173,7 @@ def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Call
 class Captures(Feature):
     """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
 
-    option, variant, instead = RequestTaps, CAPTURES, CAPTURES_MORE
+    option, variant, instead = RequestTaps, ProgramVariant.CAPTURES, ProgramVariant.INNER_CAPTURES
     inside = has_output = True
     copied = False  # on a device with memory of its own: few of them are wanted
     _helpers: Helpers
@@ -242,7 +242,7 @@ def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class InnerCaptures(Captures):
     """The same, and what attention and MLP compute."""
 
-    variant, instead = CAPTURES_MORE, ""
+    variant, instead = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT
     # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
     output_layout = dict.fromkeys(("stream", "norm", *INSIDE), ROWS) | dict.fromkeys("qkv", HEADS)
 
@@ -313,7 +313,7 @@ class _EditPart(NamedTuple):
 class Steering(Feature):
     """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
 
-    option, variant, instead = RequestTaps, STEERS, STEERS_MORE
+    option, variant, instead = RequestTaps, ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
@@ -427,7 +427,7 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
 class InnerSteering(Feature):
     """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
 
-    option, variant = RequestTaps, STEERS_MORE
+    option, variant = RequestTaps, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
     def __init__(self, stream: Steering, *, ahead: bool = False) -> None:
@@ -467,18 +467,21 @@ def _edits_inside(row: Row) -> bool:
 
 
 def tap_features(
-    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1, ahead: str = ""
+    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1, ahead: ProgramVariant = PLAIN_VARIANT
 ) -> tuple[Feature, ...]:
     """Return the features of taps, changes before captures, which see what was changed; `custom` are between them."""
-    steering = Steering(model, config, shards, ahead=STEERS in ahead)
-    inner = InnerSteering(steering, ahead=STEERS_MORE in ahead)
+    steering = Steering(model, config, shards, ahead=ProgramVariant.STEERING in ahead)
+    inner = InnerSteering(steering, ahead=ProgramVariant.INNER_STEERING in ahead)
     return steering, inner, *custom, Captures(), InnerCaptures(model)
 
 
-def variants_of(steering: Mapping[str, Sequence[Steer]]) -> str:
-    """Return the letters of the programs in which requests that name these changes run."""
-    inside = {any(change.site in INNER for change in changes) for changes in steering.values()}
-    return "".join(STEERS_MORE if inner else STEERS for inner in sorted(inside))
+def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:
+    """Return the variants of the programs in which requests that name these changes run."""
+    variants = PLAIN_VARIANT
+    for changes in steering.values():
+        inner = any(change.site in INNER for change in changes)
+        variants |= ProgramVariant.INNER_STEERING if inner else ProgramVariant.STEERING
+    return variants
 
 
 def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:

@@ -29,7 +29,7 @@ from rekindle._src.core import html
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.core.tapped import INNER, MISSING, RequestTaps, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
-from rekindle._src.programs.buckets import PROCESSED, TAPPED
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import (
     FIRST_PROCESSOR,
     MAX_PROCESSORS,
@@ -237,7 +237,7 @@ class Processors(Feature):
     """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
 
     option = "sampling.processors"
-    changing, variant, warmed = PROCESSORS, PROCESSED, True
+    changing, variant, warmed = PROCESSORS, ProgramVariant.PROCESSORS, True
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = tuple(processors)
@@ -400,7 +400,7 @@ def _layers(tap: Tap, count: int) -> tuple[int, ...]:
 class CustomTaps(Feature):
     """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
 
-    option, variant, warmed, inside, ints = RequestTaps, TAPPED, True, True, 1
+    option, variant, warmed, inside, ints = RequestTaps, ProgramVariant.TAPS, True, True, 1
 
     def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
         self._taps, self._divided = tuple(taps), divided
