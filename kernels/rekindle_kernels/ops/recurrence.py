@@ -48,12 +48,12 @@ class RaggedBatch:
 
     @property
     def sequences(self) -> int:
-        """N."""
+        """The number of sequences N, decode rows and prefills."""
         return self.lengths.shape[0]
 
     @property
     def prefills(self) -> int:
-        """N - R."""
+        """The number of prefill sequences N - R."""
         return self.sequences - self.decode_rows
 
     def prefill_lengths(self) -> Array:

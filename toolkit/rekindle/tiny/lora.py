@@ -38,7 +38,7 @@ def train_lora(
     seed: int,
     report: Callable[[int, float], None] | None,
 ) -> dict[str, NDArray[np.float32]]:
-    """Implement `rekindle.tiny.train_lora`."""
+    """Train a LoRA adapter of the embedded model on texts; see `rekindle.tiny.train_lora`."""
     for field, value in (("rank", rank), ("steps", steps), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidRequest(field, value, "must be a positive integer", f"Pass {field}=8")

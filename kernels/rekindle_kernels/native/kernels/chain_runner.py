@@ -127,7 +127,7 @@ def lay_out_buffers(plan: int, frame: int, sizes: int, records: int, gaps: int) 
 
 @inline
 def make_calls(plan: int, entries: int, team: int, own: int, pointers: int, records: int) -> None:
-    """All of them; `own` is memory for the frame, `pointers` for the addresses of its operands and results."""
+    """Make all calls of a plan. `own` is memory for the frame, `pointers` for the addresses of operands and results."""
     at = calls_of(plan)
     for _ in range(_header(plan).calls):
         planned = _plan_call(at)

@@ -91,7 +91,7 @@ class _GroupsCode:
             self._add_rows(self._factors(zero, 1, low), zero, zero, zero, range(ROWS))
 
     def pairs(self, count: Any, tiles: Any) -> None:
-        """So many pairs of groups, one after the other, for so many tiles of rows; one or more of both."""
+        """Multiply `count` pairs of groups, one after the other, for `tiles` tiles of rows; both are at least one."""
         builder, zero, one = self._builder, WORD(0), WORD(1)
         pair_at, tile_at = (cgutils.alloca_once_value(builder, zero) for _ in range(2))
         for each in range(2):

@@ -131,7 +131,7 @@ def rows_of_block(job: Any) -> int:
 
 
 def gated_kernel() -> Kernel:
-    """Return the kernel."""
+    """Return the kernel of a gated MLP's activation."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -143,7 +143,7 @@ def products(paired: bool) -> Any:
     def product_by_vectors(
         a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool
     ) -> None:
-        """The same a vector of b at a time, where registers do not hold the sums of four."""
+        """c (+)= a · b, one vector of b at a time, where registers do not hold the sums of four."""
         for column in range(0, 4 * LANES, LANES):
             r0 = r1 = r2 = r3 = splat(ZERO)
             if add:

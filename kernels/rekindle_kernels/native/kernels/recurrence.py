@@ -157,7 +157,7 @@ def copy(source: int, target: int, count: int) -> None:
 
 
 def convolution_kernel() -> Kernel:
-    """Return the kernel."""
+    """Return the kernel of causal convolutions."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -318,7 +318,7 @@ def sweeper(updates: bool, looks: bool) -> Any:
 
 
 def delta_kernel() -> Kernel:
-    """Return the kernel."""
+    """Return the kernel of the gated delta rule."""
     look, update, both = sweeper(False, True), sweeper(True, False), sweeper(True, True)
 
     @jit
@@ -427,7 +427,7 @@ def sweep_scan(state: Any, target: Any, keys: int, b: int, c: int, decay: float,
 
 
 def scan_kernel() -> Kernel:
-    """Return the kernel."""
+    """Return the kernel of selective scans."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

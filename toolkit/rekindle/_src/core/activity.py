@@ -168,10 +168,10 @@ class Screen:
     thread: Callable[..., threading.Thread] = threading.Thread  # the kind of thread that draws
 
     def show(self, state: State, seconds: float) -> None:
-        """Replace the picture."""
+        """Draw an activity in place of the picture before."""
 
     def clear(self) -> None:
-        """Remove the picture."""
+        """Remove what was drawn."""
 
 
 class _Terminal(Screen):

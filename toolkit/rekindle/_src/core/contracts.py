@@ -138,7 +138,7 @@ class RunnerFigures(Protocol):
     def traces(self) -> int: ...
     @property
     def programs(self) -> Mapping[str, int]:
-        """Steps by program."""
+        """The numbers of steps that ran in each program, by its name."""
         ...
 
 
@@ -147,7 +147,7 @@ class ProgramsLike(Protocol):
 
     @property
     def keys(self) -> Collection[Any]:
-        """All programs that the runner may ever need."""
+        """The programs that the runner may ever need."""
         ...
 
     def manifest(self) -> Sequence[Any]:

@@ -90,7 +90,7 @@ class Real(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """True or False."""
+    """Accepts True and False."""
 
     def __call__(self, name: str, value: Any, error: Refusal, /) -> bool:
         if not isinstance(value, bool):
@@ -99,7 +99,7 @@ class Flag(NamedTuple):
 
 
 class Word(NamedTuple):
-    """One of some words."""
+    """Accepts one of the words that are `known`."""
 
     known: tuple[str, ...]
 
@@ -112,7 +112,7 @@ class Word(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Text, or a `path`."""
+    """Accepts text; with `path` paths, too, of which it makes text."""
 
     path: bool = False
 
@@ -139,7 +139,7 @@ class Option(NamedTuple):
     also: tuple[Place, ...]  # where else it is offered
 
     def new_default(self) -> Any:
-        """Return the default."""
+        """Return the default value; one that a type makes is a new object each time."""
         return self.default() if isinstance(self.default, type) else self.default
 
 

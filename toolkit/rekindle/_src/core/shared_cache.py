@@ -64,7 +64,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "time
 
 
 class SharedCache:
-    """Thread-safe. Satisfies `read_through.Behind`."""
+    """A cache that several machines share; thread-safe. Implements `read_through.BackingStore`."""
 
     def __init__(self, folder: Path, where: str, place: BlobPlace, key: bytes | None) -> None:
         self.folder, self.where = folder, where

@@ -191,7 +191,7 @@ class Backend(Protocol):
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Queue a request; its events come as the backend runs it."""
 
     def abort(self, request_id: str) -> None:
         """End a request in any state; nothing happens if it has ended."""

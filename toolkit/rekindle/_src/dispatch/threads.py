@@ -92,7 +92,7 @@ class AsyncioWaker(LoopWaker):
 
 
 class TrioWaker(LoopWaker):
-    """For trio."""
+    """Wakes the tasks of a trio loop."""
 
     def _wake(self, loop: Any) -> None:
         loop.run_sync_soon(self._run)

@@ -288,7 +288,7 @@ class DeviceCalls:
         self._recorder.arrive(arrays)
 
     def wait(self, arrays: Any) -> None:
-        """Wait for arrays."""
+        """Announce that arrays are about to be read, and wait until they are ready."""
         self.arrive(arrays)
         jax.block_until_ready(arrays)
 

@@ -51,7 +51,7 @@ class Node:
 
 
 class NodeTable:
-    """All nodes below the root and the roots of salts, and their tokens in one array."""
+    """Holds all nodes below the root and the roots of salts, with their tokens in one array."""
 
     def __init__(self, page_size: int, root_key: bytes) -> None:
         self.page_size = page_size
@@ -268,7 +268,7 @@ class TierLike(Protocol):
         """Keep the payload until as many calls of `release`."""
 
     def release(self, digest: bytes, /) -> None:
-        """Undo one `hold`."""
+        """Undo one call of `hold`; after the last, the payload may leave like any other."""
 
     def discard(self, digest: bytes, /) -> None:
         """Never offer a payload again, because it can't be used; its page is computed."""
@@ -277,7 +277,7 @@ class TierLike(Protocol):
         """Drop payloads beyond the budget."""
 
     def clear(self) -> None:
-        """Forget every payload."""
+        """Forget every payload, as when the weights change."""
 
     def worth(self, pages: int, /) -> bool:
         """True if copying that many pages is expected to be quicker than computing them."""

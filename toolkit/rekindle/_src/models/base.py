@@ -105,7 +105,7 @@ class Placement:
 
     @property
     def local_devices(self) -> list[Any]:
-        """This process's devices."""
+        """The devices that this process has of those."""
         return jax.local_devices()[:1]
 
     def key(self) -> dict[str, Any]:

@@ -212,7 +212,7 @@ class ModelConfig:
 
     @property
     def kinds_apart(self) -> tuple[tuple[Pages, ...], tuple[Pages, ...]]:
-        """The same for layers that keep all of their pages, and for those that give some back."""
+        """The distinct pages of layers that keep all of their pages, and of those that give some back."""
         both: tuple[dict[Pages, None], dict[Pages, None]] = {}, {}
         for cache, windowed in zip(self.caches, self.windowed, strict=True):
             if isinstance(cache.pages, Pages):

@@ -326,7 +326,7 @@ def _codes(text: str) -> Iterator[InlineSpan]:
 
 
 def _links(text: str) -> Iterator[InlineSpan]:
-    """Yield "[text](https://…)"."""
+    """Yield the links of a text, each written as "[text](https://…)"."""
     end, middle = 0, text.find("](")
     while middle >= 0:
         least, target = max(end, middle - _LABEL - 1), middle + 2

@@ -19,7 +19,7 @@ Say = Callable[[str], object]
 
 
 class OtherProcesses(CallRecorder):
-    """Nothing is sent or divided: this process makes all calls, and has whole pages and all weights."""
+    """Stands for no other process: nothing is sent or divided, and this process has whole pages and all weights."""
 
     @property
     def agreement(self) -> Callable[[ProcessReport], int] | None:

@@ -150,7 +150,7 @@ class FollowerLink:
 
 
 class Team(OtherProcesses):
-    """All followers. They make the calls that are recorded.
+    """Leads the followers of a session: they repeat the calls that it records.
 
     The first error is kept in `lost`. From then on every method raises it; the connections are closed, so that the
     followers end, and the watchers are called.

@@ -173,7 +173,7 @@ class Partitioning:
 
 @dataclasses.dataclass(frozen=True)
 class MeshPartitioning(Partitioning):
-    """The same for a mesh."""
+    """Wraps programs, and pages in transfers to and from the host, for the devices of a mesh."""
 
     placement: MeshPlacement
 

@@ -189,7 +189,7 @@ class Ledger:
         return tuple(entry.record for entry in self.entries.values() if entry.record is not None)
 
     def close(self) -> None:
-        """Release all programs."""
+        """Let go of all programs, so that their memory is freed."""
         with self._lock:
             self.ready.clear()
             self._provisional.clear()
@@ -290,7 +290,7 @@ class Programs:
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
-        """The step programs."""
+        """The step programs that are compiled ahead, in every size."""
         return self._lattice
 
     @property

@@ -240,7 +240,7 @@ def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class InnerCaptures(Captures):
-    """The same, and what attention and MLP compute."""
+    """The residual stream after every layer, and what attention and MLP compute inside of them."""
 
     variant, instead = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT
     # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
@@ -425,7 +425,7 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
 
 
 class InnerSteering(Feature):
-    """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
+    """Changes of the residual stream, and of the outputs of attention and MLP. The operands are those of `Steering`."""
 
     option, variant = RequestTaps, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS

@@ -21,7 +21,7 @@ from rekindle.errors import ConfigError
 
 
 class HandleLike(Protocol):
-    """One prompt's request."""
+    """A request of one prompt, as a session's `submit` returns it."""
 
     caller: str
 
@@ -43,7 +43,7 @@ class HandleLike(Protocol):
 
 
 class ServedSession(Protocol):
-    """An open model."""
+    """A session, or a fleet, that a server passes requests to."""
 
     @property
     def config(self) -> EngineConfig: ...

@@ -107,7 +107,7 @@ class Client:
             raise
 
     def resume(self) -> None:
-        """Undo one `pause`."""
+        """Undo one call of `pause`; after the last, steps begin again."""
         self.host.send(Resume(), OneShot())
 
     async def flush_cache(self) -> None:

@@ -349,7 +349,7 @@ class _Question(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """Characters to encode."""
+        """The number of characters to encode: each choice is encoded with its prompt."""
         before = len(self.prompt.text or "")
         return before + sum(before + len(choice.text or "") for choice in self.choices)
 

@@ -275,7 +275,7 @@ class Figures(EngineFigures):
 
     @property
     def programs(self) -> dict[str, int]:
-        """Steps by program."""
+        """The numbers of steps that ran in each program, by its name."""
         return self.runner.programs
 
     @property

@@ -47,7 +47,7 @@ class ToolRun:
 
     @property
     def content(self) -> str:
-        """The answer."""
+        """The answer of the last reply, without its reasoning and its calls."""
         return self.completion.content
 
     @property

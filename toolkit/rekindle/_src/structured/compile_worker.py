@@ -105,7 +105,7 @@ def first_mask(matcher: Any, mask: Any, size: int) -> None:
 
 
 def send(stream: IO[bytes], message: Any) -> None:
-    """Write a message."""
+    """Write a message as JSON, with its length before it."""
     data = json.dumps(message).encode()
     stream.write(struct.pack("<I", len(data)) + data)
     stream.flush()

@@ -169,7 +169,7 @@ class HostTier:
             self._holds[digest] += 1
 
     def release(self, digest: bytes) -> None:
-        """Undo one `hold`."""
+        """Undo one call of `hold`; after the last, the budget counts for the payload again."""
         with self._lock:
             self._holds[digest] -= 1
             if self._holds[digest] <= 0:

@@ -147,7 +147,7 @@ def _filled(places: int, through: int, length: int) -> int:
 
 
 class _Where:
-    """Nothing, at positions of a kind."""
+    """Matches the empty text at positions of a kind, such as the end."""
 
     def __init__(self, places: Callable[[_Name], int]) -> None:
         self._places = places
@@ -158,7 +158,7 @@ class _Where:
 
 
 class _Lookahead:
-    """Nothing, where a part follows, or, if negative, where it does not."""
+    """Matches the empty text where a part follows, or, if negative, where it does not."""
 
     def __init__(self, part: _Pattern, *, negative: bool) -> None:
         self._part, self._negative = part, negative

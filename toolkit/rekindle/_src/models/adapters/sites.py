@@ -35,7 +35,7 @@ class Site(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """All rows of a matrix."""
+        """The number of rows of a matrix: the outputs of all its modules."""
         return sum(self.rows)
 
     @property

@@ -60,7 +60,7 @@ class PrefaultArena:
     """
 
     def __init__(self, size: int) -> None:
-        """Begin at once."""
+        """Begin to touch `size` bytes at once, in a thread."""
         global _ahead
         self._memory = huge_pages(-(-size // HUGE) * HUGE)
         self._used = 0

@@ -74,7 +74,7 @@ class SparseBlock(Block):
 
 
 class QkNormSparseBlock(QkNormBlock, SparseBlock):
-    """Both."""
+    """A block with experts where the config has them, and norms over each head of q and k."""
 
 
 class SandwichBlock(Block):
@@ -93,7 +93,7 @@ class SandwichBlock(Block):
 
 
 class QkNormSandwichBlock(QkNormBlock, SandwichBlock):
-    """Both."""
+    """A block with norms around attention and the MLP, and over each head of q and k."""
 
 
 class WideNormAttention(Attention):
@@ -154,7 +154,7 @@ class PostNormBlock(Block):
 
 
 class QkNormPostNormBlock(PostNormBlock):
-    """The same with norms over each head of q and k."""
+    """A block that norms the output of attention and that of the MLP, and each head of q and k."""
 
     attention_type = QkNormAttention
 

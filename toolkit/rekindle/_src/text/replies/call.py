@@ -69,7 +69,7 @@ def peek(source: TextSource) -> Reading[str]:
 
 
 def skip_space(source: TextSource) -> Reading[None]:
-    """Read whitespace."""
+    """Read on to the next character that is no whitespace."""
     while (char := (yield from peek(source))) and char in SPACE:
         source.at += 1
 

@@ -269,15 +269,15 @@ class Metadata(Mapping[str, Value]):
         return float(value) if isinstance(value, int) else value
 
     def flag(self, key: str, default: Any = _MISSING) -> Any:
-        """Return True or False."""
+        """Return the value of a key that has to be a boolean."""
         return self._of(key, "true or false", default, lambda value: type(value) is bool)
 
     def text(self, key: str, default: Any = _MISSING) -> Any:
-        """Return a string."""
+        """Return the value of a key that has to be a string."""
         return self._of(key, "a string", default, lambda value: isinstance(value, str))
 
     def texts(self, key: str, default: Any = _MISSING) -> Any:
-        """Return an array of strings."""
+        """Return the value of a key that has to be an array of strings."""
         return self._of(key, "an array of strings", default, lambda value: isinstance(value, Texts))
 
     def numbers(self, key: str, default: Any = _MISSING) -> Any:
