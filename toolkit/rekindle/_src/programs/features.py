@@ -23,11 +23,12 @@ from rekindle._src.programs.feature import (
     GREEDY,
     Feature,
     FeatureRead,
-    Fields,
     Helpers,
+    RowReports,
     StepInputs,
     TokenPlaces,
     drawing_flags,
+    wanting,
 )
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogprobs

@@ -145,10 +145,10 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
-        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generation", "in_flight", "known",
-        "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size", "planned",
-        "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot", "status",
-        "target", "timeline", "waits_for",
+        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
+        "in_flight", "known", "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size",
+        "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot",
+        "status", "target", "timeline", "waits_for",
     )  # fmt: skip
 
     def __init__(
