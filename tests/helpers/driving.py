@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import Request, Row, StepPlan, StepResult, TokenLogprobs
+from rekindle._src.core.records import Request, Row, SlotPair, StepPlan, StepResult, TokenLogprobs
 from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.engine import Engine
@@ -17,7 +17,8 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.scheduling.sequence import Tail
+from rekindle._src.programs.side_caches import WindowPages
+from rekindle._src.scheduling.page_runs import SequencePages
 from workshop import reference
 
 TINY = {
@@ -80,7 +81,7 @@ class Live:
     request: Request
     slot: int
     pages: np.ndarray
-    tail: Tail | None = None  # its pages of layers with a window, if these have pages of their own
+    held: SequencePages | None = None  # its pages of layers with a window, if these have pages of their own
     computed: int = 0
     planned: int = 0  # tokens sampled by steps planned so far
     epoch: int = 0
@@ -128,7 +129,8 @@ class Driver:
     def __init__(self, runner: Runner, page_size: int = 8) -> None:
         self.runner, self.page_size = runner, page_size
         self.free_pages = list(range(1, runner.config.device_pages or 0))
-        self.free_tails = list(range(1, runner.programs.tails))
+        windows = [plan for plan in runner.programs.sides if isinstance(plan, WindowPages)]
+        self.free_windows = list(range(1, windows[0].slots)) if windows else []
         self.free_slots = list(range(runner.config.max_requests))
         self.steps = 0
 
@@ -138,17 +140,17 @@ class Driver:
         """A slot and all its pages at once, in an order that is not the order of their ids."""
         count = -(-(len(prompt) + sampling.max_tokens) // self.page_size)
         pages = np.array([self.free_pages.pop(3 if len(self.free_pages) > 3 else 0) for _ in range(count)], np.int32)
-        tail = None
-        if self.free_tails:
-            tail = Tail(self.runner.programs.model.window, self.page_size)
-            tail.pages = [self.free_tails.pop() for _ in range(count)]
+        held = None
+        if self.free_windows:
+            held = SequencePages(WindowPages.words, self.runner.programs.model.window, self.page_size)
+            held.pages = [self.free_windows.pop() for _ in range(count)]
         slot = self.free_slots.pop() if slot is None else slot
         request = Request(f"r{self.steps}-{slot}", np.array(prompt, np.int32), sampling, eos_ids=frozenset(ends))
-        return Live(request, slot, pages, tail)
+        return Live(request, slot, pages, held)
 
     def remove(self, live: Live) -> None:
         self.free_pages.extend(live.pages.tolist())
-        self.free_tails.extend(live.tail.pages if live.tail else ())
+        self.free_windows.extend(live.held.pages if live.held else ())
         self.free_slots.append(live.slot)
 
     def preempt(self, live: Live) -> None:
@@ -163,14 +165,16 @@ class Driver:
         decode = start == total - 1 and live.planned > 0 and not live.fresh
         length = 1 if decode else min(chunk or total, total - start)
         end = start + length
-        tails, first = live.tail.of(start, end) if live.tail else (None, 0)
-        state = live.slot + 1 if self.runner.programs.model.is_recurrent else 0
+        sides = tuple(
+            SlotPair(live.slot + 1, live.slot + 1) if live.held is None else live.held.run(start, end)
+            for _ in self.runner.programs.sides
+        )
         row = Row(
             request=live.request, epoch=live.epoch, slot=live.slot, start=start, length=length,
             pages=live.pages[: -(-end // self.page_size)],
             token_ids=None if decode else np.array(known[start:end], np.int32), samples=end == total, fresh=live.fresh,
             generated=live.planned, outputs=live.earlier if live.fresh else None,
-            reads=state, writes=state, tails=tails, first=first,
+            sides=sides,
         )  # fmt: skip
         live.fresh, live.computed = False, end
         live.planned += row.samples

@@ -29,6 +29,7 @@ from rekindle._src.core.records import (
     LostPage,
     Mask,
     PageMove,
+    PageRun,
     Request,
     Row,
     RowResult,
@@ -216,8 +217,8 @@ class FakeInFlight:
     rows: tuple[RowResult, ...] | None  # None: a guide waits for tokens of the step before
     leaving: tuple[tuple[bytes, KV], ...]
     lost: tuple[LostPage, ...] = ()
-    leaving_states: tuple[tuple[bytes, KV], ...] = ()
-    lost_states: tuple[LostPage, ...] = ()
+    leaving_sides: tuple[tuple[PageMove, KV], ...] = ()
+    lost_sides: tuple[LostPage, ...] = ()
     guide_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
@@ -241,16 +242,21 @@ class FakeRunner:
         fail_fetch: Callable[[StepPlan], BaseException | None] | None = None,
         refuse: Callable[[Row], Exception | None] = lambda row: None,
         lose: Callable[[PageMove], Exception | None] = lambda move: None, gate: threading.Event | None = None,
-        states: int = 0, state_tier: DictTier | None = None,
-        lose_state: Callable[[PageMove], Exception | None] = lambda move: None, tails: int = 0, window: int = 0,
+        states: int = 0, side_tiers: Sequence[DictTier | None] = (),
+        lose_entry: Callable[[PageMove], Exception | None] = lambda move: None, window_pages: int = 0, window: int = 0,
     ) -> None:  # fmt: skip
-        """With `states` slots besides the scratch one, the model continues a state: the last value of the prefix.
+        """With `states` slots, the scratch one included, the model continues a state: the last value of the prefix.
 
-        With `tails`, it has that many pages of a layer that reads the last `window` values of the prefix."""
-        self.states: KV = np.full((tails, page_size) if tails else states + 1, 0xDEAD, np.uint64)
-        self.window = window if tails else 0
-        self.lost: set[int] = set()  # pages of a window that could not be filled, and other pages, as negative numbers
-        self.state_tier, self.lose_state = state_tier, lose_state
+        With `window_pages`, it has that many of a layer that reads the last `window` values of the prefix. With both,
+        it has two side caches, in this order."""
+        self.sides: list[KV] = []
+        if states:
+            self.sides.append(np.full(states, 0xDEAD, np.uint64))
+        if window_pages:
+            self.sides.append(np.full((window_pages, page_size), 0xDEAD, np.uint64))
+        self.window = window
+        self.lost: set[tuple[int | None, int]] = set()  # pages, and those of side caches, that could not be filled
+        self.side_tiers, self.lose_entry = side_tiers, lose_entry
         self.programs = None  # nothing is compiled
         self.model = model if model is not None else FakeModel()
         self.page_size, self.max_requests = page_size, max_requests
@@ -278,23 +284,26 @@ class FakeRunner:
             assert self.host_tier is not None
             if (reason := self.lose(move)) is not None:
                 lost.append(LostPage(move, reason))
-                self.lost.add(-move.page)
+                self.lost.add((None, move.page))
                 continue
-            self.lost.discard(-move.page)
+            self.lost.discard((None, move.page))
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
         for copy in plan.copies:
             self.memory[copy.page] = self.memory[copy.source]
-        leaving_states = tuple((move.digest, self.states[move.page : move.page + 1].copy()) for move in plan.states_out)
-        lost_states = []
-        for move in plan.states_in:
-            assert self.state_tier is not None
-            if (reason := self.lose_state(move)) is not None:
-                lost_states.append(LostPage(move, reason))
-                self.lost.add(move.page)
+        leaving_sides = []
+        for move in plan.sides_out:
+            assert move.side is not None
+            leaving_sides.append((move, self.sides[move.side][move.page : move.page + 1].copy()))
+        lost_sides = []
+        for move in plan.sides_in:
+            if (reason := self.lose_entry(move)) is not None:
+                lost_sides.append(LostPage(move, reason))
+                self.lost.add((move.side, move.page))
                 continue
-            self.lost.discard(move.page)
-            self.states[move.page] = self.state_tier.get(move.digest)[0][0]
-        in_flight = FakeInFlight(plan, None, leaving, tuple(lost), leaving_states, tuple(lost_states))
+            self.lost.discard((move.side, move.page))
+            assert move.side is not None
+            self.sides[move.side][move.page] = self.tier_of(move).get(move.digest)[0][0]
+        in_flight = FakeInFlight(plan, None, leaving, tuple(lost), tuple(leaving_sides), tuple(lost_sides))
         if GUIDES.needs_unread_token(plan):
             assert self.waiting is None, "two steps wait for tokens"
             self.waiting = in_flight
@@ -304,8 +313,8 @@ class FakeRunner:
 
     def run_rows(self, in_flight: FakeInFlight) -> None:
         plan, rows = in_flight.plan, []
-        self.states_read = self.states.copy()  # before any row writes
-        self.states_lost = {lost.move.page for lost in in_flight.lost_states}
+        self.sides_read = [array.copy() for array in self.sides]  # before any row writes
+        self.entries_lost = {(lost.move.side, lost.move.page) for lost in in_flight.lost_sides}
         masks = np.empty((len(plan.rows), mask_words(EOS + 1)), np.int32)
         in_flight.guide_errors = GUIDES.fill(plan, len(plan.decode), masks)
         for index, row in enumerate(plan.rows):
@@ -324,9 +333,8 @@ class FakeRunner:
         for digest, values in in_flight.leaving:
             assert self.host_tier is not None
             self.host_tier.put(digest, (values[None],))
-        for digest, values in in_flight.leaving_states:
-            assert self.state_tier is not None
-            self.state_tier.put(digest, (values,))
+        for move, values in in_flight.leaving_sides:
+            self.tier_of(move).put(move.digest, (values,))
         self.fetched += 1
         if in_flight is self.waiting:  # what it waited for failed
             self.waiting = None
@@ -338,14 +346,19 @@ class FakeRunner:
             self.run_rows(waiting)
         return StepResult(
             in_flight.plan, rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost,
-            lost_states=in_flight.lost_states, seconds=self.step_seconds,
+            lost_sides=in_flight.lost_sides, seconds=self.step_seconds,
         )  # fmt: skip
 
     def program(self, plan: StepPlan) -> str:
         return "fake"
 
-    def read_states(self, slots: Sequence[int]) -> list[tuple[KV, ...]]:
-        return [(self.states[slot : slot + 1].copy(),) for slot in slots]
+    def tier_of(self, move: PageMove) -> DictTier:
+        tier = None if move.side is None else self.side_tiers[move.side]
+        assert tier is not None, "an entry moves without a tier"
+        return tier
+
+    def read_side(self, side: int, slots: Sequence[int]) -> list[tuple[KV, ...]]:
+        return [(self.sides[side][slot : slot + 1].copy(),) for slot in slots]
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[tuple[KV, ...]]:
         return [(self.memory[page][None].copy(),) for page in pages]
@@ -373,20 +386,23 @@ class FakeRunner:
         positions = np.arange(row.start, end)
         before = self.memory[row.pages].reshape(-1)[: row.start]
         places, written = (row.pages[positions // size], positions % size), self.model.extend(before, tokens)
-        if not self.lost.intersection((-row.pages[: row.start // size]).tolist()):
-            self.lost -= set((-places[0]).tolist())
+        if not self.lost.intersection((None, page) for page in row.pages[: row.start // size].tolist()):
+            self.lost -= {(None, page) for page in places[0].tolist()}
         if row.kept:
             assert (self.memory[places] == written).all(), "a page that is kept has another content"
         else:
             self.memory[places] = written
         values = self.memory[row.pages].reshape(-1)[:end]
-        if self.window:
-            self.run_window(row, values)
-        elif len(self.states) > 1:
-            assert row.reads and row.writes and not row.kept, "a row without its state"
-            if row.start and row.reads not in self.states_lost:
-                assert self.states_read[row.reads] == before[-1], f"{request.id} continues the state of another prefix"
-            self.states[row.writes] = written[-1]
+        assert len(row.sides) == len(self.sides), "a row without its part of a side cache"
+        for number, side in enumerate(row.sides):
+            if isinstance(side, PageRun):
+                self.run_window(number, row, side, values)
+                continue
+            assert side.reads and side.writes and not row.kept, "a row without its state"
+            if row.start and (number, side.reads) not in self.entries_lost:
+                expected = self.sides_read[number][side.reads]
+                assert expected == before[-1], f"{request.id} continues the state of another prefix"
+            self.sides[number][side.writes] = written[-1]
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
         token, reports = None, dict[str, tuple[Any, ...]]()
         if row.samples:
@@ -407,17 +423,18 @@ class FakeRunner:
             POOLED.put(reports, vector)
         return RowResult(request.id, row.epoch, token, reports)
 
-    def run_window(self, row: Row, values: KV) -> None:
+    def run_window(self, number: int, row: Row, run: PageRun, values: KV) -> None:
         """Check the values of the window before a row, and write its own."""
-        assert row.tails is not None, "a row without pages of a window"
+        array = self.sides[number]
         oldest, end = max(0, row.start - self.window + 1), row.start + row.length
         at = np.arange(oldest, end)
-        places = row.tails[at // self.page_size - row.first], at % self.page_size
+        places = run.pages[at // self.page_size - run.first], at % self.page_size
         own = slice(row.start - oldest if not row.kept else len(at), None)
-        self.states[places[0][own], places[1][own]] = values[at][own]
-        self.lost -= set(places[0][own].tolist())
-        if not self.lost.intersection([*row.tails.tolist(), *(-row.pages).tolist()]):
-            assert (self.states[places] == values[at]).all(), f"{row.request.id} sees another window"
+        array[places[0][own], places[1][own]] = values[at][own]
+        self.lost -= {(number, page) for page in places[0][own].tolist()}
+        read = [*((number, page) for page in run.pages.tolist()), *((None, page) for page in row.pages.tolist())]
+        if not self.lost.intersection(read):
+            assert (array[places] == values[at]).all(), f"{row.request.id} sees another window"
 
     def logprobs(self, token: int, count: int) -> TokenLogprobs:
         top = self.model.alphabet[:count]
@@ -457,16 +474,16 @@ class FakeRunner:
                     "a page has two writers"
                 )
                 written |= dict.fromkeys(mine, row.request.id)
-        tails: dict[int, str] = {}
+        writers: dict[tuple[int | None, int], str] = {}
         for row in rows:
-            if row.tails is None or row.kept:
-                continue
-            assert row.tails.min() > 0 and row.tails.max() < len(self.states), "a page of a window is out of range"
-            mine = set(row.tails[row.start // self.page_size - row.first :].tolist())
-            assert all(tails.get(page, row.request.id) == row.request.id for page in mine), "a page has two writers"
-            tails |= dict.fromkeys(mine, row.request.id)
-        if tails:
-            assert not {move.page for move in plan.states_in} & set(tails), "a page is filled and written"
+            for number, run in enumerate(row.sides):
+                if not isinstance(run, PageRun) or row.kept:
+                    continue
+                assert run.pages.min() > 0 and run.pages.max() < len(self.sides[number]), "a page is out of range"
+                mine = {(number, page) for page in run.pages[row.start // self.page_size - run.first :].tolist()}
+                assert all(writers.get(page, row.request.id) == row.request.id for page in mine), "two writers"
+                writers |= dict.fromkeys(mine, row.request.id)
+        assert writers.keys().isdisjoint((move.side, move.page) for move in plan.sides_in), "filled and written"
         restored = {move.page for move in plan.restore}
         assert len(restored) == len(plan.restore) and restored.isdisjoint(written)
         copied = {copy.page for copy in plan.copies}

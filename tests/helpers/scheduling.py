@@ -11,8 +11,8 @@ import numpy as np
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_request
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.kvcache import Node, PagePool, PrefixCache, TreeStates, TreeTails, root_digest
-from rekindle._src.programs.hybrid_layers import STEPS
+from rekindle._src.kvcache import Node, PagePool, PrefixCache, SidePlan, root_digest
+from rekindle._src.programs.side_caches import STEPS, RecurrentStates, WindowPages
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.ready_rows import StepProgramsLike
@@ -41,29 +41,33 @@ class Loop:
         fail: Callable[[StepPlan], BaseException | None] | None = None, prompt_lookup: int = 0,
         max_beside_decode: int = 1 << 30, shards: int = 1, states: int | None = None, state_step: int = 1,
         edge: int = 1, state_tier: DictTier | None = None, whole: bool = False, least_copied: int | None = None,
-        window: int = 0, tails: int = 0, programs: StepProgramsLike | None = None,
+        window: int = 0, window_pages: int = 0, programs: StepProgramsLike | None = None,
     ) -> None:  # fmt: skip
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
-        With a `window`, it has layers that give pages back; they have enough for all requests, and `tails` more.
+        With a `window`, it has layers that give pages back; they have enough for all requests, and `window_pages` more.
+        It may have both.
 
         `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
         limits = Limits(
             max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup,
-            max_beside_decode, edge=edge, whole=whole, window=window,
+            max_beside_decode, edge=edge, whole=whole,
         )  # fmt: skip
         own = 1 + max_requests
-        tree_states: TreeStates | None = None
+        plans: list[SidePlan] = []
         if states is not None:
-            slots = range(own, own + states) if prefix_cache else range(own, own)
-            tree_states = TreeStates(slots, state_step * page_size, page_size, state_tier)
+            slots = own + states * prefix_cache
+            plans.append(RecurrentStates(page_size=page_size, slots=slots, first=own, step=state_step * page_size))
         most = 0
         if window:
             span = -(-window // page_size)
             least = 1 + max_requests * (span + 2) + -(-STEPS * max_tokens_per_step // page_size)
-            most = min(pages + 1, least + tails)
-            tree_states = TreeTails(most, page_size, state_tier, span=span, least=0 if most == pages + 1 else least - 1)
-        self.states = tree_states
+            most = min(pages + 1, least + window_pages)
+            reserved = 0 if most == pages + 1 else least - 1
+            sizes = {"page_size": page_size, "slots": most, "first": 1, "step": page_size}
+            plans.append(WindowPages(**sizes, span=span, window=window, reserved=reserved))
+        side_tiers = [state_tier, None if state_tier is None else DictTier(1000)][: len(plans)]
+        self.sides = [plan.cache(side_tiers[number], number=number) for number, plan in enumerate(plans)]
         self.pools = [PagePool(pages + 1, first=shard * (pages + 1)) for shard in range(shards)]
         self.pool = self.pools[0]
         self.pool_page_size = page_size
@@ -74,7 +78,7 @@ class Loop:
                 page_size,
                 root_digest("fake"),
                 host_tier=host_tier,
-                states=tree_states if prefix_cache else None,
+                sides=self.sides if prefix_cache else (),
                 least_copied=least_copied,
                 clock=lambda: float(next(self.ticks)),
             )
@@ -83,7 +87,7 @@ class Loop:
         self.cache = self.caches[0]
         options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
         cached = [cache if prefix_cache else None for cache in self.caches]
-        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], states=tree_states, programs=programs, **options)
+        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], sides=self.sides, programs=programs, **options)
         self.shards: list[ShardScheduler] = []
         if shards > 1:
             arrivals = itertools.count()
@@ -103,9 +107,9 @@ class Loop:
             model=self.model,
             host_tier=host_tier,
             fail=fail,
-            states=0 if states is None else max_requests + states,
-            state_tier=state_tier,
-            tails=most,
+            states=0 if states is None else own + states,
+            side_tiers=side_tiers,
+            window_pages=most,
             window=window,
         )
         self.events: dict[str, list[TokenEvent]] = {}

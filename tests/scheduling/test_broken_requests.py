@@ -53,14 +53,14 @@ def _no_claims(loop: Loop, sequence: Sequence) -> None:
     loop.scheduler._admission._claims.resolve = resolved  # type: ignore[method-assign]
 
 
-def _unknown_states(loop: Loop, sequence: Sequence) -> None:
+def _unknown_sides(loop: Loop, sequence: Sequence) -> None:
     def release(of: Sequence) -> None:
         assert of is not sequence, "it has none"
 
-    loop.scheduler._states.release = release  # type: ignore[method-assign]
+    loop.scheduler._sides.release = release  # type: ignore[method-assign]
 
 
-BREAKS = [_miscounted, _freed, _not_running, _no_claims, _unknown_states]
+BREAKS = [_miscounted, _freed, _not_running, _no_claims, _unknown_sides]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

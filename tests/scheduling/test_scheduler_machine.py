@@ -45,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_tier=st.sampled_from([None, 2, 1000]),
         least_copied=st.sampled_from([0, 1, 2]),
         window=st.sampled_from([0, 1, 3, 8, 13]),
-        tails=st.sampled_from([0, 3, 1000]),
+        window_pages=st.sampled_from([0, 3, 1000]),
     )
     def start(
         self,
@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_tier: int | None,
         least_copied: int,
         window: int,
-        tails: int,
+        window_pages: int,
     ) -> None:
         self.depth = depth
         self.turns = 0
@@ -87,8 +87,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_lookup=drafts if states is None else 0,
             prefix_cache=cached,
             states=states,
-            window=window if states is None else 0,
-            tails=tails,
+            window=window,
+            window_pages=window_pages,
             state_step=state_step,
             least_copied=least_copied,
             edge=edge if states is not None and edge <= budget - max_requests else 1,

@@ -26,7 +26,7 @@ from rekindle._src.models.loading.stored import look
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
-from rekindle._src.programs.hybrid_layers import span
+from rekindle._src.programs.side_caches import span
 from rekindle.errors import CheckpointError, ConfigError
 
 USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime

@@ -94,8 +94,8 @@ class SimulatedDevice:
     def program(self, plan: StepPlan) -> str:
         return "simulated"
 
-    def read_states(self, slots: Sequence[int]) -> NoReturn:
-        raise NotImplementedError("simulated models have no states")
+    def read_side(self, side: int, slots: Sequence[int]) -> NoReturn:
+        raise NotImplementedError("simulated models have no side caches")
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> NoReturn:
         raise AssertionError("a simulated page has no content")

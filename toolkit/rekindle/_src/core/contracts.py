@@ -172,8 +172,8 @@ class RunnerLike(Protocol):
         """Return the name of the program that runs a plan."""
         ...
 
-    def read_states(self, slots: Sequence[int]) -> Sequence[tuple[Any, ...]]:
-        """Return the states in slots, of a model with states. Called between steps."""
+    def read_side(self, side: int, slots: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+        """Return the entries in slots of a side cache of the model, by its number. Called between steps."""
         ...
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> Sequence[tuple[Any, ...]]:

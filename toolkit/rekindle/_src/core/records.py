@@ -183,6 +183,20 @@ class Request:
         return self.extensions.reusable(self.prompt_length)
 
 
+class SlotPair(NamedTuple):
+    """The slots of a side cache from which a row reads an entry, and to which it writes the one after it."""
+
+    reads: int
+    writes: int
+
+
+class PageRun(NamedTuple):
+    """The pages of a side cache that a row reads and writes, and the place of the first among those of its sequence."""
+
+    first: int
+    pages: IntArray
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part in a step: computes positions [start, start + length)."""
@@ -200,11 +214,7 @@ class Row:
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
-    reads: int = 0  # the slot of the state before it, in models with states; 0: the model has none
-    writes: int = 0  # the slot of the state after it
-    # In models whose layers give pages back: those pages that it needs of them, and the place of the first
-    tails: IntArray | None = None
-    first: int = 0
+    sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
 
 
 class PageMove(NamedTuple):
@@ -212,7 +222,7 @@ class PageMove(NamedTuple):
 
     page: int
     digest: bytes
-    beside: bool = False  # `page` is the slot of a state, or a window page, among moves of both kinds
+    side: int | None = None  # the number of the side cache whose slot `page` is; None: it is a page
 
 
 class PageCopy(NamedTuple):
@@ -231,9 +241,8 @@ class StepPlan:
     prefill: tuple[Row, ...]
     offload: tuple[PageMove, ...] = ()  # pages to read out, because this step may overwrite them
     restore: tuple[PageMove, ...] = ()  # pages to fill from the host tier before the rows run
-    # Slots of states, or pages of layers that give some back: to read out as `offload`, and to fill as `restore`
-    states_out: tuple[PageMove, ...] = ()
-    states_in: tuple[PageMove, ...] = ()
+    sides_out: tuple[PageMove, ...] = ()  # slots of side caches to read out as `offload`
+    sides_in: tuple[PageMove, ...] = ()  # and to fill as `restore`
     loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
 
@@ -324,7 +333,7 @@ class StepResult:
     lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
     # Wall time without its guides: from the previous step's result, or its own beginning, until its result was read.
     seconds: float = 0.0
-    lost_states: tuple[LostPage, ...] = ()  # every request that was to continue one of these states fails
+    lost_sides: tuple[LostPage, ...] = ()  # every request that was to continue one of these entries fails
 
     @property
     def valid(self) -> tuple[bool, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,11 +25,7 @@ from rekindle._src.programs.buckets import (
     GATHER,
     LENS,
     SCATTER,
-    STATE_IN,
-    STATE_OUT,
     TABLES,
-    TAILS_IN,
-    TAILS_OUT,
     Bucket,
     Helper,
     Key,
@@ -37,6 +33,7 @@ from rekindle._src.programs.buckets import (
 )
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.side_caches import DevicePlan
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
 
@@ -210,10 +207,10 @@ class DeviceCalls:
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
-    def _reading(self, program: Any, ids: np.ndarray) -> paged.Payload:
+    def _reading(self, program: Any, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
-            if self.programs.pinned:
+            if self.programs.pinned and pinned:
                 payload = host_pages.begin_to_host(self.programs.parts, payload)
             elif self._copies:
                 for leaf in payload:
@@ -245,32 +242,23 @@ class DeviceCalls:
         with self._reported:
             self.kv = program(self.kv, sources, ids)
 
-    def tails_out(self, ids: np.ndarray) -> paged.Payload:
-        """Begin to read out pages of layers that give some back."""
-        return self._reading(self.program(TAILS_OUT), ids)
+    def read_side(self, plan: DevicePlan, ids: np.ndarray) -> paged.Payload:
+        """Begin to read entries of a side cache out, and to copy them to the host."""
+        return self._reading(self.program(plan.read_out), ids, pinned=plan.pinned)
 
-    def tails_in(self, ids: np.ndarray, payload: Any) -> None:
-        """Fill such pages from what `scatter` takes for others, or `scatter_pinned`."""
-        program = self.program(TAILS_IN)
-        if self.programs.pinned:
-            payload = host_pages.begin_to_device(self.programs.parts, payload)
+    def fill_side(self, plan: DevicePlan, ids: np.ndarray, entries: Mapping[int, paged.Payload]) -> None:
+        """Fill slots of a side cache, each with the entry for its place among `ids`, of which the rest is 0."""
+        key = plan.fill
+        program = self.program(key)
+        payload: Any
+        if self.programs.pinned and plan.pinned:
+            joined = host_pages.joined(entries, len(ids))
+            payload = host_pages.begin_to_device(self.programs.parts, joined)
         else:
-            payload = (*payload, *[payload[0]] * (TAILS_IN.pages - len(payload)))
+            each = list(entries.values())
+            payload = (*each, *each[:1] * (key.pages - len(each)))  # padding goes to slot 0
         with self._reported:
             self.kv = program(self.kv, ids, payload)
-
-    def state_out(self, slot: int) -> Any:
-        """Begin to read the states in a slot, and to copy them to the host."""
-        with self._reported:
-            states = self.program(STATE_OUT)(self.kv, np.array([slot], np.int32))
-            if self._copies:
-                states.copy_to_host_async()
-        return states
-
-    def state_in(self, slot: int, states: np.ndarray) -> None:
-        """Fill a slot with what `state_out` returned."""
-        with self._reported:
-            self.kv = self.program(STATE_IN)(self.kv, np.array([slot], np.int32), states)
 
     def _mover(self, key: Helper, ids: np.ndarray) -> Helper:
         return Helper(key.kind, len(ids) // self.programs.shards.count)
@@ -387,8 +375,8 @@ class InFlight:
     began: float  # when the host began to prepare it
     leaving: Leaving
     lost: tuple[LostPage, ...]
-    leaving_states: Any
-    lost_states: tuple[LostPage, ...]
+    leaving_sides: list[Leaving]
+    lost_sides: tuple[LostPage, ...]
     bucket: Bucket | None = None
     upload: AnyUpload | None = None
     output: StepOutput | None = None

@@ -1,4 +1,4 @@
-"""Copies between the device and the tiers below it: of KV pages, many in each transfer, and of sequences' states."""
+"""Copies between the device and the tiers below it: of KV pages, many in each transfer, and of side caches' entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -17,14 +17,13 @@ from rekindle._src.core.records import LostPage, PageCopy, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls, Leaving
 from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import COPY, TAILS_IN
+from rekindle._src.programs.buckets import COPY
 from rekindle._src.programs.host_pages import PageParts
 from rekindle._src.programs.packing import PageBatch
+from rekindle._src.programs.side_caches import DevicePlan
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
-
-LeavingStates = list[tuple[PageMove, Any]]  # read out, and not yet on the host
 
 
 class PayloadStore(Protocol):
@@ -45,7 +44,7 @@ class PayloadStore(Protocol):
 
 
 class PageTransfers:
-    """Reads pages out of the device and fills them from the host. `TailTransfers` does so for the others' tails."""
+    """Reads pages out of the device and fills them from the host."""
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
@@ -129,11 +128,8 @@ class PageTransfers:
     def _arrived(self, batch: PageBatch, payload: paged.Payload) -> list[paged.Payload]:
         """Wait for a payload, and return the part of each page in it."""
         self._calls.arrive(payload)
-        arrays = self._to_host(payload)
+        arrays = self._parts.to_host(payload)
         return [tuple(array[place : place + 1] for array in arrays) for place in batch.places]
-
-    def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
-        return self._parts.to_host(payload)
 
     def _fill(self, batch: PageBatch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""
@@ -167,73 +163,105 @@ class PageTransfers:
         return payload
 
 
-class TailTransfers(PageTransfers):
-    """Reads pages of layers that give some back out of the device, and fills them from the host."""
+class SideTransfers:
+    """Reads the entries of one side cache out of the device, and fills its slots from the host."""
 
-    def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
-        super().__init__(calls, host_tier)
-        self._layout = self._whole.payload_layout(calls.programs.kv, tails=True)
-        self._sizes = self._fills = (TAILS_IN.pages,)
-
-    def read(self, pages: Sequence[int]) -> list[paged.Payload]:
-        """Return the content of pages; called between steps."""
-        leaving = self.read_out([PageMove(page, b"") for page in pages])
-        return [page for batch, payload in leaving for page in self._arrived(batch, payload)]
-
-    def _gather(self, batch: PageBatch) -> paged.Payload:
-        return self._calls.tails_out(batch.ids)
-
-    def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
-        return self._whole.to_host(payload, tails=True)
-
-    def _fill(self, batch: PageBatch, pages: Mapping[int, paged.Payload]) -> None:
-        ready = {place: self._whole.to_device(page, tails=True) for place, page in pages.items()}
-        pinned = self._calls.programs.pinned
-        self._calls.tails_in(batch.ids, host_pages.joined(ready, len(batch.ids)) if pinned else tuple(ready.values()))
-
-
-class StateTransfers:
-    """Reads states out of the device and fills them from the host. A payload is one array, float32 [1, numbers]."""
-
-    def __init__(self, calls: DeviceCalls, store: PayloadStore | None) -> None:
-        self._calls, self._store = calls, store
+    def __init__(self, calls: DeviceCalls, plan: DevicePlan, store: PayloadStore | None) -> None:
+        self._calls, self._plan, self._store = calls, plan, store
         self._parts = calls.programs.parts
-        self._shape = 1, paged.state_bytes(calls.programs.model) // 4
+        self._layout = [((1, *leaf.shape), jax.numpy.dtype(leaf.dtype)) for leaf in plan.leaves]
 
-    def read_out(self, moves: Sequence[PageMove]) -> LeavingStates:
-        """Begin to copy states out of the device, before a later step may overwrite them."""
-        return [(move, self._calls.state_out(move.page)) for move in moves]
+    def read_out(self, moves: Sequence[PageMove]) -> Leaving:
+        """Begin to copy entries out of the device, before a later step may overwrite them."""
+        return [(batch, self._calls.read_side(self._plan, batch.ids)) for batch in self._batches(moves)]
 
-    def store(self, leaving: LeavingStates) -> None:
-        """Hand the states that were read out to the host tier; waits for the copies."""
-        for move, states in leaving:
-            assert self._store is not None, "a state was offloaded without a host tier"
-            self._calls.arrive(states)
-            self._store.put(move.digest, (self._parts.states_to_host(states),))
+    def store(self, leaving: Leaving) -> None:
+        """Hand the entries that were read out to the host tier; waits for the copies."""
+        for batch, payload in leaving:
+            assert self._store is not None, "an entry was offloaded without a host tier"
+            for move, entry in zip(batch.moves, self._arrived(batch, payload), strict=True):
+                self._store.put(move.digest, entry)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
         """Fill slots from the host tier; returns those whose payload is missing or does not fit."""
+        payloads: dict[PageMove, paged.Payload] = {}
         lost: list[LostPage] = []
         for move in moves:
             try:
-                self._calls.state_in(move.page, self._parts.states_to_device(self._payload(move)))
+                payloads[move] = self._payload(move)
             except Exception as error:
                 lost.append(LostPage(move, error))
+        for batch in self._batches(tuple(payloads)):
+            try:
+                entries = {
+                    place: self._plan.to_device(self._parts, payloads[move])
+                    for place, move in zip(batch.places, batch.moves, strict=True)
+                }
+                self._calls.fill_side(self._plan, batch.ids, entries)
+            except Exception as error:
+                lost += [LostPage(move, error) for move in batch.moves]
         return tuple(lost)
 
     def read(self, slots: Sequence[int]) -> list[paged.Payload]:
-        """Return the states in slots; called between steps."""
-        return [(self._parts.states_to_host(self._calls.state_out(slot)),) for slot in slots]
+        """Return the entries in slots; called between steps."""
+        leaving = self.read_out([PageMove(slot, b"") for slot in slots])
+        return [entry for batch, payload in leaving for entry in self._arrived(batch, payload)]
 
-    def _payload(self, move: PageMove) -> np.ndarray:
-        (states,) = _stored(self._store, move, "state")
-        if (states.shape, states.dtype) != (self._shape, np.float32):
+    def _batches(self, moves: Sequence[PageMove]) -> Iterator[PageBatch]:
+        """Yield the moves of one transfer after the other; slots are those of a single data shard."""
+        most = self._plan.moved
+        for start in range(0, len(moves), most):
+            batch = tuple(moves[start : start + most])
+            ids = np.zeros(most, np.int32)
+            ids[: len(batch)] = [move.page for move in batch]
+            yield PageBatch(batch, tuple(range(len(batch))), ids)
+
+    def _arrived(self, batch: PageBatch, payload: paged.Payload) -> list[paged.Payload]:
+        """Wait for a payload, and return the part of each entry in it."""
+        self._calls.arrive(payload)
+        arrays = self._plan.to_host(self._parts, payload)
+        return [tuple(array[place : place + 1] for array in arrays) for place in batch.places]
+
+    def _payload(self, move: PageMove) -> paged.Payload:
+        words = self._plan.words
+        payload = _stored(self._store, move, words.entry)
+        layout = [(leaf.shape, leaf.dtype) for leaf in payload]
+        if layout != self._layout:
             raise StoreError(
-                f"state {move.digest.hex()} is {states.dtype}{list(states.shape)}, this session's states are "
-                f"float32{list(self._shape)}. Submit the request again; the prompt is computed then"
+                f"{words.entry} {move.digest.hex()} has arrays {_describe(layout)} where this session's "
+                f"{words.entries} have {_describe(self._layout)}. Submit the request again; it is computed then"
             )
-        array: np.ndarray = states
-        return array
+        return payload
+
+
+class AllSideTransfers:
+    """The transfers of all side caches of a session; moves say whose they are."""
+
+    def __init__(self, calls: DeviceCalls, stores: Sequence[PayloadStore | None]) -> None:
+        plans = calls.programs.sides
+        padded = [*stores, *[None] * (len(plans) - len(stores))]
+        self._sides = tuple(SideTransfers(calls, plan, store) for plan, store in zip(plans, padded, strict=True))
+
+    def read_out(self, moves: Sequence[PageMove]) -> list[Leaving]:
+        """Begin to copy entries out of the device, before a later step may overwrite them."""
+        return [side.read_out(own) for side, own in self._each(moves)] if moves else []
+
+    def store(self, leaving: Sequence[Leaving]) -> None:
+        """Hand the entries that were read out to the host tiers; waits for the copies."""
+        for side, own in zip(self._sides, leaving, strict=False):
+            side.store(own)
+
+    def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
+        """Fill slots from the host tiers; returns those whose payload is missing or does not fit."""
+        return tuple(lost for side, own in self._each(moves) for lost in side.restore(own)) if moves else ()
+
+    def read(self, side: int, slots: Sequence[int]) -> list[paged.Payload]:
+        """Return the entries in slots of a side cache; called between steps."""
+        return self._sides[side].read(slots)
+
+    def _each(self, moves: Sequence[PageMove]) -> Iterator[tuple[SideTransfers, list[PageMove]]]:
+        for number, side in enumerate(self._sides):
+            yield side, [move for move in moves if move.side == number]
 
 
 def _stored(store: PayloadStore | None, move: PageMove, kind: str) -> paged.Payload:

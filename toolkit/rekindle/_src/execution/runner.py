@@ -23,13 +23,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
-from rekindle._src.execution.page_transfers import (
-    PageTransfers,
-    PayloadStore,
-    StateTransfers,
-    TailTransfers,
-    prefault,
-)
+from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfers, PayloadStore, prefault
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
@@ -60,7 +54,7 @@ class Runner:
         config: EngineConfig,
         *,
         host_tier: PayloadStore | None = None,
-        state_tier: PayloadStore | None = None,
+        side_tiers: Sequence[PayloadStore | None] = (),
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
@@ -72,8 +66,7 @@ class Runner:
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
-        beside: Any = TailTransfers if programs.tails else StateTransfers  # they answer to the same
-        self._states = beside(self._calls, state_tier)
+        self._sides = AllSideTransfers(self._calls, side_tiers)
         self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
         self._shards = programs.shards
         slots = self._shards.count * self._shards.slots
@@ -108,8 +101,8 @@ class Runner:
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
         self._transfers.copy(plan.copies)
-        leaving_states = self._states.read_out(plan.states_out)
-        lost_states = self._states.restore(plan.states_in)
+        leaving_sides = self._sides.read_out(plan.sides_out)
+        lost_sides = self._sides.restore(plan.sides_in)
         if plan.loads:
             self._features.load(plan)
         ran_plan, admissions, refused = self._prepare(plan)
@@ -119,7 +112,7 @@ class Runner:
             upload = self._take_upload(bucket)
             ran_plan = pack_rows(upload, ran_plan, self._constants, refused)
             self._complete(bucket, programs, upload.any_flags)
-        step = InFlight(plan, ran_plan, refused, start, leaving, lost, leaving_states, lost_states)
+        step = InFlight(plan, ran_plan, refused, start, leaving, lost, leaving_sides, lost_sides)
         if not ran_plan.rows:
             step.dispatched, step.host_seconds = start, time.perf_counter() - start
             return step
@@ -168,7 +161,7 @@ class Runner:
         else:
             self._poll(ready)
         self._transfers.store(in_flight.leaving)
-        self._states.store(in_flight.leaving_states)
+        self._sides.store(in_flight.leaving_sides)
         self._count(in_flight, seconds)
         return StepResult(
             in_flight.plan,
@@ -179,7 +172,7 @@ class Runner:
             in_flight.idle_seconds,
             in_flight.lost,
             max(0.0, step_seconds),
-            in_flight.lost_states,
+            in_flight.lost_sides,
         )
 
     def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
@@ -258,16 +251,16 @@ class Runner:
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[paged.Payload]:
         """Return the content of pages; called between steps. Other processes learn their `digests`.
 
-        While the session sleeps there are no pages, and no states: nothing is returned.
+        While the session sleeps there are no pages, and no side caches: nothing is returned.
         """
         if self._asleep:
             return []
         names = digests or [b""] * len(pages)
         return self._transfers.read_whole([PageMove(*entry) for entry in zip(pages, names, strict=True)])
 
-    def read_states(self, slots: Sequence[int]) -> list[paged.Payload]:
-        """Return the states in slots, if there are any now; called between steps."""
-        return [] if self._asleep else self._states.read(slots)
+    def read_side(self, side: int, slots: Sequence[int]) -> list[paged.Payload]:
+        """Return the entries in slots of a side cache, if there are any now; called between steps."""
+        return [] if self._asleep else self._sides.read(side, slots)
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
@@ -287,10 +280,9 @@ class Runner:
         self._asleep = True
 
     def set_aside(self, leaving: Sequence[PageMove]) -> None:
-        """Hand pages, and the nodes' states or window pages, over to the host tiers between steps."""
-        self._transfers.store(self._transfers.read_out([move for move in leaving if not move.beside]))
-        beside = self._states.read_out([move for move in leaving if move.beside])
-        self._states.store(beside)
+        """Hand pages, and the nodes' entries in side caches, over to the host tiers between steps."""
+        self._transfers.store(self._transfers.read_out([move for move in leaving if move.side is None]))
+        self._sides.store(self._sides.read_out([move for move in leaving if move.side is not None]))
 
     def wake(self, leaves: Sequence[Any]) -> None:
         """Use new pages and state, and these weights, which have the shapes of the old ones."""

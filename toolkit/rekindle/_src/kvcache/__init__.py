@@ -4,7 +4,7 @@ from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct, trees
 from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
 from rekindle._src.kvcache.node import Node, TierLike
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.states import TreeStates, TreeTails
+from rekindle._src.kvcache.side import Keying, SideCache, SidePages, SidePlan
 from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.kvcache.tiers.tiers import CostModel, Tiers
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Publication
@@ -14,16 +14,18 @@ __all__ = [
     "CacheStatistics",
     "CostModel",
     "HostTier",
+    "Keying",
     "Node",
     "PagePool",
     "PrefixCache",
     "PrefixCaches",
     "PrefixMatch",
     "Publication",
+    "SideCache",
+    "SidePages",
+    "SidePlan",
     "TierLike",
     "Tiers",
-    "TreeStates",
-    "TreeTails",
     "distinct",
     "page_digest",
     "page_keys",

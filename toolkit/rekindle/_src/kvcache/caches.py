@@ -60,8 +60,8 @@ class PrefixCaches:
         """Return the known nodes of a prompt, in the tree that knows most of it."""
         return max((tree.find(tokens, salt) for tree in self.shards), key=len)
 
-    def with_state(self, nodes: list[Node]) -> list[Node]:
-        """Return `nodes`, since models with states run without data shards."""
+    def continuable(self, nodes: list[Node]) -> list[Node]:
+        """Return `nodes`, since models with side caches run without data shards."""
         return nodes
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:

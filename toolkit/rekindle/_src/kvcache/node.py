@@ -27,7 +27,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "children", "depth", "device_children", "digest", "key", "last_use", "page", "parent", "pins",
-        "requested", "row", "score", "state", "visits",
+        "requested", "row", "score", "visits",
     )  # fmt: skip
 
     def __init__(self, key: int, parent: Node | None, row: int, last_use: float) -> None:
@@ -36,7 +36,6 @@ class Node:
         self.row = row  # where the table keeps its tokens
         self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to and including this one
         self.page = 0  # on the device; 0 is none
-        self.state = 0  # the slot of its state, or its window page (`TreeStates`); 0 is none
         self.children = 0
         self.device_children = 0  # children that have a device page
         self.visits = 0  # admissions that hit it

@@ -29,7 +29,7 @@ from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Beginnings, Node, NodeTable, OffloadedNodes, TierLike, common, is_below
 from rekindle._src.kvcache.node import least_copied as least_of
 from rekindle._src.kvcache.pool import PagePool
-from rekindle._src.kvcache.states import TreeStates
+from rekindle._src.kvcache.side import SideCache, SideCaches
 
 MAX_ASIDE = 4  # roots whose nodes are kept while other weights are in use
 
@@ -37,7 +37,7 @@ MAX_ASIDE = 4  # roots whose nodes are kept while other weights are in use
 class PrefixMatch(NamedTuple):
     """The longest cached prefix: `nodes[:on_device]` are on the device, the rest can be restored from the host tier.
 
-    In a model with states, the last node has a state. Beyond it, up to `reached`, pages alone are cached.
+    With side caches, the last node has what a prompt needs of them. Beyond it, up to `reached`, pages alone are cached.
     """
 
     nodes: Sequence[Node]
@@ -66,7 +66,7 @@ class CacheStatistics(html.Record):
     evictable_pages: int
     pinned_pages: int
     forgotten_nodes: int
-    states: int  # on the device, in models with states
+    states: int  # entries of side caches on the device
     matches: int  # admissions that looked up a prefix
     hits: int  # matches that found one
     device_hit_pages: int
@@ -78,7 +78,7 @@ class CacheStatistics(html.Record):
     states_taken: int  # left by requests
     states_restored: int  # brought back from host memory
     states_evicted: int
-    stateless_pages: int  # cached, and computed again because no state was there
+    stateless_pages: int  # cached, and computed again because no entry of a side cache was there
 
 
 class PrefixCache:
@@ -91,22 +91,23 @@ class PrefixCache:
         root_key: bytes,
         *,
         host_tier: TierLike | None = None,
-        states: TreeStates | None = None,
+        sides: Sequence[SideCache] = (),
         kept: KeptCaptures | None = None,
         least_copied: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`least_copied` tokens at the beginning of a page are worth a copy of it; 0: none are, None: the page size
-        decides. In models with states none are: a state would be there at the end of whole pages alone."""
+        decides. With side caches none are: their entries are there at the end of whole pages alone."""
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
-        self.host_tier, self.clock, self.states, self.kept = host_tier, clock, states, kept
-        if states is not None:
-            states.digest_of = self.digest_of
+        self.host_tier, self.clock, self.kept = host_tier, clock, kept
+        self.sides = SideCaches(sides)
+        for side in sides:
+            side.digest_of = self.digest_of
         self.version = 0  # changes whenever a match may turn out differently
         self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor releases
         self.pinned_pages = 0
         self.least_copied = least_of(page_size) if least_copied is None else least_copied
-        if states is not None:
+        if sides:
             self.least_copied = 0
         self._forgotten = 0
         self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[6:]}
@@ -185,15 +186,17 @@ class PrefixCache:
     def probe(self, keys: Sequence[int], *, on_device: bool = True) -> int:
         """Return about how many leading pages are on the device, or known at all. Quick: compares keys, not tokens.
 
-        Of pages on the device those count that a request can use: in a model with states, up to the deepest state.
+        Of pages on the device those count that a request can use, which also needs the entries of side caches there.
         """
         depth, get = self._table.depth(keys, on_device=on_device), self._table.get
-        if self.states is None or not on_device:
+        if not (self.sides and on_device):
             return depth
-        return self.states.deepest_of(depth, lambda index: bool((node := get(keys[index])) and node.state))
+        return self.sides.deepest_of(
+            depth, lambda side, index: (node := get(keys[index])) is not None and side.on_device(node)
+        )
 
     def depth(self, keys: Sequence[int]) -> int:
-        """Return how many leading pages are on the device, whether they have a state or not; approximate."""
+        """Return how many leading pages are on the device, whatever side caches have there; approximate."""
         return self._table.depth(keys, on_device=True)
 
     def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
@@ -211,9 +214,9 @@ class PrefixCache:
             self._offloaded.forget(nodes[usable])
         if usable > on_device and self.host_tier is not None and not self.host_tier.worth(usable - on_device):
             usable = on_device
-        if self.states is None:
+        if not self.sides:
             return PrefixMatch(nodes[:usable], on_device, usable)
-        count = self.states.deepest(nodes[:usable], self.states.usable)
+        count = self.sides.deepest(nodes[:usable], SideCache.usable)
         return PrefixMatch(nodes[:count], min(on_device, count), usable)
 
     def beginning(self, key: int, tokens: IntArray) -> tuple[Node | None, int]:
@@ -230,7 +233,7 @@ class PrefixCache:
         The count is the number of other pages, already in host memory, that would become usable too.
         """
         digests, in_host = [], 0
-        for node in self.with_state(self._table.find(self.root_of(salt), keys, tokens)):
+        for node in self.continuable(self._table.find(self.root_of(salt), keys, tokens)):
             if node.page:
                 continue
             if self._offloaded.restorable(node):
@@ -241,17 +244,21 @@ class PrefixCache:
                 break
         return digests, in_host
 
-    def states_to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> list[bytes]:
-        """Return the digests of the states that `to_fetch` goes up to, as far as they have to be fetched from disk."""
-        states = self.states
-        if states is None:
+    def sides_to_fetch(
+        self, keys: Sequence[int], tokens: IntArray, salt: str | None = None
+    ) -> list[tuple[SideCache, list[bytes]]]:
+        """Return what each side cache has to fetch from disk, so that a prompt continues where `to_fetch` ends."""
+        if not self.sides:
             return []
-        nodes = self.with_state(self._table.find(self.root_of(salt), keys, tokens))[-states.span :]
-        return [self.digest_of(node) for node in nodes if not (node.state or states.in_host_memory(node))]
+        nodes = self.continuable(self._table.find(self.root_of(salt), keys, tokens))
+        return [
+            (side, [self.digest_of(node) for node in nodes[-side.span :] if not side.above_disk(node)])
+            for side in self.sides
+        ]
 
-    def with_state(self, nodes: list[Node]) -> list[Node]:
-        """Return `nodes` up to the deepest with a state in any tier; all of them in a model without states."""
-        return nodes if self.states is None else nodes[: self.states.deepest(nodes, self.states.kept)]
+    def continuable(self, nodes: list[Node]) -> list[Node]:
+        """Return `nodes` up to the deepest one for which side caches have what a prompt needs there, in any tier."""
+        return nodes[: self.sides.deepest(nodes, SideCache.kept)] if self.sides else nodes
 
     def lock(self, match: PrefixMatch) -> list[int]:
         """Take a reference to the matched device pages, for a sequence that is admitted now."""
@@ -401,8 +408,7 @@ class PrefixCache:
         self.pool.share([node.page for node in fresh if node.page])
         for node in nodes:
             node.pins += 1
-        if self.states is not None:
-            self.states.pin(nodes)
+        self.sides.pin(nodes)
         if self.host_tier is not None:
             for node in fresh:
                 self.host_tier.hold(self.digest_of(node))
@@ -418,8 +424,7 @@ class PrefixCache:
 
     def _unpinned(self, nodes: list[Node]) -> int:
         """Let go of the nodes that no pin covers any more. Return how many these are."""
-        if self.states is not None:
-            self.states.unpin(nodes)
+        self.sides.unpin(nodes)
         unpinned = [node for node in nodes if not node.pins]
         self.pool.release([node.page for node in unpinned if node.page])
         for node in unpinned:
@@ -430,12 +435,11 @@ class PrefixCache:
         return len(unpinned)
 
     def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Return how many leading pages of `tokens` are pinned and can be used: in a model with states, up to one.
+        """Return how many leading pages of `tokens` are pinned and can be used, which needs side caches' entries too.
 
-        A pinned node keeps its state on the device.
+        These stay on the device as long as the pins.
         """
-        pinned = [node for node in self.find(tokens, salt) if node.pins]
-        return len(pinned) if self.states is None else self.states.ends_pin(pinned)
+        return self.sides.ends_pin([node for node in self.find(tokens, salt) if node.pins])
 
     def drop_altered(self, altered: str, discard: Callable[[bytes], object] | None = None) -> None:
         """Drop the pages that depend on a digest, and their pins, except pages in use.
@@ -466,8 +470,7 @@ class PrefixCache:
         With `keep`, nodes and their payloads below the device are set aside under the old root, and are there again
         when a later `keep` comes back to it. No node may have a page then.
         """
-        if self.states is not None:
-            self.states.clear(keep=keep)
+        self.sides.clear(keep=keep)
         if keep:
             self._set_aside()
         else:
@@ -508,14 +511,12 @@ class PrefixCache:
 
     def statistics(self) -> CacheStatistics:
         kept, cached, forgotten = self.pool.cache_refs, self.pool.cached, self._forgotten + self._offloaded.forgotten
-        counts, states = self._counts, self.states
-        if states is not None:
-            counts = counts | {
-                "states_taken": states.taken, "states_restored": states.restored, "states_evicted": states.evicted
-            }  # fmt: skip
-        return CacheStatistics(
-            len(self), kept, cached, self.pinned_pages, forgotten, 0 if states is None else len(states), **counts
-        )
+        counts = self._counts | {
+            "states_taken": sum(side.taken for side in self.sides),
+            "states_restored": sum(side.restored for side in self.sides),
+            "states_evicted": sum(side.evicted for side in self.sides),
+        }
+        return CacheStatistics(len(self), kept, cached, self.pinned_pages, forgotten, len(self.sides), **counts)
 
     def references(self) -> NDArray[np.int32]:
         """Return how many references to each page the tree accounts for."""
@@ -533,9 +534,7 @@ class PrefixCache:
         )
         assert all(self.pool.is_kept(page) for page in pages), "a node's page is not kept"
         assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
-        assert sum(bool(node.state) for node in self) == (0 if self.states is None else len(self.states)), (
-            "a state is in the tree twice, or kept without a node"
-        )
+        assert all(node in self._table for side in self.sides for node in side), "a side cache has a node that is gone"
         self._beginnings.check_integrity()
         if self.kept is not None:
             self.kept.check_integrity()
@@ -551,11 +550,10 @@ class PrefixCache:
             self.pool.share([page])
 
     def _leave(self, node: Node, *, read_out: bool = False) -> None:
-        """Take a node's device page away, and its state with it, which is offloaded if it is `read_out`."""
+        """Take a node's device page away, and its entries in side caches, which are offloaded if it is `read_out`."""
         parent = node.parent
         assert parent is not None
-        if self.states is not None:
-            self.states.leave(node, read_out=read_out)
+        self.sides.leave(node, read_out=read_out)
         if node.pins:
             self.pool.release([node.page])
         self._beginnings.remove(node, self._table.tokens_of(node))

@@ -22,7 +22,7 @@ from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.tapped import TapFacts, check_named
 from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.kvcache.persist.identity import STATES, WINDOWS, Identity
+from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
@@ -33,20 +33,17 @@ from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
-from rekindle._src.programs.kv_layout import state_bytes
 from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import check_places
 from rekindle.errors import ConfigError
-
-STATE_SHARE = 4  # one in so many bytes of host memory is for states or window pages, in models that have them
 
 
 class CachePlan(NamedTuple):
     """A kind of cache: what the device has room for, and how many bytes it may have in the tiers below."""
 
-    kind: str  # pages, states or windows
+    kind: str  # pages, or the name of a side cache
     slots: int  # on the device
     slot_bytes: int
     host_bytes: int  # of host memory; 0 without tiers
@@ -79,11 +76,6 @@ class Blueprint:
     def placement(self) -> Placement:
         return self.programs.placement
 
-    @property
-    def has_side_cache(self) -> bool:
-        """True if nodes of the tree have more than pages: states, or pages of layers with a window."""
-        return len(self.caches) > 1
-
     def with_pages(self, pages: int) -> Blueprint:
         """Return the blueprint with so many KV pages on each device, as all processes have room for."""
         config = self.config
@@ -103,7 +95,8 @@ class Blueprint:
         """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
         config = self.config
         assert config.page_size is not None, "resolved"
-        layers = tuple(layer._replace(states=()) for layer in _one_page(self.programs) if layer.pages)
+        one = paged.abstract(self.model, 1, config.page_size, config.kv_dtype, slots_of(self.programs.sides))
+        layers = tuple(paged.Layer(layer.pages) for layer in one if layer.pages)
         leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
         layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
         if len(self.model.kinds_of_pages) > 1:
@@ -116,20 +109,9 @@ class Blueprint:
             config.page_size,
             layout,
             name,
-            leaves=_specs(paged.payload_layout(layers)),
+            leaves=tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in paged.payload_layout(layers)),
             vocab_size=self.model.vocab_size,
         )
-
-    def side_identity(self, pages: Identity) -> Identity:
-        """Return the identity of states, or pages of layers with a window, that belong to pages of this identity."""
-        leaves: tuple[LeafSpec, ...]
-        if self.model.is_recurrent:
-            count = state_bytes(self.model) // 4
-            leaves, what = (LeafSpec((count,), "float32"),), f"{STATES}{count} numbers"
-        else:
-            leaves = _specs(paged.payload_layout(_one_page(self.programs), tails=True))
-            what = f"{WINDOWS}{self.model.window} tokens"
-        return dataclasses.replace(pages, layout=f"{pages.layout}{what}", leaves=leaves)
 
     def facts(self) -> dict[str, Any]:
         """Return all that is decided, as values that JSON keeps. Blueprints with equal facts are equal."""
@@ -149,7 +131,7 @@ class Blueprint:
             "ahead": list(self.programs.ahead.words),
             "caches": [cache._asdict() for cache in self.caches],
             "pages": pages.layout,
-            "side": self.side_identity(pages).layout if self.has_side_cache else None,
+            "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": sorted(self.taps.steering) if self.taps else [],
         }
@@ -253,22 +235,15 @@ def _placement(
 
 def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...]:
     """Return the kinds of caches of each data shard, with their share of the memory below the device."""
-    model, placement, shard = programs.model, programs.placement, programs.config
+    placement, sides = programs.placement, programs.sides
     assert config.page_size is not None, "resolved"
     assert config.device_pages is not None, "resolved"
-    local, tiers = placement.local_config(model), config.prefix_cache
-    windows = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
-    side: tuple[str, int, int] | None = None
-    if model.is_recurrent:
-        slots = state_slots(model, shard.max_requests, shared=config.prefix_cache)
-        side = "states", slots, state_bytes(local)
-    elif windows:
-        side = "windows", windows, paged.page_bytes(local, config.page_size, config.kv_dtype, tails=True)
-    host, disk = (config.host_memory, config.disk_memory) if tiers else (0, 0)
-    share = host // STATE_SHARE if side is not None else 0
-    page = paged.page_bytes(local, config.page_size, config.kv_dtype, tails=False if windows else None)
-    pages = CachePlan("pages", config.device_pages, page, host - share, disk)
-    return (pages,) if side is None else (pages, CachePlan(*side, share, disk))
+    local = placement.local_config(programs.model)
+    host, disk = (config.host_memory, config.disk_memory) if config.prefix_cache else (0, 0)
+    page = paged.page_bytes(local, config.page_size, config.kv_dtype, slots=slots_of(sides))
+    host -= sum(plan.host_bytes for plan in sides)
+    pages = CachePlan("pages", config.device_pages, page, host, disk)
+    return (pages, *(CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides))
 
 
 def _taps(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
@@ -279,15 +254,3 @@ def _taps(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> Tap
     keeps = "" if config.prefix_cache else "prefix_cache is off"
     keeps = keeps or ("" if config.capture_memory else "capture_memory is 0")
     return facts and facts._replace(custom=custom, steering=request.steering, keeps=keeps)
-
-
-def _one_page(programs: ProgramPlan) -> paged.KV:
-    """Return the shapes of one page of each layer."""
-    config, model = programs.config, programs.model
-    assert config.page_size is not None, "resolved"
-    tails = int(programs.placement.pages_apart and model.window > 0)
-    return paged.abstract(model, 1, config.page_size, config.kv_dtype, tails=tails)
-
-
-def _specs(layout: Any) -> tuple[LeafSpec, ...]:
-    return tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in layout)

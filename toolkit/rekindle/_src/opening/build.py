@@ -79,7 +79,7 @@ def build(request: OpenRequest) -> Front:
             weights.model,
             programs.all.config,
             host_tier=cache.tiers,
-            state_tier=cache.side_tiers,
+            side_tiers=[store.tiers for store in cache.stores],
             programs=programs.all,
             prefer_ready=plan.precompile == "background",
             recorder=others,

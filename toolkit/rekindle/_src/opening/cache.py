@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import units_for
 from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache import AnyCache, CostModel, HostTier, PagePool, PrefixCache, Tiers, TreeStates, TreeTails
+from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.kept import KeptCaptures
-from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
-from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_states
+from rekindle._src.kvcache.tiers.disk import StoredCaptures
+from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_side
+from rekindle._src.kvcache.tiers.side_tiers import open_sides, stores_of
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs.buckets import prefill_rows
-from rekindle._src.programs.hybrid_layers import least_pages, span
 from rekindle._src.programs.programs import Programs
 from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
-from rekindle_kernels import EDGE, traits
+from rekindle_kernels import traits
 
 
 class SessionCache:
-    """The tiers of pages, and of states or window pages; and, once `schedule` was called, the trees of the device."""
+    """The tiers of pages, and the side caches; and, once `schedule` was called, the trees of the device."""
 
-    def __init__(self, plan: Blueprint, tiers: Tiers | None, side: Tiers | None) -> None:
-        self.tiers, self.side_tiers = tiers, side  # None without a prefix cache; `side` also without such a cache
+    def __init__(self, plan: Blueprint, tiers: Tiers | None) -> None:
+        self.tiers = tiers  # None without a prefix cache
+        self.sides = open_sides(plan.programs.sides, tiers)
+        self.stores = stores_of(self.sides)
         self._plan = plan
         self._tree: AnyCache | None = None
 
@@ -42,23 +43,17 @@ class SessionCache:
         """Open the tiers for pages of weights with this fingerprint. Entries on disk are looked at later."""
         config = plan.config
         if not config.prefix_cache:
-            return cls(plan, None, None)
+            return cls(plan, None)
         assert config.page_size is not None, "resolved"
         identity, disk = plan.page_identity(fingerprint, plan.name), None
-        pages, *side = plan.caches
+        pages = plan.caches[0]
         if pages.disk_bytes:
             disk = others.disk(cache_folder(config.cache_dir), pages.disk_bytes, identity)
-        tiers = Tiers(others.host(pages.host_bytes), CostModel(config.page_size), disk, identity=identity)
-        if not side:
-            return cls(plan, tiers, None)
-        costs, identity = CostModel(config.page_size), plan.side_identity(identity)
-        costs.mode = "always"  # one state, or one window, stands for all the tokens before it
-        disk = None if disk is None else DiskTier(disk.folder, disk.budget, identity)
-        return cls(plan, tiers, Tiers(HostTier(side[0].host_bytes), costs, disk, identity=identity))
+        return cls(plan, Tiers(others.host(pages.host_bytes), CostModel(config.page_size), disk, identity=identity))
 
     @property
     def all_tiers(self) -> list[Tiers]:
-        return [each for each in (self.tiers, self.side_tiers) if each is not None]
+        return [each for each in (self.tiers, *(store.tiers for store in self.stores)) if each is not None]
 
     def schedule(self, programs: SessionPrograms, program_wait: ProgramWait) -> Scheduler | DataScheduler:
         """Make the scheduler with its page pool and prefix cache, or one of each for every data shard."""
@@ -75,8 +70,8 @@ class SessionCache:
         show(f"restoring {name}")
         # Before waiting for programs, so that pages are read meanwhile.
         runner.prefault(restore(tree, tiers, name).pages)
-        if self.side_tiers is not None:
-            restore_states(self.side_tiers, name)
+        for store in self.stores:
+            restore_side(store.tiers, name)
         if tree is not None and tree.kept is not None and tiers.disk is not None:
             tree.kept.stored = StoredCaptures(tiers.disk)
         ready = programs.restorable()  # a request for restored pages is likely to come at once
@@ -88,8 +83,8 @@ class SessionCache:
         identity = self._plan.page_identity(fingerprint, name)
         if self.tiers is not None:
             self.tiers.identity = identity
-        if self.side_tiers is not None:
-            self.side_tiers.identity = self._plan.side_identity(identity)
+        for store in self.stores:
+            store.follow(identity)
         return identity.root
 
     def drop_altered(self, digest: str) -> None:
@@ -108,7 +103,7 @@ def _scheduling(
     """Make the scheduler, and the cache that it keeps pages in: None where requests share no pages."""
     config, programs = plan.config, owner.all
     limits = _limits(plan, programs)
-    shards, states = programs.shards, _tree_states(limits, plan, programs, below)
+    shards = programs.shards
     caches: list[PrefixCache] = []
     root = b"" if below.tiers is None or below.tiers.identity is None else below.tiers.identity.root
     kept = KeptCaptures(config.capture_memory, limits.page_size, root)  # of all shards: a digest says enough
@@ -117,7 +112,7 @@ def _scheduling(
         pool = PagePool(shards.pages, first=shard * shards.pages)
         if below.tiers is None:
             return pool, None
-        caches.append(PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, states=states, kept=kept))
+        caches.append(PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, sides=below.sides, kept=kept))
         return pool, caches[-1]
 
     if shards.count == 1:
@@ -129,7 +124,7 @@ def _scheduling(
             policy=config.policy,
             seed=config.seed,
             adapters=AdapterSlots(*adapter_room(programs)),
-            states=states,
+            sides=below.sides,
             program_wait=program_wait,
             programs=owner.on_demand(),
         )
@@ -154,23 +149,6 @@ def _scheduling(
     return data_scheduler, data_scheduler.cache
 
 
-def _tree_states(limits: Limits, plan: Blueprint, programs: Programs, below: SessionCache) -> TreeStates | None:
-    """Return the tree's slots for states, or for pages of layers with a window; None for a model that has neither.
-
-    Without tiers there are no slots for states. Slots for pages of layers with a window are shared with sequences.
-    """
-    model, size = plan.model, limits.page_size
-    if programs.tails:
-        needed = least_pages(model, programs.config)
-        spare = 0 if programs.tails == programs.config.device_pages else needed - 1
-        return TreeTails(programs.tails, size, below.side_tiers, span=span(model, size), least=spare)
-    if not model.is_recurrent:
-        return None
-    first = 1 + limits.max_requests  # after the scratch slot and those of running requests
-    count = plan.caches[1].slots
-    return TreeStates(range(first, 1 + count), math.lcm(EDGE, size), size, below.side_tiers)
-
-
 def adapter_room(programs: Programs) -> tuple[int, int]:
     """Return the slots and units of adapters on the device; zero where a session can't have any."""
     config = programs.config
@@ -187,9 +165,8 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         shard,
         max_prefill_rows=prefill_rows(shard.max_tokens_per_step, shard.max_requests),
         padded=padded,
-        edge=EDGE if model.is_recurrent else 1,
+        edge=max((each.edge for each in programs.sides), default=1),
         whole=model.is_bidirectional,
-        window=model.window if programs.tails else 0,
     )
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     return dataclasses.replace(

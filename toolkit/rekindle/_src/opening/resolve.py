@@ -16,12 +16,13 @@ from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.kvcache.side import Keying
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.registry import family
 from rekindle._src.programs.buckets import SMALLEST_ROWS
-from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
-from rekindle._src.programs.kv_layout import page_bytes, state_bytes
+from rekindle._src.programs.kv_layout import page_bytes
+from rekindle._src.programs.side_caches import KINDS
 from rekindle.errors import ConfigError, OutOfMemory
 from rekindle_kernels import implementation_names, unavailable_reason
 
@@ -155,31 +156,40 @@ def _pages(
     """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
-    local, apart = placement.local_config(model), placement.pages_apart and bool(model.window)
-    size = page_bytes(local, config.page_size, config.kv_dtype, tails=False if apart else None)
-    windowed = page_bytes(local, config.page_size, config.kv_dtype, tails=True) if apart else 0
-    requests = config.max_requests // placement.data
+    local, requests = placement.local_config(model), config.max_requests // placement.data
+    sizes = [(kind, kind.slot_size(local, config)) for kind in KINDS if kind.slots_for(model, config, placement, 1)]
+    size = page_bytes(local, config.page_size, config.kv_dtype, {kind.name: 1 for kind, _ in sizes})
+
+    def side_bytes(pages: int, *, shared: bool) -> int:
+        """Return the bytes of side caches next to so many pages: of those that share `device_memory` with them, or of
+        the others."""
+        return sum(
+            kind.slots_for(model, config, placement, pages) * slot
+            for kind, slot in sizes
+            if (kind.keying is Keying.PAGES) == shared
+        )
 
     def nbytes(pages: int) -> int:
-        """Return the bytes of so many pages, plus those of the pages of layers with a window."""
-        return pages * size + tail_pages(model, config, pages, apart=apart) * windowed
+        """Return the bytes of so many pages, and of side caches that share their memory."""
+        return pages * size + side_bytes(pages, shared=True)
+
+    shared, others = side_bytes(1, shared=True) > 0, side_bytes(1, shared=False)
 
     def fitting(budget: int) -> int:
         """Return how many pages fit."""
         low, high = 0, budget // size + 1
-        while apart and low + 1 < high:
+        while shared and low + 1 < high:
             middle = (low + high) // 2
             low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
-        return low if apart else budget // size
+        return low if shared else budget // size
 
-    states = (1 + state_slots(model, requests, shared=config.prefix_cache)) * state_bytes(local)
     if config.device_pages is not None:
         return {"device_pages": config.device_pages, "device_memory": nbytes(config.device_pages)}
     per_request = pages_for(config.max_model_len, config.page_size)
     if config.device_memory is not None:
-        pages = fitting(config.device_memory - states)
+        pages = fitting(config.device_memory - others)
     else:
-        budget = _free_memory(platform, weight_bytes, placement) - states
+        budget = _free_memory(platform, weight_bytes, placement) - others
         most = CACHED_CONTEXTS * config.max_requests // placement.data * per_request
         if model.is_bidirectional:  # nothing is cached: what two steps in flight have, and a text that waits
             most = 2 * (config.max_tokens_per_step // placement.data // config.page_size + requests) + per_request

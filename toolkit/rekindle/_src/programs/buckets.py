@@ -240,8 +240,7 @@ class Helper:
     "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
     "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
     "copy" copies pages on the device. "lens" computes logits of rows of the residual stream.
-    "state_out" and "state_in" move the states of one sequence, "tails_out" and "tails_in" pages of layers that give
-    pages back.
+    Those of a side cache (`side_caches`) move its entries: "states_out" and "states_in", for example.
     """
 
     kind: str
@@ -261,11 +260,9 @@ class StepSize(NamedTuple):
 
 
 Key = Bucket | Helper  # the name of a program: a step is named by its bucket
-STATE_OUT, STATE_IN = Helper("state_out", 1), Helper("state_in", 1)
 MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
 GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper("collect", FEW)
 COPY = Helper("copy", FEW)
-TAILS_OUT, TAILS_IN = Helper("tails_out", FEW), Helper("tails_in", FEW)
 
 
 LENS = Helper("lens", 32)

@@ -10,7 +10,7 @@ Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W pages o
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -101,8 +101,7 @@ class StepInputs(NamedTuple):
     any_flags: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
     own: tuple[Any, ...]  # of each feature: the result of its `unpack`
-    states: tuple[Array, Array] | None = None  # in models with states; see `Paging`
-    tails: tuple[Array, Array] | None = None  # in models whose layers give pages back
+    sides: Mapping[str, Any]  # what layers use of each side cache, by its name; see `Paging`
 
     def flag(self, flag: int) -> Array:
         return (self.flags & flag) != 0
@@ -132,6 +131,15 @@ class StepInputs(NamedTuple):
     def rope_lengths(self) -> Array:
         """The length of the sequence that each token's rope assumes, as in `rope.tables` [R + T]."""
         return jnp.maximum(self.prompt_lengths, self.positions + 1)
+
+
+class TokenPlaces(NamedTuple):
+    """The places of a step's tokens in the pages of their sequences."""
+
+    valid: Array  # [R + T]: not padding
+    owners: Array  # [R + T]: the sequence
+    pages: Array  # [R + T]: the place of the page among those of the sequence
+    width: int  # places of a page table
 
 
 class Columns(NamedTuple):
@@ -187,6 +195,7 @@ class Feature:
     neutral: tuple[float, ...] = ()  # a float for each column, and its value in an empty row
     row_ints: int = 0
     per_token: bool = False
+    side: str = ""  # the name of the side cache whose slots they are
 
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
@@ -255,6 +264,10 @@ class Feature:
     def unpack(self, columns: Columns) -> Any:
         """Return the feature's inputs, a pytree."""
         return None
+
+    def for_layers(self, own: Any, places: TokenPlaces) -> Any:
+        """Return what layers use of the side cache `side`, from the feature's inputs."""
+        raise NotImplementedError
 
     def model(self, model: Model, inputs: StepInputs, own: Any, operands: Any) -> tuple[Model, Any]:
         """Before the layers: return the model that runs, and an object for `output`. Its layers may be replaced."""

@@ -27,11 +27,11 @@ from rekindle._src.programs.feature import (
     Helpers,
     RowReports,
     StepInputs,
+    TokenPlaces,
     drawing_flags,
     wanting,
 )
 from rekindle._src.programs.guides import Guides
-from rekindle._src.programs.hybrid_layers import StateSlots, TailTables
 from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogprobs
 from rekindle._src.programs.partitioning import ROWS
 from rekindle._src.programs.sampling import LogitShaping
@@ -133,8 +133,7 @@ class Features:
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.bits, self._reading, 0)
         self._read_by: dict[tuple[int, ProgramVariant], tuple[Feature, ...]] = {}
         self._compiled: dict[ProgramVariant, tuple[Feature, ...]] = {}
-        self._states = next((index for index, one in enumerate(entries) if isinstance(one, StateSlots)), None)
-        self._tails = next((index for index, one in enumerate(entries) if isinstance(one, TailTables)), None)
+        self._sides = tuple((index, feature) for index, feature in enumerate(entries) if feature.side)
 
     # -- a request enters its slot
 
@@ -210,14 +209,9 @@ class Features:
             if feature in compiled:
                 feature.prepare(plans, rows)
 
-    def states(self, own: Sequence[Any]) -> tuple[Array, Array] | None:
-        """Return the slots of states among the inputs of the features; None for models without states."""
-        slots: tuple[Array, Array] | None = None if self._states is None else own[self._states]
-        return slots
-
-    def tails(self, own: Sequence[Any], width: int) -> Array | None:
-        """Return the page table [N, width] of layers that give pages back; None for models without such."""
-        return None if self._tails is None else own[self._tails].spread(width)
+    def for_layers(self, own: Sequence[Any], places: TokenPlaces) -> dict[str, Any]:
+        """Return what layers use of each side cache, from the inputs of the features."""
+        return {feature.side: feature.for_layers(own[index], places) for index, feature in self._sides}
 
     def operands(self, variants: ProgramVariant) -> tuple[Any, ...]:
         """Return the operands of each feature in a program."""

@@ -13,7 +13,7 @@ lies in such memory, but that program ends when the copy has ended, and the next
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +166,9 @@ def joined(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[A
     return arrays
 
 
-def scatter_whole(kv: paged.KV, ids: Array, payload: paged.Payload, *, tails: bool = False) -> paged.KV:
-    """Write the pages of a payload [n, layers, …] to the pages `ids` [n], or `tails`. Padding ids are 0."""
+def scatter_whole(
+    kv: paged.KV, ids: Array, payload: paged.Payload, *, scatter: Callable[..., paged.KV] = paged.scatter
+) -> paged.KV:
+    """Write the pages of a payload [n, layers, …] to the pages `ids` [n], as `scatter` does. Padding ids are 0."""
     each = [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])]
-    return paged.scatter(kv, ids, each, tails=tails)
+    return scatter(kv, ids, each)

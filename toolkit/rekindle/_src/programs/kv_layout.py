@@ -2,7 +2,7 @@
 
 A page id stands for a page of every layer that keeps all of its pages, and each layer's array has the shape that
 `ModelConfig.caches` gives it. Layers that give back the pages that their window has passed have ids of their
-own, for `tails`. In transfers, layers of one kind whose pages are alike are one array.
+own: they are `windows`. In transfers, layers of one kind whose pages are alike are one array.
 
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
@@ -10,7 +10,7 @@ Axes: P pages, n pages of a transfer, S tokens per page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,46 +40,52 @@ class Paging(NamedTuple):
     lengths: Array  # [N]
     cu_lengths: Array  # [S + 1]
     num_prefills: Array  # []
-    states: tuple[Array, Array] | None  # two slots for each sequence [N]: of the state it reads, and of that it writes
-    tails: tuple[Array, Array] | None = None  # `page_ids` and `page_table` of layers that give pages back
+    # Of side caches by their names. "states": two slots for each sequence [N], of the state that it reads, and of that
+    # which it writes. "windows": `page_ids` and `page_table` of layers that give pages back
+    sides: Mapping[str, tuple[Array, Array]]
 
 
 class Layer(NamedTuple):
-    """The pages of one layer, and an array [slots + 1, …] for each part of its states, scratch slot first."""
+    """The arrays of one layer: of its pages, and of each side cache that has some here."""
 
-    pages: LayerKV | None = None  # None: it has a tail, or attends to the pages of another layer, or to none
-    states: tuple[Any, ...] = ()
-    tail: LayerKV | None = None  # its pages, if it gives back those that its window has passed
+    pages: LayerKV | None = None  # None: it has `windows`, or attends to the pages of another layer, or to none
+    states: tuple[Any, ...] = ()  # [slots, …] for each part of its state, scratch slot first
+    windows: LayerKV | None = None  # its pages, if it gives back those that its window has passed
 
 
 KV = tuple[Layer, ...]
 Payload = tuple[Any, ...]  # of each group of layers, [n, layers, …] for each leaf of a layer
 
 
-def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: int = 0, tails: int = 0) -> KV:
-    """Return shapes and dtypes of every layer's pages, or of its states in `slots`. Nothing is allocated.
+def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: Mapping[str, int] | None = None) -> KV:
+    """Return shapes and dtypes of every layer's pages, and of the `slots` of side caches. Nothing is allocated.
 
-    Layers with a window have `tails` pages; with 0, as many as all others, under the same ids.
+    Layers with a window have pages of their own if there are slots of "windows"; else those of all others.
     """
+    slots = slots or {}
+    windows = slots.get("windows", 0)
 
     def layer(cache: Cache, windowed: bool) -> Layer:
         shapes = () if cache.state is None else cache.state.shapes
-        states = tuple(jax.ShapeDtypeStruct((slots + 1, *shape), jnp.float32) for shape in shapes)
+        states = tuple(jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes)
         own = cache.pages
         if not isinstance(own, Pages):
             return Layer(None, states)
-        apart = windowed and tails > 0
-        count = tails if apart else pages
+        apart = windowed and windows > 0
+        count = windows if apart else pages
         kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
         return Layer(None, states, kept) if apart else Layer(kept, states)
 
     return tuple(map(layer, model.caches, model.windowed))
 
 
-def page_bytes(model: ModelConfig, page_size: int, dtype: str, tails: bool | None = None) -> int:
-    """Return the bytes of one page over all layers; with `tails`, over those with a window or over all others."""
-    kv = abstract(model, 1, page_size, dtype, tails=0 if tails is None else 1)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv, tails=bool(tails))))
+def page_bytes(
+    model: ModelConfig, page_size: int, dtype: str, slots: Mapping[str, int] | None = None, *, windows: bool = False
+) -> int:
+    """Return the bytes of one page over all layers that have pages under one id: none of those that have `slots` of
+    side caches, or with `windows` those alone."""
+    kv = abstract(model, 1, page_size, dtype, {"windows": 1} if windows else slots)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv, windows=windows)))
 
 
 def state_bytes(model: ModelConfig) -> int:
@@ -87,17 +93,17 @@ def state_bytes(model: ModelConfig) -> int:
     return sum(4 * math.prod(shape) for spec in model.states if spec is not None for shape in spec.shapes)
 
 
-def pages_of(kv: KV, *, tails: bool = False) -> tuple[LayerKV, ...]:
-    """Return the pages of layers that keep all of them, or the `tails` of the others."""
-    pages = (layer.tail if tails else layer.pages for layer in kv)
+def pages_of(kv: KV, *, windows: bool = False) -> tuple[LayerKV, ...]:
+    """Return the pages of layers that keep all of them, or those of the others."""
+    pages = (layer.windows if windows else layer.pages for layer in kv)
     return tuple(each for each in pages if each is not None)
 
 
-def groups_of(kv: KV, *, tails: bool = False) -> list[list[int]]:
-    """Return the numbers of layers with pages, or `tails`, of each shape, in order of their first layers."""
+def groups_of(kv: KV, *, windows: bool = False) -> list[list[int]]:
+    """Return the numbers of layers with pages, or with `windows`, of each shape, in order of their first layers."""
     groups: dict[Any, list[int]] = {}
     for number, layer in enumerate(kv):
-        pages = layer.tail if tails else layer.pages
+        pages = layer.windows if windows else layer.pages
         if pages is not None:
             groups.setdefault(pages.pages.shape[1:], []).append(number)
     return list(groups.values())
@@ -124,17 +130,16 @@ class PagedAttention:
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
         step, spec, source = self._paging, self._model.attention[layer], self._model.source(layer)
         entry, cache = self.kv[source], self._model.pages_of(layer)
-        apart = entry.tail is not None
-        pages = entry.tail if apart else entry.pages
+        apart = entry.windows is not None
+        pages = entry.windows if apart else entry.pages
         assert pages is not None, "the layer has pages"
         page_ids, page_table = step.page_ids, step.page_table
         if apart:
-            assert step.tails is not None, "the step has a table of tails"
-            page_ids, page_table = step.tails
+            page_ids, page_table = step.sides["windows"]
         if k is not None:
             assert source == layer, "the layer has pages of its own"
             pages = write_kv(pages, k, v, page_ids, step.offsets)
-            self.kv[layer] = entry._replace(tail=pages) if apart else entry._replace(pages=pages)
+            self.kv[layer] = entry._replace(windows=pages) if apart else entry._replace(pages=pages)
         unread = self._unread if layer == self._model.num_layers - 1 else None
         inputs = AttentionInputs(q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread)
         options = AttentionOptions(
@@ -152,40 +157,41 @@ class PagedAttention:
         """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"
-        assert step.states is not None, "the step has no slots of states"
-        batch = RaggedBatch(step.lengths, step.cu_lengths, step.num_prefills, self._rows, step.states)
+        slots = step.sides["states"]
+        batch = RaggedBatch(step.lengths, step.cu_lengths, step.num_prefills, self._rows, slots)
         out: Array
         out, states = compute(entry.states, batch)
         self.kv[layer] = entry._replace(states=tuple(states))
         return out
 
 
-def payload_layout(kv: KV, *, tails: bool = False) -> list[tuple[tuple[int, ...], Any]]:
+def payload_layout(kv: KV, *, windows: bool = False) -> list[tuple[tuple[int, ...], Any]]:
     """Return shape and dtype of each array of one page's payload, as `gather` returns them for a single page."""
     groups = [
-        (len(layers), jax.tree.leaves(_pages(kv, layers[0], tails=tails))) for layers in groups_of(kv, tails=tails)
+        (len(layers), jax.tree.leaves(_pages(kv, layers[0], windows=windows)))
+        for layers in groups_of(kv, windows=windows)
     ]
     return [((1, count, *leaf.shape[1:]), leaf.dtype) for count, leaves in groups for leaf in leaves]
 
 
-def gather(kv: KV, ids: Array, *, tails: bool = False) -> Payload:
-    """Return the pages `ids` [n] of every layer that keeps all, or of those with `tails`, in their stored dtype."""
+def gather(kv: KV, ids: Array, *, windows: bool = False) -> Payload:
+    """Return the pages `ids` [n] of every layer that keeps all, or of those with `windows`, in their stored dtype."""
     payload: list[Array] = []
-    for numbers in groups_of(kv, tails=tails):
-        layers = [jax.tree.leaves(gather_pages(_pages(kv, number, tails=tails), ids)) for number in numbers]
+    for numbers in groups_of(kv, windows=windows):
+        layers = [jax.tree.leaves(gather_pages(_pages(kv, number, windows=windows), ids)) for number in numbers]
         payload += [jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True)]
     return tuple(payload)
 
 
-def scatter(kv: KV, ids: Array, pages: Sequence[Payload], *, tails: bool = False) -> KV:
+def scatter(kv: KV, ids: Array, pages: Sequence[Payload], *, windows: bool = False) -> KV:
     """Write payloads of `gather`, one for each page, to the pages `ids`; ids that pad the transfer are 0."""
     filled, at = list(kv), 0
-    for numbers in groups_of(kv, tails=tails):
-        layers = [_pages(kv, number, tails=tails) for number in numbers]
+    for numbers in groups_of(kv, windows=windows):
+        layers = [_pages(kv, number, windows=windows) for number in numbers]
         stop = at + len(jax.tree.leaves(layers[0]))
         for number, layer in zip(numbers, fill_pages(layers, ids, [page[at:stop] for page in pages]), strict=True):
             entry = filled[number]
-            filled[number] = entry._replace(tail=layer) if tails else entry._replace(pages=layer)
+            filled[number] = entry._replace(windows=layer) if windows else entry._replace(pages=layer)
         at = stop
     return tuple(filled)
 
@@ -196,7 +202,7 @@ def copy(kv: KV, sources: Array, ids: Array) -> KV:
     return scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
 
 
-def _pages(kv: KV, number: int, *, tails: bool) -> LayerKV:
-    pages = kv[number].tail if tails else kv[number].pages
+def _pages(kv: KV, number: int, *, windows: bool) -> LayerKV:
+    pages = kv[number].windows if windows else kv[number].pages
     assert pages is not None, "the layer has pages"
     return pages

@@ -31,7 +31,7 @@ from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
-from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, drawing_flags
+from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, TokenPlaces, drawing_flags
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.request_state import NOWHERE
@@ -476,9 +476,9 @@ def unpack(
         last = jnp.concatenate([rows, R + jnp.maximum(cu[1:] - 1, 0)])
     else:
         tokens_all, positions, owners = decode_tokens, decode_positions, rows
-    pages = table[owners, positions // page_size]
+    places = positions // page_size
+    pages = table[owners, places]
     own = _own(layout, flags, constant, values, extra, row_extra)
-    tails = layout.features.tails(own, layout.width)
     return StepInputs(
         slots=slots,
         lengths=lengths,
@@ -497,8 +497,7 @@ def unpack(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),
         own=own,
-        states=layout.features.states(own),
-        tails=None if tails is None else (jnp.where(valid, tails[owners, positions // page_size], 0), tails),
+        sides=layout.features.for_layers(own, TokenPlaces(valid, owners, places, layout.width)),
     )
 
 

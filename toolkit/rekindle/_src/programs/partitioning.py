@@ -97,7 +97,7 @@ class Partitioning:
         """True if several processes share the devices."""
         return False
 
-    def copies(self, arrays: int, *, tails: bool = False) -> tuple[int, ...]:
+    def copies(self, arrays: int, *, windows: bool = False) -> tuple[int, ...]:
         """Return for each of the arrays of a payload how many devices have the same kv heads."""
         return (1,) * arrays
 
@@ -137,11 +137,11 @@ class Partitioning:
 
         return recipe._replace(function=whole, results=WHOLE)
 
-    def payload_layout(self, kv: paged.KV, *, tails: bool = False) -> list[tuple[tuple[int, ...], Any]]:
+    def payload_layout(self, kv: paged.KV, *, windows: bool = False) -> list[tuple[tuple[int, ...], Any]]:
         """Return shape and dtype of each array of one page on the host, which do not depend on the mesh."""
-        everywhere = paged.payload_layout(kv, tails=tails)
+        everywhere = paged.payload_layout(kv, windows=windows)
         layout = []
-        for (shape, dtype), copies in zip(everywhere, self.copies(len(everywhere), tails=tails), strict=True):
+        for (shape, dtype), copies in zip(everywhere, self.copies(len(everywhere), windows=windows), strict=True):
             heads = shape[PAYLOAD_HEADS] // copies
             layout.append(((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype))
         return layout
@@ -151,23 +151,23 @@ class Partitioning:
         devices have."""
         return [np.arange(shape[PAYLOAD_HEADS]) for shape, _ in paged.payload_layout(kv)]
 
-    def to_host(self, payload: paged.Payload, *, tails: bool = False) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, payload: paged.Payload, *, windows: bool = False) -> list[np.ndarray[Any, Any]]:
         """Wait for a payload that this process has whole, and return it in host memory, with each kv head once."""
-        pairs = zip(payload, self.copies(len(payload), tails=tails), strict=True)
+        pairs = zip(payload, self.copies(len(payload), windows=windows), strict=True)
         arrays = ((np.asarray(leaf), copies) for leaf, copies in pairs)
         return [array if copies == 1 else array[:, :, :, ::copies] for array, copies in arrays]
 
     def states_to_host(self, states: Any) -> np.ndarray:
-        """Wait for what `gather_states` gives of one sequence, and return its states as those of one device."""
+        """Wait for the states of one sequence that a transfer reads out, and return them as those of one device."""
         return np.asarray(states)
 
     def states_to_device(self, states: np.ndarray) -> np.ndarray:
-        """Return one sequence's states from the host in the form that `scatter_states` takes."""
+        """Return one sequence's states from the host in the form that a transfer fills in."""
         return states
 
-    def to_device(self, payload: paged.Payload, *, tails: bool = False) -> paged.Payload:
+    def to_device(self, payload: paged.Payload, *, windows: bool = False) -> paged.Payload:
         """Return a page from the host in the form that `scatter` takes: with a copy of each kv head for each device."""
-        pairs = zip(payload, self.copies(len(payload), tails=tails), strict=True)
+        pairs = zip(payload, self.copies(len(payload), windows=windows), strict=True)
         return tuple(leaf if copies == 1 else np.repeat(leaf, copies, axis=PAYLOAD_HEADS) for leaf, copies in pairs)
 
 
@@ -189,9 +189,9 @@ class MeshPartitioning(Partitioning):
     def multi_process(self) -> bool:
         return self.placement.processes > 1
 
-    def copies(self, arrays: int, *, tails: bool = False) -> tuple[int, ...]:
+    def copies(self, arrays: int, *, windows: bool = False) -> tuple[int, ...]:
         placement = self.placement
-        kinds = placement.config.kinds_apart[tails] if placement.pages_apart else placement.config.kinds_of_pages
+        kinds = placement.config.kinds_apart[windows] if placement.pages_apart else placement.config.kinds_of_pages
         return tuple(placement.partition.kv_copies(each.heads) for each in kinds for _ in range(arrays // len(kinds)))
 
     def wrap(self, recipe: Recipe, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,7 +238,7 @@ class MeshPartitioning(Partitioning):
 
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:
-        """The role and the shape of each array of a sequence's states, in the order of `gather_states`."""
+        """The role and the shape of each array of a sequence's states, in the order of transfers."""
         placement = self.placement
         shapes = [shape for spec in placement.config.states if spec is not None for shape in spec.shapes]
         return list(zip(itertools.chain.from_iterable(placement.state_roles), shapes, strict=True))

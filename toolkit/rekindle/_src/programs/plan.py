@@ -12,7 +12,7 @@ from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
+from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.user_functions import LogitsProcessor, Tap
 
 
@@ -31,6 +31,11 @@ class ProgramPlan:
     name: str = ""  # the model's in `rekindle cache ls`
 
     @property
+    def sides(self) -> tuple[DevicePlan, ...]:
+        """The plans of the model's side caches."""
+        return side_caches(self.model, self.config, self.placement)
+
+    @property
     def key(self) -> str:
         """The digest that programs are stored under."""
         return store.digest(self.fields)
@@ -39,18 +44,14 @@ class ProgramPlan:
     def fields(self) -> dict[str, Any]:
         """Everything that programs depend on, in the session and outside it."""
         model, config = self.model, self.config
-        assert config.device_pages is not None, "resolved"
         leaves = zip(self.graph.paths, self.leaves, strict=True)
-        fields = {
+        return {
             "environment": store.environment(),
             "model": model.digest(),
             "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves],
             "config": store.config_fields(config),
-            "states": state_slots(model, config.max_requests, shared=config.prefix_cache),
+            "sides": slots_of(self.sides),
             "processors": [processor.key for processor in self.processors],
             "taps": [tap.key for tap in self.taps],
             **self.placement.key(),
         }
-        if tails := tail_pages(model, config, config.device_pages, apart=self.placement.pages_apart):
-            fields["tails"] = tails
-        return fields

@@ -41,11 +41,7 @@ from rekindle._src.programs.buckets import (
     MANY,
     MEMORY,
     SCATTER,
-    STATE_IN,
-    STATE_OUT,
     TABLES,
-    TAILS_IN,
-    TAILS_OUT,
     TRANSFER,
     Bucket,
     Helper,
@@ -55,12 +51,12 @@ from rekindle._src.programs.buckets import (
 )
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
 from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -248,10 +244,9 @@ class Programs:
         single = traits(graph.precision.implementation).single_rows
         adapters = _adapters(graph, config, placement, ahead=ProgramVariant.ADAPTERS in ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
-        self.tails = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
-        tables = (TailTables.of(model, config),) if self.tails else ()
-        states = (StateSlots(),) if model.is_recurrent else ()
-        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *states, *tables)
+        self.sides = side_caches(model, config, placement)
+        sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
+        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
@@ -304,13 +299,11 @@ class Programs:
         kinds = ("gather", "collect") if self.parts.multi_process else ("gather",)
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        shared = not self.model.is_recurrent and not self.tails and least_copied(self.page_size)
+        shared = not self.sides and least_copied(self.page_size)
         copies = (COPY,) if self.config.prefix_cache and shared else ()
-        beside: tuple[Key, ...] = ()
-        if sizes and self.config.prefix_cache:
-            beside += (STATE_OUT, STATE_IN) if self.model.is_recurrent else ()
-            beside += (TAILS_OUT, TAILS_IN) if self.tails else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *beside)
+        tree = self.sides if sizes and self.config.prefix_cache else ()
+        entries = [key for plan in tree for key in (plan.read_out, plan.fill)]
+        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *entries)
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:

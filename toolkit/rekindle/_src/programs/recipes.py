@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,19 +23,16 @@ from rekindle._src.programs.buckets import (
     GATHER,
     LENS,
     MEMORY,
-    STATE_IN,
-    STATE_OUT,
     TABLES,
-    TAILS_IN,
-    TAILS_OUT,
     Bucket,
+    Helper,
     Key,
     StepPart,
 )
 from rekindle._src.programs.features import Features
-from rekindle._src.programs.hybrid_layers import gather_states, scatter_states, state_numbers, state_slots, tail_pages
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import HEADS, PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, Partitioning, Recipe
+from rekindle._src.programs.partitioning import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, DeviceLayout, Partitioning, Recipe
+from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
 from rekindle_kernels import LayerKV, kernels_for, zeros
 
@@ -53,6 +50,7 @@ class Recipes:
     model: ModelConfig  # the whole one
     graph: Graph  # of one device's part
     leaves: Sequence[jax.ShapeDtypeStruct]  # of the whole model
+    sides: tuple[DevicePlan, ...]
     local_kv: paged.KV  # the pages of one device
     kv: paged.KV  # those of all devices together
     state: request_state.RequestState
@@ -78,19 +76,20 @@ class Recipes:
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
         parts, local = Partitioning.of(placement), placement.local_graph(graph)
+        sides = side_caches(model, config, placement)
         local_kv = paged.abstract(
             local.config,
             config.device_pages,
             config.page_size,
             config.kv_dtype,
-            state_slots(model, config.max_requests, shared=config.prefix_cache),
-            tail_pages(model, config, config.device_pages, apart=placement.pages_apart),
+            slots_of(sides),
         )
         width, resident = pages_for(config.max_model_len, config.page_size), packing.tables_stay(parts)
         return cls(
             model=model,
             graph=local,
             leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
+            sides=sides,
             local_kv=local_kv,
             kv=parts.pages(local_kv),
             state=request_state.abstract_state(config.max_requests, model.vocab_size, width if resident else None),
@@ -173,25 +172,35 @@ class Recipes:
             rows = jax.ShapeDtypeStruct((key.pages, self.model.hidden_size), self.graph.precision.stream)
             return Recipe(self._lens, (self.leaves, rows), (), (WEIGHTS, WHOLE), WHOLE)
         ids = _ints(key.pages)
-        if key == STATE_OUT:
-            return Recipe(gather_states, (self.kv, ids), (), (PAGES, ROWS), HEADS)
-        if key == STATE_IN:
-            states = jax.ShapeDtypeStruct((1, state_numbers(self.kv)), jnp.float32)
-            return Recipe(scatter_states, (self.kv, ids, states), (0,), (PAGES, ROWS, HEADS), PAGES)
         if key == COPY:
             return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
-        tails = key.kind in (TAILS_OUT.kind, TAILS_IN.kind)
-        read_out = functools.partial(paged.gather, tails=tails)
-        if key.kind in (GATHER.kind, COLLECT.kind, TAILS_OUT.kind):
-            gather = Recipe(read_out, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
+        for side in self.sides:
+            if key == side.read_out:
+                return Recipe(side.gather, (self.kv, ids), (), (PAGES, ROWS), side.divided)
+            if key == side.fill:
+                return self._fill(key, side.gather, side.scatter, side.divided, pinned=self.pinned and side.pinned)
+        if key.kind in (GATHER.kind, COLLECT.kind):
+            gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
             return self.parts.whole_everywhere(gather) if key.kind == COLLECT.kind else gather
-        if self.pinned:
-            payload = jax.eval_shape(read_out, self.kv, ids)
-            join = functools.partial(host_pages.scatter_whole, tails=tails)
-            return Recipe(join, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
-        page = jax.eval_shape(read_out, self.kv, _ints(1))
-        fill = functools.partial(paged.scatter, tails=tails)
-        return Recipe(fill, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+        return self._fill(key, paged.gather, paged.scatter, PAYLOAD, pinned=self.pinned)
+
+    def _fill(
+        self,
+        key: Helper,
+        gather: Callable[..., paged.Payload],
+        scatter: Callable[..., paged.KV],
+        divided: DeviceLayout,
+        *,
+        pinned: bool,
+    ) -> Recipe:
+        """Return the recipe that fills what `gather` reads out, as `scatter` does."""
+        ids = _ints(key.pages)
+        if pinned:
+            payload = jax.eval_shape(gather, self.kv, ids)
+            join = functools.partial(host_pages.scatter_whole, scatter=scatter)
+            return Recipe(join, (self.kv, ids, payload), (0,), (PAGES, ROWS, divided), PAGES)
+        page = jax.eval_shape(gather, self.kv, _ints(1))
+        return Recipe(scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, divided), PAGES)
 
     def _lens(self, leaves: Sequence[Any], rows: jax.Array) -> jax.Array:
         """Return the logits that the head makes of rows of the residual stream."""

@@ -149,7 +149,7 @@ class Admission:
         return None
 
     def park_ahead(self) -> None:
-        """Park the next sequences of the queue that will wait, before rows are planned that leave states for them."""
+        """Park the next sequences of the queue that will wait, before rows are planned that leave entries for them."""
         for _ in range(_PARKED_PER_PLAN):
             sequence = self._queue.next() if len(self._queue) else None
             if sequence is None or sequence in self._running_set.leaving or not self._park(sequence):
@@ -314,7 +314,7 @@ class Admission:
             return False
         if not beginning.tokens:
             owner = self._claims.owner(keys[beginning.pages - 1])
-            pages = self._ledger.states.shared(owner, beginning.pages)
+            pages = self._ledger.sides.shared(owner, beginning.pages)
             owner = self._claims.owner(keys[pages - 1]) if pages else None
             if owner is None:
                 return False

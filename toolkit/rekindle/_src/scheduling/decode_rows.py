@@ -46,9 +46,9 @@ class Drafts:
         counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
         for sequence in drafting:
             if count := self._within_pages(sequence, counts.get(sequence, 0)):
-                self._ledger.states.cover(sequence, sequence.planned + count)
+                sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
-                drafts = sequence.drafts(_drafter(sequence).propose(_skip(sequence), count))
+                drafts = sequence.drafts(_drafter(sequence).propose(_skip(sequence), count), sides)
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
 
@@ -68,8 +68,8 @@ class Drafts:
         """True if a sequence has drafts to propose; sets the drafter that proposes them."""
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
-        if not self._ledger.states.drafts:
-            return False  # its state can't be taken back to before a rejected draft
+        if not self._ledger.sides.drafts:
+            return False  # what its side caches hold can't be taken back to before a rejected draft
         sampling = sequence.request.sampling
         if sequence.remaining <= 0 or sampling.penalised or sampling.processors:
             return False  # penalties and processors read earlier tokens, and the device does not count drafts

@@ -12,10 +12,11 @@ from rekindle._src.core.records import IntArray, PageCopy, PageMove, Request
 from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.side import SideCache
 from rekindle._src.kvcache.tiers.tiers import DiskFetch, Tiers
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.states import NoStates
+from rekindle._src.scheduling.side_rules import SideRules
 
 _NOTHING = PrefixMatch((), 0)
 
@@ -48,11 +49,11 @@ class PageLedger:
     """
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache | None, page_size: int, states: NoStates | None = None
+        self, pool: PagePool, cache: PrefixCache | None, page_size: int, sides: SideRules | None = None
     ) -> None:
         assert cache is None or cache.pool is pool, "the cache keeps pages of another pool"
         self.pool, self.cache, self._page_size = pool, cache, page_size
-        self.states = states or NoStates()
+        self.sides = sides or SideRules()
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
         self._retired: deque[tuple[int, list[int]]] = deque()  # (last step that reads them, merged duplicates)
@@ -81,8 +82,8 @@ class PageLedger:
         total = self.pool.total - self.pool.quarantined
         if cache is None or not cache.pinned_pages:
             return total
-        # A state after a prompt's last token is of no use, see `keys`.
-        reusable = request.reusable if self.states.inside else min(request.reusable, request.prompt_length - 1)
+        # What stands for all tokens of a prompt is of no use, see `keys`.
+        reusable = request.reusable if self.sides.inside else min(request.reusable, request.prompt_length - 1)
         pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
         return total - cache.pinned_pages + pinned
 
@@ -90,8 +91,8 @@ class PageLedger:
         """Return the keys of the pages that may come from the cache."""
         if self.cache is None:
             return []
-        # A state after the last token is of no use: that token is computed, since its logits choose the next one.
-        reusable = sequence.reusable if self.states.inside else min(sequence.reusable, sequence.known - 1)
+        # An entry after the last token is of no use: that token is computed, since its logits choose the next one.
+        reusable = sequence.reusable if self.sides.inside else min(sequence.reusable, sequence.known - 1)
         return sequence.keys(reusable // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
@@ -105,7 +106,7 @@ class PageLedger:
 
     def on_device(self, keys: list[int]) -> int | None:
         """Return how many leading pages are on the device where that may be more than can be used; else None."""
-        return self.cache.depth(keys) if self.cache is not None and self.states.on_tree else None
+        return self.cache.depth(keys) if self.cache is not None and self.sides.on_tree else None
 
     def uncached(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence would have to compute if it were admitted now, at least 1."""
@@ -114,18 +115,13 @@ class PageLedger:
     @property
     def may_fetch(self) -> bool:
         """True if there may be pages that have to be read from disk before a match can use them."""
-        tiers = self.cache.host_tier if self.cache is not None else None
-        return isinstance(tiers, Tiers) and (tiers.has_disk_pages or self._state_tiers is not None)
-
-    @property
-    def _state_tiers(self) -> Tiers | None:
-        """The tiers of states, if there are any on disk."""
-        states = self.cache.states if self.cache is not None else None
-        tiers = states.tier if states is not None else None
-        return tiers if isinstance(tiers, Tiers) and tiers.has_disk_pages else None
+        cache = self.cache
+        if cache is None or not isinstance(cache.host_tier, Tiers):
+            return False
+        return cache.host_tier.has_disk_pages or any(map(_fetches, cache.sides))
 
     def fetch(self, sequence: Sequence) -> tuple[DiskFetch, ...]:
-        """Start to read the sequence's cached pages from disk, and the state after them.
+        """Start to read the sequence's cached pages from disk, and what side caches have to continue them.
 
         Return the reads: none if there are no such pages, or computing them is quicker.
         """
@@ -133,12 +129,12 @@ class PageLedger:
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
         prompt = self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root
         digests, in_host_memory = self.cache.to_fetch(*prompt)
-        pages = self.cache.host_tier.fetch(digests, in_host_memory)
-        states = None
-        if self._state_tiers is not None and (pages is not None or not digests):
-            needed = self.cache.states_to_fetch(*prompt)
-            states = self._state_tiers.fetch(needed, 0) if needed else None
-        return tuple(fetch for fetch in (pages, states) if fetch is not None)
+        fetches = [self.cache.host_tier.fetch(digests, in_host_memory)]
+        if (fetches[0] is not None or not digests) and any(map(_fetches, self.cache.sides)):
+            for side, needed in self.cache.sides_to_fetch(*prompt):
+                if needed and _fetches(side) and isinstance(side.tier, Tiers):
+                    fetches.append(side.tier.fetch(needed, 0))
+        return tuple(fetch for fetch in fetches if fetch is not None)
 
     def acquire(self, sequence: Sequence, spare: int, *, fetched: bool = False) -> int | None:
         """Take the pages of all known tokens, if `spare` more would be left. Return the first position to compute.
@@ -159,7 +155,7 @@ class PageLedger:
             sequence.add_pages(cache.lock(match))
             sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.root)
             sequence.generation = cache.generation
-        self.states.admit(sequence, match, fetched=fetched)
+        self.sides.admit(sequence, match, fetched=fetched)
         loan = self._loan(sequence, len(match.nodes), spare=self.available - count)
         fresh = self._take(count)
         sequence.add_pages(fresh)
@@ -259,9 +255,8 @@ class PageLedger:
         `last_step` is the step that was planned last: merged duplicates are kept until it is committed.
         """
         published = self._publish(sequence, last_step)
-        if self.states.on_tree:
-            self.states.publish(sequence, self._node(sequence), last_step)
-            self.states.recede(sequence)
+        if self.sides.on_tree:
+            self.sides.publish(sequence, self._node(sequence), last_step)
         return published
 
     def _publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
@@ -287,7 +282,7 @@ class PageLedger:
 
     def release(self, sequence: Sequence) -> None:
         """Return all pages of a sequence that no step in flight contains, to the cache or to the pool."""
-        self.states.release(sequence)
+        self.sides.release(sequence)
         self.pool.release(sequence.pages)
         node = self._node(sequence)
         if self.cache is not None and node is not None:
@@ -304,7 +299,7 @@ class PageLedger:
 
         Return the miscounted pages among them.
         """
-        self.states.collect(oldest_step)
+        self.sides.collect(oldest_step)
         miscounted: list[int] = []
         while self._retired and _is_over(self._retired[0][0], oldest_step):
             pages = self._retired.popleft()[1]
@@ -328,10 +323,10 @@ class PageLedger:
         return miscounted
 
     def moves(self) -> StepMoves:
-        """Take out the moves of the step being planned: offload and restore, of pages and then of states."""
+        """Take out the moves of the step being planned: offload and restore, of pages and then of side caches."""
         moves = tuple(self._offload), tuple(self._restore)
         self._offload, self._restore = [], []
-        return *moves, *self.states.moves()
+        return *moves, *self.sides.moves()
 
     def copies(self, step: int) -> tuple[PageCopy, ...]:
         """Take out the copies of `step`, which is being planned; their sources are held until it is committed."""
@@ -378,3 +373,8 @@ class PageLedger:
 def _is_over(step: int, oldest_step: int | None) -> bool:
     """True if a step is not in flight; `oldest_step` is the oldest one in flight."""
     return oldest_step is None or step < oldest_step
+
+
+def _fetches(side: SideCache) -> bool:
+    """True if entries of a side cache are on disk."""
+    return isinstance(side.tier, Tiers) and side.tier.has_disk_pages

@@ -22,8 +22,9 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from typing import Any
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
@@ -42,16 +43,17 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.core.report import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.states import TreeStates, TreeTails
+from rekindle._src.kvcache.side import Keying, SideCache
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve, RunningSet
+from rekindle._src.scheduling.boundaries import Boundaries
 from rekindle._src.scheduling.decode_rows import Drafts, SlowRows
 from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.page_runs import PageRuns
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
 from rekindle._src.scheduling.ready_rows import EveryRow, ReadyRows, StepProgramsLike
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
-from rekindle._src.scheduling.states import NoStates, States, WholePrompts
-from rekindle._src.scheduling.tails import Tails
+from rekindle._src.scheduling.side_rules import SideRule, SideRules, WholePrompts
 from rekindle._src.scheduling.timeline import PhaseKind
 from rekindle.errors import (
     CompileError,
@@ -66,6 +68,10 @@ from rekindle.errors import (
 
 log = logging.getLogger("rekindle.session")
 _REMEMBERED = 1024  # ended requests that can still be explained
+_RULES: dict[Keying, Callable[[Limits, SideCache], SideRule[Any]]] = {
+    Keying.BOUNDARY: Boundaries,
+    Keying.PAGES: PageRuns,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,20 +94,19 @@ class Scheduler:
         max_overtakes: int = 64,
         reserve: Reserve | None = None,
         adapters: AdapterSlots | None = None,
-        states: TreeStates | None = None,
+        sides: Items[SideCache] = (),
         first_slot: int = 0,
         arrivals: Iterator[int] | None = None,
         program_wait: ProgramWait = NO_WAIT,
         programs: StepProgramsLike | None = None,
     ) -> None:
-        """`states` are the slots of the cache, in models whose layers have states or give pages back. `arrivals` number
+        """`sides` are the side caches of the model, those of `cache` if there is one. `arrivals` number
         the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs.
         Without `programs`, a row joins a step whether its program is ready or not."""
         self.limits, self.pool, self.cache = limits, pool, cache
-        self._states: NoStates = WholePrompts() if limits.whole else NoStates()
-        if states is not None:
-            self._states = Tails(limits, states) if isinstance(states, TreeTails) else States(limits, states)
-        self._ledger = PageLedger(pool, cache, limits.page_size, self._states)
+        rules = [_RULES[side.plan.keying](limits, side) for side in sides]
+        self._sides = WholePrompts(rules) if limits.whole else SideRules(rules)
+        self._ledger = PageLedger(pool, cache, limits.page_size, self._sides)
         self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters, first_slot)
         shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
         path = self._ledger.cached_path
@@ -179,7 +184,7 @@ class Scheduler:
         """
         if self._flights and self._flights[-1].plan.drafted:
             return None
-        if self._states.ahead:
+        if self._sides.ahead:
             self._admission.park_ahead()
         budget = self.limits.max_tokens_per_step
         preemptions = self._admission.preemptions
@@ -209,13 +214,13 @@ class Scheduler:
         prefill_rows: list[Row] = []
         # A request that was preempted in this plan would take the pages back at once.
         prefills = self._admission.prefills(admitting=preemptions == self._admission.preemptions)
-        while budget >= self._states.least and len(prefill) < self.limits.max_prefill_rows:
+        while budget >= self._sides.least and len(prefill) < self.limits.max_prefill_rows:
             admitted = next(prefills, None)
             if admitted is None:
                 break
             if admitted.held:
                 continue
-            length = 1 if admitted.decodes else self._states.cut(admitted, budget)
+            length = 1 if admitted.decodes else self._sides.cut(admitted, budget)
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
             if not self._ready_rows.takes(admitted, length):
@@ -257,13 +262,13 @@ class Scheduler:
         """Apply a step's result, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
-        self._states.done(result.plan)
+        self._sides.done(result.plan.sides_in)
         if self.cache is not None:
             self.cache.restore_done(result.plan.restore)
             self.cache.offload_done(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
-        events = self._fail_lost(result) + self._fail_lost_states(flight, result)
+        events = self._fail_lost(result) + self._fail_lost_sides(flight, result)
         right, taken = result.valid, list[bool]()
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
@@ -295,9 +300,9 @@ class Scheduler:
         """End the requests of a planned step that raised with `StepFailed`; all others go on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
-        affected = dict.fromkeys(flight.sequences) | dict.fromkeys(self._continuing(plan.states_in, self._flights))
-        self._states.done(plan)
-        self._states.lose(plan.states_in)
+        affected = dict.fromkeys(flight.sequences) | dict.fromkeys(self._continuing(plan.sides_in, self._flights))
+        self._sides.done(plan.sides_in)
+        self._sides.lose(plan.sides_in)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         if self.cache is not None:
@@ -366,7 +371,7 @@ class Scheduler:
         self._ledger.reclaim()
         if self.cache is not None:
             self._leaving = tuple(self.cache.evict(self.pool.cached))
-        return self._leaving + tuple(move._replace(beside=True) for move in self._states.vacate())
+        return self._leaving + self._sides.vacate()
 
     def vacated(self) -> None:
         """End the read-out of pages that `vacate` returned: the tiers below the device decide from now on."""
@@ -419,7 +424,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.check_integrity()
         self.pool.check_integrity(self._ledger.references(running_set.holders))
-        self._states.check_integrity(running_set.holders)
+        self._sides.check_integrity(running_set.holders)
         alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
@@ -434,7 +439,7 @@ class Scheduler:
             return self._fail(sequence, not_finite(sequence))
         if not sequence.generates:
             if sequence.computed < request.prompt_length:
-                self._states.recede(sequence)
+                self._sides.recede(sequence)
                 return None
             if (broken := self._end(sequence, FinishReason.LENGTH)) is not None:
                 return self._failed(sequence, broken)
@@ -474,39 +479,38 @@ class Scheduler:
         self.cache.detach([lost.move for lost in result.lost])
         return events
 
-    def _fail_lost_states(self, flight: _Flight, result: StepResult) -> list[TokenEvent]:
-        """End the requests that continue a state which could not be filled, and take it from the cache."""
-        if not result.lost_states:
+    def _fail_lost_sides(self, flight: _Flight, result: StepResult) -> list[TokenEvent]:
+        """End the requests that continue an entry which could not be filled, and take it from the cache."""
+        if not result.lost_sides:
             return []
-        causes = {lost.move.page: lost.error for lost in result.lost_states}
-        affected = self._continuing([lost.move for lost in result.lost_states], (flight, *self._flights))
-        self._states.discard(result.lost_states)
-        self._states.lose(lost.move for lost in result.lost_states)
+        causes = {(lost.move.side, lost.move.page): lost.error for lost in result.lost_sides}
+        moves = [lost.move for lost in result.lost_sides]
+        affected = self._continuing(moves, (flight, *self._flights))
+        self._sides.discard(result.lost_sides)
+        self._sides.lose(moves)
         return [
             self._fail(sequence, request_error(sequence, causes[slot]))
             for sequence, slot in affected.items()
             if not sequence.ended
         ]
 
-    def _continuing(self, moves: Items[PageMove], flights: Iterable[_Flight]) -> dict[Sequence, int]:
-        """Return the sequences that continue a state in a slot of `moves`, in `flights` or later, with the slot."""
-        slots = {move.page for move in moves}
+    def _continuing(self, moves: Items[PageMove], flights: Iterable[_Flight]) -> dict[Sequence, tuple[int, int]]:
+        """Return the sequences that continue an entry in a slot of `moves`, in `flights` or later, each with the number
+        of the side cache and the slot."""
+        slots = {(move.side, move.page) for move in moves}
         if not slots:
             return {}
-        continuing: dict[Sequence, int] = {}
+        continuing: dict[Sequence, tuple[int, int]] = {}
         for flight in flights:
             for sequence, row in zip(flight.sequences, flight.plan.rows, strict=True):
-                if row.reads in slots:
-                    continuing[sequence] = row.reads
+                continuing.update((sequence, slot) for slot in self._sides.read_by(row.sides) if slot in slots)
         for sequence in self._running_set.holders:
-            for slot in self._states.held(sequence):
-                if slot in slots:
-                    continuing[sequence] = slot
+            continuing.update((sequence, slot) for slot in self._sides.continued(sequence) if slot in slots)
         return continuing
 
     def _row(self, sequence: Sequence, length: int) -> Row:
         """Make a sequence's row in the step being planned."""
-        return sequence.row(length, *self._states.slots(sequence, length))
+        return sequence.row(length, self._sides.row(sequence, length))
 
     def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
         if not sequence.ended:

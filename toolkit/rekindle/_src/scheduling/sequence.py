@@ -10,18 +10,20 @@ steps in flight will bring. A decode step is planned while the token that it rea
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections.abc import Sequence as Items
+from typing import Any
 
 import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
+from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.kvcache.side import EntryWords
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup, followers_of
 from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
@@ -47,9 +49,8 @@ class Limits:
     prompt_lookup: int = 0  # draft tokens of one request in a step, at most
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
     longest: int | None = None  # positions of the model; None: not known
-    edge: int = 1  # prompts are cut at multiples of it, if their model has states
+    edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
-    window: int = 0  # tokens that layers see which give pages back; 0: none does
 
     @classmethod
     def of(
@@ -60,7 +61,6 @@ class Limits:
         padded: bool = True,
         edge: int = 1,
         whole: bool = False,
-        window: int = 0,
     ) -> Limits:
         """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows.
 
@@ -81,7 +81,6 @@ class Limits:
             prompt_lookup=config.prompt_lookup,
             edge=edge if fits else 1,
             whole=whole,
-            window=window,
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
@@ -123,51 +122,22 @@ class Limits:
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
 
-class Tail:
-    """The pages of one running sequence in layers with a window, from place `first` on: it gave others back."""
+class Holding:
+    """The part of a running sequence in one side cache. Each `SideRule` has its own kind."""
 
-    __slots__ = ("_array", "_page_size", "_window", "again", "attached", "first", "pages", "source", "stops")
+    __slots__ = ("again", "source", "words")
 
-    def __init__(self, window: int, page_size: int) -> None:
-        self._window, self._page_size = window, page_size
-        self.first = 0
-        self.pages: list[int] = []
-        self._array: IntArray | None = None  # the pages, once a row has read them
-        self.attached = 0  # places that the tree knows
-        self.stops: set[int] = set()  # pages before which others are likely to continue
-        self.source = ""  # where the pages came from that it continued
-        self.again = 0  # cached tokens that it computes again, since these pages were not there
+    def __init__(self, words: EntryWords) -> None:
+        self.words = words
+        self.source = ""  # where the entries came from that it continued
+        self.again = 0  # cached tokens that it computes again, since no entry was there
 
-    @property
-    def end(self) -> int:
-        """The place after the last page."""
-        return self.first + len(self.pages)
-
-    def changed(self) -> None:
-        """Note that pages were added, replaced or given back."""
-        self._array = None
-
-    def of(self, start: int, stop: int) -> tuple[IntArray, int]:
-        """Return the pages that a row of positions [start, stop) reads and writes, and the place of the first."""
-        if self._array is None:
-            self._array = np.array(self.pages, np.int32)
-        first = max(0, start - self._window + 1) // self._page_size
-        return self._array[first - self.first : pages_for(stop, self._page_size) - self.first], first
-
-
-class StateTrail:
-    """The states of one running sequence: the slots that it reads, and where it leaves some for the tree."""
-
-    __slots__ = ("again", "held", "left", "pending", "reads", "source", "stops")
-
-    def __init__(self) -> None:
-        self.reads = 0  # the slot of its state, once a row was planned
-        self.held = 0  # the tree's slot that its next row reads
-        self.stops: list[int] = []  # positions of the prompt at which to leave a state, ascending
-        self.pending: deque[tuple[int, int]] = deque()  # positions and slots of states left by steps in flight
-        self.left: tuple[Node, int] | None = None  # the node of the last state of its own text, and that node's visits
-        self.source = ""  # where the state came from that it continued
-        self.again = 0  # cached tokens that it computes again, since no state was there
+    def describe(self) -> list[str]:
+        """Describe what the sequence continued, and what it computed again because that was not further on."""
+        lines = [f"{self.words.needed} was {self.source}"] if self.source else []
+        if self.again > 0:
+            lines.append(f"pages of {self.again} more were there, but {self.words.missing}: they were computed again")
+        return lines
 
 
 class Sequence:
@@ -177,8 +147,8 @@ class Sequence:
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
         "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
         "in_flight", "known", "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size",
-        "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "slot", "status",
-        "tail", "target", "timeline", "trail", "waits_for",
+        "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot",
+        "status", "target", "timeline", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -235,8 +205,7 @@ class Sequence:
         self.generation = 0  # of the prefix cache that `node` belongs to
         self.published = 0  # leading pages that are in the tree
         self.claimed = 0  # leading pages that are claimed in PrefixClaims
-        self.trail: StateTrail | None = None  # its states since the latest admission, in models that have some
-        self.tail: Tail | None = None  # its pages of layers with a window, in models that give such back
+        self.sides: tuple[Any, ...] = ()  # a `Holding` of each side cache, since the latest admission
 
     @property
     def id(self) -> str:
@@ -350,10 +319,10 @@ class Sequence:
         self.node = None
         self.sampled = self.generated
 
-    def row(self, length: int, reads: int = 0, writes: int = 0) -> Row:
+    def row(self, length: int, sides: tuple[SlotPair | PageRun, ...] = ()) -> Row:
         """Make the sequence's row of `length` tokens in the next step, and count that step as in flight.
 
-        It reads the state in one slot and writes that in another, if the model has states.
+        It uses `sides` of the side caches.
         """
         start = self.planned
         end = start + length
@@ -361,7 +330,6 @@ class Sequence:
         samples = end >= self.target and self.generates
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
-        tails, first = (None, 0) if self.tail is None else self.tail.of(start, end)
         row = Row(
             self.request,
             self.epoch,
@@ -376,10 +344,7 @@ class Sequence:
             self.sampled,
             self.outputs if self.fresh and self.generated else None,
             start < self.published * self.page_size,
-            reads=reads,
-            writes=writes,
-            tails=tails,
-            first=first,
+            sides=sides,
         )
         self.fresh = False
         self.planned = end
@@ -387,34 +352,32 @@ class Sequence:
         self.in_flight += 1
         return row
 
-    def drafts(self, tokens: IntArray) -> list[Row]:
-        """Make rows for draft tokens after the latest row; they add nothing to the counts until accepted."""
+    def drafts(self, tokens: IntArray, sides: Items[tuple[SlotPair | PageRun, ...]]) -> list[Row]:
+        """Make rows for draft tokens after the latest row; they add nothing to the counts until accepted.
+
+        They use `sides` of the side caches, one after the other.
+        """
         start = self.planned
         assert start + len(tokens) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         self.in_flight += len(tokens)
-        rows = []
-        for index in range(len(tokens)):
-            at = start + index
-            tails, first = (None, 0) if self.tail is None else self.tail.of(at, at + 1)
-            rows.append(
-                Row(
-                    self.request,
-                    self.epoch,
-                    self.slot,
-                    at,
-                    1,
-                    self._table,
-                    tokens[index : index + 1],
-                    True,
-                    generated=self.sampled + index,
-                    draft=True,
-                    tails=tails,
-                    first=first,
-                )
+        return [
+            Row(
+                self.request,
+                self.epoch,
+                self.slot,
+                start + index,
+                1,
+                self._table,
+                tokens[index : index + 1],
+                True,
+                generated=self.sampled + index,
+                draft=True,
+                sides=sides[index],
             )
-        return rows
+            for index in range(len(tokens))
+        ]
 
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""
@@ -526,7 +489,7 @@ def explanation(
             if hit
             else f"none of its {request.prompt_length} prompt tokens were cached"
         )
-        words += _states(sequence)
+        words += [line for holding in sequence.sides for line in holding.describe()]
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
     if sequence.lookup is not None and sequence.lookup.drafted:
@@ -557,20 +520,6 @@ def explanation(
             generated=sequence.generated,
         ),
     )
-
-
-def _states(sequence: Sequence) -> list[str]:
-    """Describe the state that a sequence continued, and what it computed again because that was not further on."""
-    trail, tail, words = sequence.trail, sequence.tail, []
-    if trail is not None and trail.source:
-        words.append(f"the state after them was {trail.source}")
-    if trail is not None and trail.again > 0:
-        words.append(f"pages of {trail.again} more were there, but no state after them: they were computed again")
-    if tail is not None and tail.source:
-        words.append(f"the window before their end was {tail.source}")
-    if tail is not None and tail.again > 0:
-        words.append(f"pages of {tail.again} more were there, but no window before them: they were computed again")
-    return words
 
 
 _WORDS = {

@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache import AnyCache, Node, Tiers, TreeTails
+from rekindle._src.kvcache import AnyCache, Keying, Node, Tiers
 from rekindle._src.kvcache.kept import KeptStatistics
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
 from rekindle._src.kvcache.tiers.disk import DiskStatistics
 from rekindle._src.kvcache.tiers.host import HostStatistics
+from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.kvcache.tiers.tiers import Rates
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
@@ -95,6 +96,15 @@ class CacheTree:
         return str(html.block(table, *map(html.line, self.rest())))
 
 
+class SideStats(NamedTuple):
+    """The entries of one side cache on the device, for other requests to continue."""
+
+    name: str  # of its kind, such as "states" or "windows"
+    entries: int
+    bytes: int  # of each
+    lacking: str  # in words, what was missing where cached tokens were computed again
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheStats:
     """Sizes now, and counts since the session was opened."""
@@ -113,12 +123,24 @@ class CacheStats:
     offloaded_pages: int
     refused_copies: int  # copies not made, because computing was expected to be faster
     rates: Rates | None
-    # On the device, for other requests to continue: states, or pages of layers with a window, in models with such
-    states: int = 0
-    state_bytes: int = 0  # of each
-    stateless_tokens: int = 0  # prompt tokens that were cached, but computed again for want of a state after them
+    sides: tuple[SideStats, ...] = ()  # in models whose layers have more than pages
+    stateless_tokens: int = 0  # prompt tokens that were cached, but computed again for want of entries in `sides`
     captures: KeptStatistics | None = None  # kept by requests with Capture(…, keep=True)
-    windows: bool = False  # `states` are pages of layers with a window
+
+    @property
+    def states(self) -> int:
+        """Entries in `sides`."""
+        return sum(side.entries for side in self.sides)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what a node has in `sides`."""
+        return sum(side.bytes for side in self.sides)
+
+    @property
+    def windows(self) -> bool:
+        """True if `states` are pages of layers with a window."""
+        return any(side.name == "windows" for side in self.sides)
 
     @property
     def saved_tokens(self) -> int:
@@ -147,12 +169,10 @@ class CacheStats:
             f"host    {mib(self.host_bytes)}, {self.host_hit_tokens} tokens hit",
             f"disk    {mib(self.disk_bytes)}, {self.disk_hit_tokens} tokens read",
         ]
-        if self.state_bytes:
-            what, one = ("windows", "the window before them") if self.windows else ("states ", "one")
-            lines.append(
-                f"{what} {mib(self.states * self.state_bytes)} on the device, {self.states} of them; "
-                f"{self.stateless_tokens} cached tokens were computed again without {one}"
-            )
+        lines += [f"{s.name:7} {mib(s.entries * s.bytes)} on the device, {s.entries} of them" for s in self.sides]
+        if self.sides:
+            lacking = " or ".join(side.lacking for side in self.sides)
+            lines[-1] += f"; {self.stateless_tokens} cached tokens were computed again without {lacking}"
         if self.captures is not None and self.captures.bytes:
             lines.append(f"captures {mib(self.captures.bytes)}, {self.captures.reused} positions reused")
         return "\n".join(lines)
@@ -186,9 +206,8 @@ class PrefixExplanation:
     copies: bool  # True if pages below the device would be copied there rather than computed again
     fetch_seconds: float  # expected, for the pages below the device
     compute_seconds: float | None  # expected for the same pages; None until it is measured
-    # Cached tokens after these that are of no use, because the state or window at their end is missing
-    stateless_tokens: int = 0
-    windows: bool = False  # it is the window
+    stateless_tokens: int = 0  # cached ones after these that are of no use, because something at their end is missing
+    lacking: str = ""  # in words, what it is
 
     @property
     def cached_tokens(self) -> int:
@@ -212,8 +231,7 @@ class PrefixExplanation:
         text = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens are cached"
         text += f" ({where})" if where else ""
         if self.stateless_tokens:
-            lacks = "the window before their end" if self.windows else "a state after them"
-            text += f"; {self.stateless_tokens} more are, without {lacks}, and would be computed again"
+            text += f"; {self.stateless_tokens} more are, without {self.lacking}, and would be computed again"
         if self.host_tokens + self.disk_tokens:
             choice = "copied" if self.copies else "computed again"
             text += (
@@ -280,11 +298,11 @@ class CacheView:
         def collect() -> CacheStats:
             counts, size = cache.statistics(), cache.page_size
             config = self._client.front.config
-            state_tiers = self._client.writer.state_tiers
-            state_bytes = _payload_bytes(state_tiers)
+            plans = [side.cache.plan for side in self._sides]
             page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
-            if self._windows:  # whose pages are not those of all layers
+            if any(plan.keying is Keying.PAGES for plan in plans):  # these share device_memory
                 page_bytes = _payload_bytes(tiers)
+            lengths = [len(side.cache) for side in self._sides]
             return CacheStats(
                 page_size=size,
                 page_bytes=page_bytes,
@@ -300,11 +318,12 @@ class CacheView:
                 offloaded_pages=counts.offloaded_pages,
                 refused_copies=tiers.costs.refused if tiers is not None else 0,
                 rates=tiers.costs.rates if tiers is not None else None,
-                states=counts.states,
-                state_bytes=state_bytes,
+                sides=tuple(
+                    SideStats(plan.name, length, plan.entry_bytes, plan.words.lacking)
+                    for plan, length in zip(plans, lengths, strict=True)
+                ),
                 stateless_tokens=counts.stateless_pages * size,
                 captures=cache.kept.statistics() if cache.kept is not None else None,
-                windows=self._windows,
             )
 
         return self._client.ask(collect)
@@ -325,8 +344,8 @@ class CacheView:
                 if _tier(cache, tiers, node) not in counts:
                     break
                 nodes.append(node)
-            with_state = cache.with_state(nodes)
-            for node in with_state:
+            continuable = cache.continuable(nodes)
+            for node in continuable:
                 counts[_tier(cache, tiers, node)] += 1
             below = counts["host"] + counts["disk"]
             size = cache.page_size
@@ -343,8 +362,8 @@ class CacheView:
                 copies=copies,
                 fetch_seconds=fetch,
                 compute_seconds=compute,
-                stateless_tokens=(len(nodes) - len(with_state)) * size,
-                windows=self._windows,
+                stateless_tokens=(len(nodes) - len(continuable)) * size,
+                lacking=" or ".join(side.cache.plan.words.lacking for side in self._sides),
             )
 
         return self._client.ask(explain)
@@ -454,22 +473,22 @@ class CacheView:
         if self._client.writer.cache is None:
             return
         cache, tiers = self._parts()
-        states = self._client.writer.state_tiers
+        all_tiers = [tiers, *(side.tiers for side in self._sides)]
         if tier == "device":
             await self._client.between_steps(lambda: cache.evict(len(cache), read_out=False))
         elif tier == "host" and tiers is not None:
-            self._client.ask(lambda: tiers.host.trim(0))
-            if states is not None:
-                self._client.ask(lambda: states.host.trim(0))
+            for each in all_tiers:
+                if each is not None:
+                    self._client.ask(partial(each.host.trim, 0))
         if tier in (None, "disk"):
-            for each in (tiers, states):
+            for each in all_tiers:
                 if each is not None and each.disk is not None:
                     await self._client.writer.run(each.disk.clear)
 
     @property
-    def _windows(self) -> bool:
-        """True if layers with a window have pages of their own."""
-        return isinstance(self._client.writer.states, TreeTails)
+    def _sides(self) -> tuple[SideStore, ...]:
+        """The side caches of the model."""
+        return self._client.writer.sides
 
     def _parts(self) -> tuple[AnyCache, Tiers | None]:
         writer = self._client.writer

@@ -29,11 +29,12 @@ from rekindle._src.dispatch.backend import Exclusive, Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.threads import OneShot
-from rekindle._src.kvcache import AnyCache, Node, PrefixCache, Tiers, TreeStates, distinct
+from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
 from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
 from rekindle._src.kvcache.tiers.host import size
+from rekindle._src.kvcache.tiers.side_tiers import SideStore, side_stores
 from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class SaveReport(html.Record):
     skipped: int  # left out because they did not fit into disk_memory
     bytes: int  # written
     seconds: float
-    states: int = 0  # listed in the snapshot, of a model that has some
+    states: int = 0  # entries of side caches that are listed in the snapshot
 
     def __str__(self) -> str:
         states = f" and {html.count(self.states, 'state')}" if self.states else ""
@@ -85,7 +86,7 @@ class PageRecord(NamedTuple):
 
     node: Node
     page: Page
-    on_device: int  # its device page, or 0; of a state its slot
+    on_device: int  # its device page, or 0; of an entry of a side cache its slot
 
 
 class Retries:
@@ -126,10 +127,7 @@ class CacheWriter:
         self.cache: AnyCache | None = cache if isinstance(cache, AnyCache) else None
         tiers = self.cache.host_tier if self.cache is not None else None
         self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
-        states = self.cache.states if isinstance(self.cache, PrefixCache) else None
-        self.states: TreeStates | None = states
-        state_tiers = None if states is None else states.tier
-        self.state_tiers: Tiers | None = state_tiers if isinstance(state_tiers, Tiers) else None
+        self.sides: tuple[SideStore, ...] = side_stores(self.cache)
         self.saved_bytes: int = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -305,8 +303,8 @@ class CacheWriter:
             disk.write(pairs)
             written += total
         else:
-            states, later = (0, self.states is not None) if visited else self._save_states(cold, deadline)
-            written += states
+            entries, later = (0, bool(self.sides)) if visited else self._save_sides(cold, deadline)
+            written += entries
             self._complete_at = version if self._whole and not (missing or batch or later) else -1
         self.saved_bytes += written
 
@@ -353,7 +351,7 @@ class CacheWriter:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         self._prepare_restart(all_of_them=True)
         pages[:] = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
-        states = self._snapshot_states(name, pages)
+        states = self._snapshot_sides(name, pages)
         self._snapshot_captures(name, pages)
         path = snapshot.save(disk.folder, name, identity, pages)
         disk.collect()
@@ -371,25 +369,28 @@ class CacheWriter:
         stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
         stored.save(name, pages, lines)
 
-    # -- states, or pages of layers with a window, which nodes have in addition to their pages
+    # -- entries of side caches, which nodes have in addition to their pages
 
-    def _save_states(self, cold: float = 0.0, deadline: float | None = None) -> tuple[int, bool]:
-        """Write the states that are not on disk yet and were not used for `cold` seconds.
+    def _save_sides(self, cold: float = 0.0, deadline: float | None = None) -> tuple[int, bool]:
+        """Write the entries that are not on disk yet and were not used for `cold` seconds.
 
         Return their bytes, and whether some are left for later.
         """
-        cache, states, tiers = self.cache, self.states, self.state_tiers
-        if cache is None or states is None or tiers is None or tiers.disk is None:
+        results = [self._save_side(side, cold, deadline) for side in self.sides]
+        return sum(written for written, _ in results), any(later for _, later in results)
+
+    def _save_side(self, side: SideStore, cold: float, deadline: float | None) -> tuple[int, bool]:
+        cache, disk, written = self.cache, side.tiers.disk, 0
+        if cache is None or disk is None:
             return 0, False
-        disk, written = tiers.disk, 0
         disk.scan()
 
         def look() -> tuple[list[PageRecord], float]:
             now = cache.clock()
             return [
-                self._state_record(node)
+                self._side_record(side, node)
                 for node in cache
-                if states.worth_keeping(node) and cache.digest_of(node) not in disk
+                if side.cache.worth_keeping(node) and cache.digest_of(node) not in disk
             ], now
 
         found, now = self._host.ask(look)
@@ -398,31 +399,31 @@ class CacheWriter:
         while records and (deadline is None or time.monotonic() < deadline):
             pairs: list[tuple[Page, Payload]] = []
             total = 0
-            each = max(1, sum(leaf.nbytes for leaf in disk.identity.leaves))
+            each = max(1, side.cache.plan.entry_bytes)
             while records and total < SEGMENT_BYTES:
                 count = max(1, PAUSE_BYTES // each)
                 part, records = records[-count:], records[:-count]  # those at ends of texts first
-                pairs += self._states(part)
+                pairs += self._entries(side, part)
                 total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
-                disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer states are not saved")
+                kind = side.cache.plan.words.entries
+                disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer {kind} are not saved")
                 return written, False
             disk.write(pairs)
             written += total
         return written, later or bool(records)
 
-    def _state_record(self, node: Node) -> PageRecord:
-        return self.page_record(node)._replace(on_device=node.state)
+    def _side_record(self, side: SideStore, node: Node) -> PageRecord:
+        return self.page_record(node)._replace(on_device=side.cache.slot(node))
 
-    def _states(self, records: Sequence[PageRecord]) -> list[tuple[Page, Payload]]:
-        """Return the states of nodes, from host memory, disk or the device, without those that are gone by now."""
-        assert self.state_tiers is not None
+    def _entries(self, side: SideStore, records: Sequence[PageRecord]) -> list[tuple[Page, Payload]]:
+        """Return the entries of nodes, from host memory, disk or the device, without those that are gone by now."""
         pairs: list[tuple[Page, Payload]] = []
         on_device: list[PageRecord] = []
         for record in records:
-            payload = self.state_tiers.host.peek(record.page.digest)
+            payload = side.tiers.host.peek(record.page.digest)
             if payload is None and not record.on_device:
-                payload = self.state_tiers.read(record.page.digest)
+                payload = side.tiers.read(record.page.digest)
             if payload is not None:
                 pairs.append((record.page, tuple(np.asarray(leaf) for leaf in payload)))
             elif record.on_device:
@@ -431,40 +432,39 @@ class CacheWriter:
         def check(payloads: Sequence[Payload]) -> None:
             if not payloads:  # the session fell asleep before they could be read
                 return
-            read = zip(on_device, payloads, strict=True)
-            pairs.extend((record.page, payload) for record, payload in read if record.node.state == record.on_device)
+            for record, payload in zip(on_device, payloads, strict=True):
+                if side.cache.slot(record.node) == record.on_device:
+                    pairs.append((record.page, payload))
 
         if on_device:
             reply: OneShot[Any] = OneShot()
-            job = partial(self._engine.runner.read_states, [record.on_device for record in on_device])
+            slots = [record.on_device for record in on_device]
+            job = partial(self._engine.runner.read_side, side.cache.number, slots)
             wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
 
-    def states_of(self, nodes: Sequence[Node]) -> list[tuple[Page, Payload]]:
-        """Return the states, or pages of layers with a window, that nodes have in any tier.
+    def entries_of(self, side: SideStore, nodes: Sequence[Node]) -> list[tuple[Page, Payload]]:
+        """Return the entries of a side cache that nodes have in any tier.
 
         Call it in any thread but the session's own.
         """
-        tiers = self.state_tiers
-        if tiers is None or tiers.identity is None:
-            return []
-        count = max(1, PAUSE_BYTES // max(1, sum(leaf.nbytes for leaf in tiers.identity.leaves)))
-        records: list[PageRecord] = self._host.ask(lambda: [self._state_record(node) for node in nodes])
+        count = max(1, PAUSE_BYTES // max(1, side.cache.plan.entry_bytes))
+        records: list[PageRecord] = self._host.ask(lambda: [self._side_record(side, node) for node in nodes])
         parts = (records[start : start + count] for start in range(0, len(records), count))
-        return [pair for part in parts for pair in self._states(part)]
+        return [pair for part in parts for pair in self._entries(side, part)]
 
-    def _snapshot_states(self, name: str, pages: Sequence[Page]) -> int:
-        """Save states, and list those of `pages` under `name`. Return how many are listed."""
-        tiers = self.state_tiers
-        if tiers is None or tiers.disk is None:
-            return 0
-        self._save_states()
-        disk = tiers.disk
-        listed = [page for page in pages if page.digest in disk]
-        if listed:
-            path = snapshot.save(disk.folder, name, disk.identity, listed)
-            snapshot.keep_shared(path, disk.segments_of(page.digest for page in listed))
-        return len(listed)
+    def _snapshot_sides(self, name: str, pages: Sequence[Page]) -> int:
+        """Save entries, and list those of `pages` under `name`. Return how many are listed."""
+        self._save_sides()
+        count = 0
+        for side in self.sides:
+            disk = side.tiers.disk
+            listed = [page for page in pages if disk is not None and page.digest in disk]
+            if disk is not None and listed:
+                path = snapshot.save(disk.folder, name, disk.identity, listed)
+                snapshot.keep_shared(path, disk.segments_of(page.digest for page in listed))
+            count += len(listed)
+        return count
 
     # -- a prefix as a file
 
@@ -478,22 +478,19 @@ class CacheWriter:
         digests = {page.digest for page, _ in pairs}
         chain = snapshot.connected([entry.page for entry in matches if entry.page.digest in digests], cache.root_key)
         payloads = {page.digest: payload for page, payload in pairs}
-        beside = self.states_of([entry.node for entry in matches[: len(chain)]])
-        named = None if self.state_tiers is None else self.state_tiers.identity
-        prefix_file.write(
-            path, disk.identity, [(page, payloads[page.digest]) for page in chain], beside=named, states=beside
-        )
+        nodes = [entry.node for entry in matches[: len(chain)]]
+        sides = [(side.identity, self.entries_of(side, nodes)) for side in self.sides]
+        prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in chain], sides=sides)
         return len(chain) * cache.page_size
 
     def import_prefix(self, path: Path) -> int:
         """Take over the pages of a file. Return how many tokens. Raise SnapshotRefused if they are of another model."""
         cache, disk = self._parts()
-        named = None if self.state_tiers is None else self.state_tiers.identity
-        pairs, states = prefix_file.read(path, disk.identity, beside=named)
+        pairs, entries = prefix_file.read(path, disk.identity, sides=[side.identity for side in self.sides])
         assert self.tiers is not None
-        for page, payload in states:
-            assert self.state_tiers is not None, "the session has such, too"
-            self.state_tiers.host.put(page.digest, payload)
+        for side, own in zip(self.sides, entries, strict=True):
+            for page, payload in own:
+                side.tiers.host.put(page.digest, payload)
         host = self.tiers.host
         if sum(size(payload) for _, payload in pairs) <= host.budget:
             for page, payload in pairs:

@@ -48,6 +48,7 @@ from rekindle._src.kvcache.persist.segment import (
 from rekindle._src.kvcache.persist.snapshot import connected
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.kvcache.tiers.restoring import likeliest
+from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.channel import MessageKind
@@ -313,11 +314,12 @@ class SharedPages(html.Line):
             channel.send(MessageKind.FAILED, b"it did not introduce itself")
             return
         peer = read_introduction(identity, content)
-        beside = self._writer.state_tiers
-        if peer.refused is not None and beside is not None and beside.identity is not None:
-            other = read_introduction(beside.identity, content)
-            if other.refused is None:  # it asks for states or window pages
-                peer, tiers, identity = other, beside, beside.identity
+        side: SideStore | None = None
+        for each in self._writer.sides if peer.refused is not None else ():
+            other = read_introduction(each.identity, content)
+            if other.refused is None:  # it asks for the entries of this side cache
+                peer, side, tiers, identity = other, each, each.tiers, each.identity
+                break
         channel.sealed = channel.sealed or peer.sealed
         if peer.refused is not None:
             channel.send(MessageKind.FAILED, peer.refused.encode())
@@ -338,7 +340,7 @@ class SharedPages(html.Line):
                 records = records_of(pages, identity.page_size)
                 channel.send(MessageKind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
             elif kind is MessageKind.WANT and len(content) % WANTED.itemsize == 0:
-                self._send(channel, self._lookup(np.frombuffer(content, WANTED)), beside=tiers is not self._tiers)
+                self._send(channel, self._lookup(np.frombuffer(content, WANTED)), side)
             else:
                 channel.send(MessageKind.FAILED, b"it does not understand what came")
                 return
@@ -369,13 +371,13 @@ class SharedPages(html.Line):
 
         return list(in_slices(self._host, requests, look))
 
-    def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], *, beside: bool) -> None:
-        """Send the contents of pages, or, with `beside`, the states or window pages of their nodes.
+    def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], side: SideStore | None) -> None:
+        """Send the contents of pages, or the entries that their nodes have in a side cache.
 
         The next piece is read while one is being sent.
         """
         indexes = {entry.record.page.digest: entry.place for entry in requests}
-        for pairs in self._read(requests, beside=beside):
+        for pairs in self._read(requests, side):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
             channel.send_followed(MessageKind.PAGES, content, pieces)
@@ -383,15 +385,13 @@ class SharedPages(html.Line):
             self.sent_bytes += sum(len(piece) for piece in pieces)
         channel.send(MessageKind.SENT)
 
-    def _read(self, requests: Sequence[_PageRequest], *, beside: bool) -> Iterator[list[tuple[Page, Payload]]]:
-        tiers = self._writer.state_tiers if beside else self._tiers
-        assert tiers is not None, "the other side came for it"
-        identity = tiers.identity
+    def _read(self, requests: Sequence[_PageRequest], side: SideStore | None) -> Iterator[list[tuple[Page, Payload]]]:
+        identity = self._tiers.identity if side is None else side.identity
         assert identity is not None, "checked when sharing began"
 
         def read(records: Sequence[PageRecord], most: int) -> list[tuple[Page, Payload]]:
-            if beside:
-                return self._writer.states_of([record.node for record in records])
+            if side is not None:
+                return self._writer.entries_of(side, [record.node for record in records])
             return self._writer.payloads(records, most)
 
         count = max(1, PIECE_BYTES // max(1, sum(leaf.nbytes for leaf in identity.leaves)))
@@ -468,7 +468,7 @@ class Puller:
     def __init__(self, host: Host, writer: CacheWriter) -> None:
         self._host = host
         self._cache, self._tiers = parts(writer)
-        self._beside = writer.state_tiers
+        self._sides = writer.sides
 
     @property
     def identity(self) -> Identity:
@@ -514,10 +514,10 @@ class Puller:
         leading = 0
         while leading in arrived:
             leading += 1
-        if leading and self._cache.states is not None:
+        if leading and self._cache.sides:
             end = missing.present + leading
-            last = [*missing.before, *missing.digests[:leading]][-self._cache.states.reach :]
-            self._take_beside(address, last, partial(keys_of, slice(end - len(last), end)))
+            last = [*missing.before, *missing.digests[:leading]][-self._cache.sides.reach :]
+            self._take_entries(address, last, partial(keys_of, slice(end - len(last), end)))
         grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
         return PulledPages(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
@@ -541,7 +541,7 @@ class Puller:
                     host.put(digests[index], payload, owned=True, cold=True)
                     arrived.append(by_digest[digests[index]])
                 wanted = [page.digest for page in arrived]
-                self._take_beside(address, wanted, lambda _: [source_keys[digest] for digest in wanted])
+                self._take_entries(address, wanted, lambda _: [source_keys[digest] for digest in wanted])
                 stored = existing | {page.digest for page in arrived}
                 order = [page for page in listed if page.digest in stored]
 
@@ -555,20 +555,19 @@ class Puller:
             len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, HostHold(host, ())
         )
 
-    def _take_beside(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
-        """Take the other session's states or window pages, or do without them if that fails.
+    def _take_entries(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
+        """Take the entries of the other session's side caches, or do without them if that fails.
 
         `keys` returns the keys of `digests` for the other session's secret.
         """
-        tiers = self._beside
-        if tiers is None or tiers.identity is None or not digests:
-            return
-        try:
-            with PageSource(address, tiers.identity) as source:
-                for index, payload in source.fetch(digests, keys(source.lookup), tiers.host.memory):
-                    tiers.host.put(digests[index], payload, owned=True)
-        except RekindleError as error:
-            log.debug("pages came without their states or windows: %s", error)
+        for side in self._sides if digests else ():
+            host = side.tiers.host
+            try:
+                with PageSource(address, side.identity) as source:
+                    for index, payload in source.fetch(digests, keys(source.lookup), host.memory):
+                        host.put(digests[index], payload, owned=True)
+            except RekindleError as error:
+                log.debug("pages came without their %s: %s", side.cache.plan.words.entries, error)
 
     def _missing(self, tokens: IntArray, salt: str | None) -> _MissingPages:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size
@@ -583,7 +582,7 @@ class Puller:
             return cache.root_key, here
 
         root_key, here = self._host.ask(look)
-        count, parent, reach = len(here) - 1, here[-1], 0 if cache.states is None else cache.states.reach
+        count, parent, reach = len(here) - 1, here[-1], cache.sides.reach
         digests = []
         most = count + self.budget // max(1, self.page_bytes)
         for page in range(count, min(len(tokens) // size, most)):

@@ -227,7 +227,7 @@ def _paged_logprobs(graph: Graph, config: EngineConfig, leaves: Any, tokens: jax
     model: Any = merge(graph, leaves)
     assert config.page_size is not None, "resolved"
     width = -(-length // config.page_size)
-    shapes = paged.abstract(graph.config, 1 + rows * width, config.page_size, config.kv_dtype, slots=rows)
+    shapes = paged.abstract(graph.config, 1 + rows * width, config.page_size, config.kv_dtype, {"states": 1 + rows})
     pages = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     table = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     places, slots = np.arange(length, dtype=np.int32), jnp.arange(1, rows + 1, dtype=jnp.int32)
@@ -238,7 +238,7 @@ def _paged_logprobs(graph: Graph, config: EngineConfig, leaves: Any, tokens: jax
         jnp.full(rows, length, jnp.int32),
         jnp.arange(rows + 1, dtype=jnp.int32) * length,
         jnp.asarray(rows, jnp.int32),
-        (slots, slots),
+        {"states": (slots, slots)},
     )
     attend = paged.PagedAttention(graph.config, pages, paging, 0, config.kernels, deterministic=True)
     every = jnp.asarray(np.tile(places, rows))

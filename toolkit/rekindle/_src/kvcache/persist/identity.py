@@ -15,8 +15,15 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
 
 VERSION = 1
-# In the layouts of what is stored in addition to pages
-STATES, WINDOWS, CAPTURES = ", states of ", ", windows of ", ", captures of "
+
+
+def mark(what: str) -> str:
+    """Return what follows in a layout after that of pages, where something is stored that belongs to them."""
+    assert what.isalpha(), f"{what!r} is not a word"
+    return f", {what} of "
+
+
+CAPTURES = mark("captures")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +42,9 @@ class Identity:
 
     @property
     def beside_pages(self) -> bool:
-        """True if it is that of states, windows or captures, which belong to pages."""
-        return any(what in self.layout for what in (STATES, WINDOWS, CAPTURES))
+        """True if it is that of something that belongs to pages: see `mark`."""
+        parts = (part.partition(" of ") for part in self.layout.split(", ")[1:])
+        return any(of and what.isalpha() for what, of, _ in parts)
 
     @property
     def root(self) -> bytes:

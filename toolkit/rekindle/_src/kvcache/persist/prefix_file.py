@@ -1,6 +1,6 @@
 """A prefix as one file, to hand to a colleague who has the same model: its index, then its payloads.
 
-States, or pages of layers with a window, follow in the same form if nodes have them.
+Entries of side caches follow in the same form, one cache after the other, if nodes have them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ def write(
     identity: Identity,
     pages: Sequence[tuple[Page, Payload]],
     *,
-    beside: Identity | None = None,
-    states: Sequence[tuple[Page, Payload]] = (),
+    sides: Sequence[tuple[Identity, Sequence[tuple[Page, Payload]]]] = (),
 ) -> None:
-    """Write pages that follow each other, and `states` of some, whose identity is `beside`; the file is complete or
-    absent. Raises StoreError if it can't be written."""
+    """Write pages that follow each other, and the entries of each side cache that some of them have; the file is
+    complete or absent. Raises StoreError if it can't be written."""
     if not pages:
         raise StoreError("nothing of the prompt is cached. Generate with it first")
     content = [_MAGIC, *_part(identity, pages)]
-    if beside is not None and states:
-        content += _part(beside, states)
+    for own, entries in sides:
+        content += _part(own, entries) if entries else []
     try:
         private_files.write(path, content, mode=0o666, durable=True)
     except OSError as error:
@@ -65,9 +64,9 @@ def _part(identity: Identity, pages: Sequence[tuple[Page, Payload]]) -> list[Any
     return [len(index).to_bytes(_LENGTH, "little"), index, *data]
 
 
-def read(path: Path, identity: Identity, *, beside: Identity | None = None) -> tuple[Pairs, Pairs]:
-    """Read and verify the pages of a file, and the states of some. Raises StoreError if it can't be read or is damaged,
-    SnapshotRefused if `identity`, and `beside` for states, can't use it."""
+def read(path: Path, identity: Identity, *, sides: Sequence[Identity] = ()) -> tuple[Pairs, list[Pairs]]:
+    """Read and verify the pages of a file, and the entries of side caches, in the order of their identities. Raises
+    StoreError if it can't be read or is damaged, SnapshotRefused if a session with these identities can't use it."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -75,12 +74,21 @@ def read(path: Path, identity: Identity, *, beside: Identity | None = None) -> t
     if not data.startswith(_MAGIC):
         raise StoreError(f"{path} is not an exported prefix")
     pages, end = _read(path, data, len(_MAGIC), identity, chained=True)
-    states: Pairs = []
-    if end < len(data) and beside is not None:
-        states, end = _read(path, data, end, beside, chained=False)
+    entries: list[Pairs] = []
+    for place, own in enumerate(sides):
+        follows = end < len(data) and (place == len(sides) - 1 or _fits(data, end, own))
+        pairs, end = _read(path, data, end, own, chained=False) if follows else ([], end)
+        entries.append(pairs)
     if end != len(data):
         raise StoreError(f"{path} has {len(data)} bytes and should have {end}. Export it again")
-    return pages, states
+    return pages, entries
+
+
+def _fits(data: bytes, at: int, identity: Identity) -> bool:
+    """True if the index that begins at `at` is that of `identity`, and not that of a later side cache."""
+    start = at + _LENGTH
+    header, _ = decode(data[start : start + int.from_bytes(data[at:start], "little")])
+    return identity.mismatch(Identity.stored_in(header)) is None
 
 
 def _read(path: Path, data: bytes, at: int, identity: Identity, *, chained: bool) -> tuple[Pairs, int]:

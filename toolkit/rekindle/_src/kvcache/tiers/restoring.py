@@ -54,10 +54,10 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> RestoredP
     return RestoredPages(name, grafted, len(pages) - grafted)
 
 
-def restore_states(tiers: Tiers, name: str) -> None:
-    """Make the states of earlier sessions known, for `restore`, and read the latest ahead; `tiers` are those of states.
+def restore_side(tiers: Tiers, name: str) -> None:
+    """Make a side cache's entries of earlier sessions known, for `restore`, and read the latest ahead.
 
-    A state without its pages stays on disk.
+    An entry without its page stays on disk.
     """
     disk = tiers.disk
     if disk is None:

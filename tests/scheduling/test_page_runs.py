@@ -1,4 +1,4 @@
-"""Pages before a window, with a fake model that checks the window of each row: which are given back, kept and lost."""
+"""Entries that are pages of a window, with a fake model that checks the window of each row: which are kept and lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from helpers.fakes import DictTier, make_request
 from helpers.scheduling import Loop, answered, cached, prefix_of, text
 from rekindle._src.core.records import FinishReason, PageMove
-from rekindle._src.kvcache import TreeTails
+from rekindle._src.kvcache import SidePages
 from rekindle.errors import StoreError
 
 PAGE, WINDOW, SPAN = 4, 11, 3
@@ -20,9 +20,10 @@ def loop(**options: Any) -> Loop:
     return Loop(**values)
 
 
-def tails(loop: Loop) -> TreeTails:
-    assert isinstance(loop.states, TreeTails)
-    return loop.states
+def windows(loop: Loop) -> SidePages:
+    (side,) = loop.sides
+    assert isinstance(side, SidePages)
+    return side
 
 
 def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
@@ -30,11 +31,11 @@ def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
     request = make_request(text(200), max_tokens=40)
     model.submit(request)
     while model.step():
-        held = [len(sequence.tail.pages) for sequence in model.scheduler._running_set.holders if sequence.tail]
+        held = [len(holding.pages) for sequence in model.scheduler._running_set.holders for holding in sequence.sides]
         most = max([most, *held])
     assert most <= SPAN + 2 + 2 * 16 // PAGE
     assert model.output(request) == model.model.generate(request)
-    assert not tails(model)._holds
+    assert not windows(model)._holds
 
 
 def test_the_next_turn_and_the_prompt_again_hit_fully_when_all_else_has_left() -> None:
@@ -45,7 +46,7 @@ def test_the_next_turn_and_the_prompt_again_hit_fully_when_all_else_has_left() -
     turn = [*first.token_ids.tolist(), *model.output(first), 1, 2, 3]
     (second,) = answered(model, turn)
     assert cached(model, second) == 156
-    assert tails(model).evicted, "there was room for all of them"
+    assert windows(model).evicted, "there was room for all of them"
     (third,) = answered(model, text(100))
     assert cached(model, third) == 99
 
@@ -70,7 +71,7 @@ def test_requests_at_once_share_pages() -> None:
 
 
 def test_a_pinned_prefix_keeps_its_window() -> None:
-    model = loop(pages=512, tails=8)
+    model = loop(pages=512, window_pages=8)
     answered(model, text(80))
     assert model.scheduler.pin(prefix_of(model.cache, max(model.cache, key=lambda node: node.depth))[:80]) == 80
     for start in range(4):
@@ -78,7 +79,7 @@ def test_a_pinned_prefix_keeps_its_window() -> None:
     (again,) = answered(model, text(80, 91, 92, 93, 94, 95))
     assert cached(model, again) == 80
     model.scheduler.unpin(again.token_ids[:80])
-    assert not tails(model).pinned
+    assert not windows(model).pinned
 
 
 def test_pages_come_back_from_host_memory_with_their_window() -> None:
@@ -87,14 +88,14 @@ def test_pages_come_back_from_host_memory_with_their_window() -> None:
     answered(model, [(50 + 3 * position) % 89 for position in range(140)])
     (again,) = answered(model, text(90, 91))
     assert cached(model, again) == 88
-    assert tails(model).restored
+    assert windows(model).restored
     explanation = model.scheduler.explain(again.id)
     assert explanation is not None
     assert "the window before their end was in host memory" in explanation.text
     assert first.id != again.id
 
 
-@pytest.mark.parametrize("what", ["lose", "lose_state"])
+@pytest.mark.parametrize("what", ["lose", "lose_entry"])
 def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
     model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
     answered(model, text(90))
@@ -113,7 +114,7 @@ def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
     setattr(model.runner, what, lambda move: None)
     (again,) = answered(model, text(90, 91))
     assert cached(model, again) < 88
-    assert not tails(model)._holds
+    assert not windows(model)._holds
 
 
 def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""States in the prefix tree, with a fake model that checks the state of each row: where states are left and lost."""
+"""Entries for all tokens before a node, with a fake model that checks the state of each row: where they are left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loop(**options: Any) -> Loop:
 
 
 def positions(loop: Loop) -> set[int]:
-    return {node.depth * PAGE for node in loop.cache if node.state}
+    return {node.depth * PAGE for node in loop.sides[0]}
 
 
 def test_states_are_left_at_the_edges_of_prompt_and_turn() -> None:
@@ -56,7 +56,7 @@ def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
     answered(model, [*range(50, 62)], max_tokens=2)
     answered(model, text(12, 91), max_tokens=2)  # uses the first
     answered(model, [*range(60, 72)], max_tokens=2)
-    kept = {int(prefix_of(model.cache, node)[0]) for node in model.cache if node.state}
+    kept = {int(prefix_of(model.cache, node)[0]) for node in model.sides[0]}
     assert kept == {0, 60}
     assert model.cache.statistics().states_evicted == 1
 
@@ -66,7 +66,7 @@ def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None
     model = loop(pages=8, states=4, host_tier=tier, state_tier=states, max_model_len=30)
     answered(model, text(20), max_tokens=2)
     answered(model, [*range(50, 75)], max_tokens=2)
-    assert all(node.page for node in model.cache if node.state)
+    assert all(node.page for node in model.sides[0])
     assert states.payloads, "the first state left with its pages"
     (again,) = answered(model, text(20), max_tokens=2)
     assert cached(model, again) == 16
@@ -85,12 +85,12 @@ def test_a_state_that_is_lost_fails_its_request_and_is_computed_by_the_next() ->
     model = loop(pages=8, host_tier=DictTier(), state_tier=states, max_model_len=30)
     answered(model, text(20), max_tokens=2)
     answered(model, [*range(50, 75)], max_tokens=2)
-    model.runner.lose_state = lambda move: StoreError("the state is gone")
+    model.runner.lose_entry = lambda move: StoreError("the state is gone")
     request = make_request(text(20), max_tokens=2)
     model.submit(request)
     model.run()
     assert model.reason(request) is FinishReason.FAILED
-    model.runner.lose_state = lambda move: None
+    model.runner.lose_entry = lambda move: None
     (again,) = answered(model, text(20), max_tokens=2)
     assert cached(model, again) == 0
 

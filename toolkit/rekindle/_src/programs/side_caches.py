@@ -1,0 +1,358 @@
+"""The kinds of side caches: what layers keep of a sequence in addition to pages that stay. One declaration for each.
+
+A kind says how many slots it has on the device, what one entry is there and elsewhere, how entries are keyed in the
+tree, how they are read out and filled, which share of host memory they have, under which identity they are stored, and
+what a step's rows send for it. Everything else works on the list that `side_caches` returns: the tree
+(`kvcache.side`), the rules of the scheduler (`scheduling.side_rules`), transfers, tiers, snapshots, pages between
+sessions, and views.
+
+- `RecurrentStates`: a layer's state, which each token changes, stands for all tokens before it. It lies in slots, and a
+  row names the one that it reads and the one that it writes.
+- `WindowPages`: layers with a window give back the pages that it has passed. They have a page table of their own, with
+  the pages that each row still has. A row sends their places. On the device they are spread over a table of all places,
+  so that kernels read both tables alike. At places that the window has passed the table names the scratch page, which
+  no kernel reads there.
+
+Two more, on paper:
+
+    class EncoderOutputs(DevicePlan):      # of pictures, as rows of the residual stream
+        name = "encodings"                 # stored as ", encodings of "
+        keying = Keying.CONTENT            # by the digest of the input, which is in the salt of the pages after it
+        share, costs = 8, "measured"       # encoding again is a program's time; a copy may be slower
+        moved, divided = 1, WHOLE
+        # slots: two of the most tokens of an input for each request; step, span: nodes have none and need none
+        # leaves: one input's rows, [tokens, hidden]; content: digest of the encoder's weights and preprocessing
+        # feature: one integer for each prefill token, its place among the slots; embeddings are replaced there
+
+    class DraftPages(DevicePlan):          # of a drafter with layers of its own
+        name = "drafts"                    # stored as ", drafts of "
+        keying = Keying.PAGES              # as many in a row as the drafter sees: all of them, or its window
+        share, costs = 8, "measured"       # a drafter's tokens are cheap to compute
+        moved, divided = FEW, PAYLOAD
+        # slots: `device_pages`, or those of the drafter's window; span: the same in pages, or 0: a prompt continues
+        # without them, since drafts are only worse then
+        # leaves: a page over the drafter's layers; content: the drafter's fingerprint
+        # feature: `PageTables`, as those of windows
+
+`CONTENT` is the one thing to add: entries that no node has, held by the sequences whose next rows read them. It is a
+subclass of `SideCache` that finds entries by digest, and a `SideRule` that admits, covers and releases them.
+
+Axes: n slots, B numbers of a sequence's states over all layers; N rows, V pages that a row may have, W places of a page
+table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import IntArray, PageRun, Row
+from rekindle._src.kvcache.persist.segment import LeafSpec
+from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.kvcache.side import EntryWords, Keying, SidePlan
+from rekindle._src.models.base import Placement
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import FEW, Helper
+from rekindle._src.programs.feature import Columns, Feature, TokenPlaces
+from rekindle._src.programs.kv_layout import KV, Layer, Payload
+from rekindle._src.programs.partitioning import HEADS, PAYLOAD, DeviceLayout, Partitioning
+from rekindle_kernels import EDGE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePlan(SidePlan, ABC):
+    """A plan with the device's part of its kind. `name` is the field of `kv_layout.Layer` that has its arrays."""
+
+    moved: ClassVar[int]  # entries of one transfer
+    divided: ClassVar[DeviceLayout]  # entries in transfers, on a mesh
+    pinned: ClassVar[bool] = True  # they pass pinned memory where there is some
+
+    @classmethod
+    @abstractmethod
+    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+        """Return how many slots there are next to so many pages, the scratch one included; 0 for other models."""
+
+    @classmethod
+    @abstractmethod
+    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
+        """Return the bytes of one slot on a device that has the `local` part of the model."""
+
+    @classmethod
+    @abstractmethod
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+        """Return the fields of the plan that only this kind has, for a model that has it."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: EngineConfig, placement: Placement) -> Self | None:
+        """Return the plan for a resolved config; None for a model without such entries."""
+        assert config.page_size is not None, "resolved"
+        assert config.device_pages is not None, "resolved"
+        slots = cls.slots_for(model, config, placement, config.device_pages)
+        if not slots:
+            return None
+        return cls(
+            page_size=config.page_size,
+            slots=slots,
+            slot_bytes=cls.slot_size(placement.local_config(model), config),
+            host_bytes=config.host_memory // cls.share if config.prefix_cache else 0,
+            **cls.sizes(model, config, slots),
+        )
+
+    @property
+    def read_out(self) -> Helper:
+        """The program that reads entries out."""
+        return Helper(f"{self.name}_out", self.moved)
+
+    @property
+    def fill(self) -> Helper:
+        """The program that fills slots."""
+        return Helper(f"{self.name}_in", self.moved)
+
+    @abstractmethod
+    def feature(self, number: int) -> Feature:
+        """Return what rows of a step send; `number` is the place of the side cache among those of a row."""
+
+    @abstractmethod
+    def gather(self, kv: KV, ids: Array) -> Payload:
+        """Return the entries in the slots `ids` [n], each array [n, …]."""
+
+    @abstractmethod
+    def scatter(self, kv: KV, ids: Array, entries: Sequence[Payload]) -> KV:
+        """Write entries of `gather`, one for each slot, to the slots `ids`; ids that pad the transfer are 0."""
+
+    @abstractmethod
+    def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
+        """Wait for the result of `gather` on a mesh or a device, and return it as that of one device."""
+
+    @abstractmethod
+    def to_device(self, parts: Partitioning, entry: Payload) -> Payload:
+        """Return an entry off the devices in the form that `scatter` takes."""
+
+
+def side_caches(model: ModelConfig, config: EngineConfig, placement: Placement) -> tuple[DevicePlan, ...]:
+    """Return the plans of a session's side caches: pure values. The config is resolved, and that of one data shard."""
+    plans = (kind.of(model, config, placement) for kind in KINDS)
+    return tuple(plan for plan in plans if plan is not None)
+
+
+def slots_of(plans: Sequence[SidePlan]) -> dict[str, int]:
+    """Return the slots of each side cache by its name, as `kv_layout.abstract` takes them."""
+    return {plan.name: plan.slots for plan in plans}
+
+
+LEAST = 8  # slots of the tree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentStates(DevicePlan):
+    """The states of models whose layers have some. An entry is one array over all layers, float32 [1, B]."""
+
+    name, keying = "states", Keying.BOUNDARY
+    words = EntryWords("state", "states", "the state after them", "no state after them", "a state after them")
+    moved, divided, pinned = 1, HEADS, False
+
+    @classmethod
+    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+        """Each running request has one, and the tree a prompt's and a text's for each, if prompts are shared."""
+        if not model.is_recurrent:
+            return 0
+        tree = max(LEAST, 2 * config.max_requests) if config.prefix_cache else 0
+        return 1 + config.max_requests + tree
+
+    @classmethod
+    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
+        return paged.state_bytes(local)
+
+    @classmethod
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+        assert config.page_size is not None, "resolved"
+        numbers = paged.state_bytes(model) // 4
+        return {
+            "first": 1 + config.max_requests,
+            "step": math.lcm(EDGE, config.page_size),
+            "edge": EDGE,
+            "leaves": (LeafSpec((numbers,), "float32"),),
+            "content": f"{numbers} numbers",
+        }
+
+    def feature(self, number: int) -> Feature:
+        return StateSlots(number)
+
+    def gather(self, kv: KV, ids: Array) -> Payload:
+        return (jnp.concatenate([array[ids].reshape(ids.shape[0], -1) for array in _states(kv)], axis=1),)
+
+    def scatter(self, kv: KV, ids: Array, entries: Sequence[Payload]) -> KV:
+        ((states,),) = entries  # [1, B]
+        first = 0
+        layers: list[Layer] = []
+        for layer in kv:
+            arrays = []
+            for array in layer.states:
+                size = math.prod(array.shape[1:])
+                part = states[:, first : first + size].reshape(-1, *array.shape[1:])
+                arrays.append(array.at[ids].set(part))
+                first += size
+            layers.append(layer._replace(states=tuple(arrays)))
+        return tuple(layers)
+
+    def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
+        (states,) = payload
+        return [parts.states_to_host(states)]
+
+    def to_device(self, parts: Partitioning, entry: Payload) -> Payload:
+        (states,) = entry
+        return (parts.states_to_device(states),)
+
+
+def _states(kv: KV) -> Iterator[jax.Array]:
+    for layer in kv:
+        yield from layer.states
+
+
+class StateSlots(Feature):
+    """The slots that a step reads and writes, two integers in each row, where an entry stands for all tokens before.
+
+    A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
+    used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
+    """
+
+    side, row_ints = "states", 2
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        out[:] = row.sides[self._number]
+
+    def unpack(self, columns: Columns) -> tuple[Array, Array]:
+        return columns.row_ints[:, 0], columns.row_ints[:, 1]
+
+    def for_layers(self, own: tuple[Array, Array], places: TokenPlaces) -> tuple[Array, Array]:
+        return own
+
+
+STEPS = 4  # of tokens that are not committed: in flight and planned, and pages of as many that wait to be released
+
+
+def span(model: ModelConfig, page_size: int) -> int:
+    """Return how many pages before a page's end a sequence needs that continues there."""
+    return pages_for(model.window, page_size)
+
+
+def least_pages(model: ModelConfig, config: EngineConfig) -> int:
+    """Return with how many pages no step ever lacks one, however its requests lie; the scratch page is one of them."""
+    assert config.page_size is not None, "resolved"
+    steps = pages_for(STEPS * config.max_tokens_per_step, config.page_size)
+    return 1 + config.max_requests * (span(model, config.page_size) + 2) + steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPages(DevicePlan):
+    """The pages of layers that give back those that their window has passed."""
+
+    name, keying = "windows", Keying.PAGES
+    words = EntryWords(
+        "window", "windows", "the window before their end", "no window before them", "the window before their end"
+    )
+    moved, divided = FEW, PAYLOAD
+
+    most: int = 0  # pages that a row sends
+
+    @classmethod
+    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+        """They get what as many sequences of half of `max_model_len` need, so that ends of turns stay there too. They
+        never need more than the others have, since a sequence has a page here only where it has one there."""
+        assert config.page_size is not None, "resolved"
+        assert config.max_model_len is not None, "resolved"
+        if not placement.pages_apart or not model.window:
+            return 0
+        half = max(1, pages_for(config.max_model_len, 2 * config.page_size))
+        share = -(-pages * (span(model, config.page_size) + 2) // half)
+        return min(pages, max(least_pages(model, config), share))
+
+    @classmethod
+    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
+        assert config.page_size is not None, "resolved"
+        return paged.page_bytes(local, config.page_size, config.kv_dtype, windows=True)
+
+    @classmethod
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+        size = config.page_size
+        assert size is not None, "resolved"
+        assert config.max_model_len is not None, "resolved"
+        page = paged.payload_layout(paged.abstract(model, 1, size, config.kv_dtype, {cls.name: 1}), windows=True)
+        most = span(model, size) + pages_for(config.max_tokens_per_step, size) + 2
+        return {
+            "first": 1,
+            "step": size,
+            "span": span(model, size),
+            "window": model.window,
+            "reserved": 0 if slots == config.device_pages else least_pages(model, config) - 1,
+            "leaves": tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in page),
+            "content": f"{model.window} tokens",
+            "most": min(most, pages_for(config.max_model_len, size)),
+        }
+
+    def feature(self, number: int) -> Feature:
+        return PageTables(number, self.most)
+
+    def gather(self, kv: KV, ids: Array) -> Payload:
+        return paged.gather(kv, ids, windows=True)
+
+    def scatter(self, kv: KV, ids: Array, entries: Sequence[Payload]) -> KV:
+        return paged.scatter(kv, ids, entries, windows=True)
+
+    def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
+        return parts.to_host(payload, windows=True)
+
+    def to_device(self, parts: Partitioning, entry: Payload) -> Payload:
+        return parts.to_device(entry, windows=True)
+
+
+KINDS: tuple[type[DevicePlan], ...] = (RecurrentStates, WindowPages)
+
+
+class RowPages(NamedTuple):
+    """The pages of each row, and the place of the first."""
+
+    first: Array  # [N]
+    pages: Array  # [N, V]
+
+    def spread(self, width: int) -> Array:
+        """Return the pages at their places [N, width], the scratch page elsewhere."""
+        most = self.pages.shape[1]
+        places = lax.iota(jnp.int32, width)[None] - self.first[:, None]
+        taken = jnp.take_along_axis(self.pages, jnp.clip(places, 0, most - 1), axis=1)
+        return jnp.where((places >= 0) & (places < most), taken, 0)
+
+
+class PageTables(Feature):
+    """The pages of each row, and for layers the page of each token, and a table of all places."""
+
+    side = "windows"
+
+    def __init__(self, number: int, most: int) -> None:
+        self._number, self.row_ints = number, 1 + most
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        run = row.sides[self._number]
+        assert isinstance(run, PageRun), "the row has no pages of layers that give some back"
+        out[0] = run.first
+        out[1 : 1 + len(run.pages)] = run.pages
+
+    def unpack(self, columns: Columns) -> RowPages:
+        return RowPages(columns.row_ints[:, 0], columns.row_ints[:, 1:])
+
+    def for_layers(self, own: RowPages, places: TokenPlaces) -> tuple[Array, Array]:
+        table = own.spread(places.width)
+        return jnp.where(places.valid, table[places.owners, places.pages], 0), table

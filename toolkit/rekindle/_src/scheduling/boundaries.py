@@ -1,0 +1,169 @@
+"""Entries that stand for all tokens before a node: which slot each row reads and writes, and where one is left.
+
+A running sequence has a slot of its own. Its first row after a hit reads the tree's slot instead, and a row that ends
+where an entry is to be left writes a slot of the tree's, which the next row reads. Nothing is copied, and what a step
+reads it does not overwrite.
+
+Entries are left where other prompts are likely to continue:
+
+- at the last edge of the prompt
+- where the prompt's cached pages end, if its entries ended before: there prompts branch
+- where a request that waits for this one's pages will branch off
+- at each edge of the generated text. The one before it is given up then, unless it was used: what stays is the
+  entry at the end of a turn
+
+Prompts are cut there, and otherwise at multiples of `Limits.edge`, where kernels end their chunks too. So a prompt is
+added up in the same order whether it is cold, cached, cut or begun again.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from rekindle._src.core.records import PageRun, SlotPair
+from rekindle._src.kvcache.node import Node
+from rekindle._src.kvcache.side import EntryWords, SideCache
+from rekindle._src.kvcache.tree import PrefixMatch
+from rekindle._src.scheduling.sequence import Holding, Limits, Sequence
+from rekindle._src.scheduling.side_rules import SideRule
+
+
+class Trail(Holding):
+    """The entries of one running sequence: the slots that it reads, and where it leaves some for the tree."""
+
+    __slots__ = ("held", "left", "pending", "reads", "stops")
+
+    def __init__(self, words: EntryWords) -> None:
+        super().__init__(words)
+        self.reads = 0  # the slot of its entry, once a row was planned
+        self.held = 0  # the tree's slot that its next row reads
+        self.stops: list[int] = []  # positions of the prompt at which to leave an entry, ascending
+        self.pending: deque[tuple[int, int]] = deque()  # positions and slots of entries left by steps in flight
+        self.left: tuple[Node, int] | None = None  # the node of the last entry of its own text, and that node's visits
+
+
+class Boundaries(SideRule[Trail]):
+    """The entries of all sequences, over the slots of the tree."""
+
+    inside = False
+    drafts = False
+    ahead = True
+
+    def __init__(self, limits: Limits, cache: SideCache) -> None:
+        super().__init__(cache)
+        self._edge, self._page_size, self._step = limits.edge, limits.page_size, cache.plan.step
+        self.least = limits.edge
+        self._ending: list[int] = []  # slots that rows of the step being planned read
+
+    def cut(self, sequence: Sequence, length: int) -> int:
+        planned = sequence.planned
+        stop = next((stop for stop in self.holding(sequence).stops if stop > planned), sequence.target)
+        end = min(planned + length, stop)
+        if end < stop:
+            edge = end // self._edge * self._edge
+            end = edge if edge > planned else end
+        return end - planned
+
+    def row(self, sequence: Sequence, length: int) -> SlotPair:
+        trail: Trail = sequence.sides[self.number]
+        own, end = 1 + sequence.slot, sequence.planned + length
+        if sequence.fresh:
+            trail.reads = trail.held or own
+        reads, writes = trail.reads, own
+        if self._leaves(sequence, end) and (slot := self.cache.take()):
+            trail.pending.append((end, slot))
+            self.cache.hold(slot)
+            writes = slot
+        if trail.held:
+            self._ending.append(trail.held)
+        trail.held = 0 if writes == own else writes
+        trail.reads = writes
+        return SlotPair(reads, writes)
+
+    def reads(self, row: SlotPair | PageRun) -> int:
+        assert isinstance(row, SlotPair), "a row of this rule"
+        return row.reads
+
+    def admit(self, sequence: Sequence, match: PrefixMatch, *, fetched: bool) -> Trail:
+        cache, size, start = self.cache, self._page_size, 0
+        trail = Trail(cache.plan.words)
+        if match.nodes:
+            node = match.nodes[-1]
+            start = node.depth * size
+            if slot := cache.slot(node):
+                trail.source, trail.held = "on the device", slot
+                cache.hold(slot)
+            else:
+                trail.source, trail.held = "on disk" if fetched else "in host memory", cache.restore(node)
+            cache.touch(node)
+        trail.again = match.reached * size - start
+        last = sequence.known - 1  # its last token is computed in any case
+        stops = {cache.floor(last), cache.floor(min(match.reached * size, last))}
+        trail.stops = sorted(stop for stop in stops if stop > start)
+        return trail
+
+    def shared(self, owner: Sequence | None, pages: int) -> int:
+        position = self.cache.floor(pages * self._page_size)
+        if owner is None or not owner.sides or not position:
+            return 0
+        stops = self.holding(owner).stops
+        if position not in stops:
+            if not owner.planned < position < owner.target:
+                return 0
+            bisect.insort(stops, position)
+        elif position <= owner.computed:
+            return 0  # it was left, and is not there any more
+        return position // self._page_size
+
+    def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
+        trail: Trail = sequence.sides[self.number]
+        if not trail.pending or trail.pending[0][0] != sequence.computed:
+            return
+        cache = self.cache
+        position, slot = trail.pending.popleft()
+        if node is not None and node.depth * self._page_size == position:
+            cache.attach(node, slot)
+            if position >= sequence.target:
+                self._replace(trail, node)
+        cache.release(slot)
+
+    def release(self, sequence: Sequence) -> None:
+        trail = self.holding(sequence)
+        while trail.pending:
+            self.cache.release(trail.pending.popleft()[1])
+        if trail.held:
+            self.cache.release(trail.held)
+            trail.held = 0
+
+    def planned(self) -> None:
+        for slot in self._ending:
+            self.cache.release(slot)
+        self._ending = []
+
+    def held(self, sequence: Sequence) -> Iterable[int]:
+        trail = self.holding(sequence)
+        return [trail.held] if trail.held else []
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        held = Counter(self._ending)
+        for sequence in sequences:
+            held.update(slot for _, slot in self.holding(sequence).pending)
+            held.update(self.held(sequence))
+        self.cache.check_integrity(held)
+
+    def _leaves(self, sequence: Sequence, end: int) -> bool:
+        if sequence.node is None:
+            return False  # it publishes nothing
+        if end < sequence.target:
+            return end in self.holding(sequence).stops
+        return end % self._step == 0
+
+    def _replace(self, trail: Trail, node: Node) -> None:
+        """Give up the entry that the sequence's own text left before the one at `node`, unless it was used."""
+        if trail.left is not None:
+            before, visits = trail.left
+            if before is not node and before.visits == visits and not before.pins:
+                self.cache.leave(before, read_out=False)
+        trail.left = node, node.visits
