@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Fields, Hooks, StepInputs
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
@@ -23,22 +23,6 @@ MODEL = tiny_model()
 VECTORS = np.zeros((3, MODEL.config.hidden_size), np.float32)
 VECTORS[2] = np.random.default_rng(0).standard_normal(VECTORS.shape[1]) * 40
 PROMPTS = [[5, 9, 7, 11], [21, 4, 60], [8, 8, 30, 2, 90]]
-
-
-class Around:
-    """A model that passes the residual after each layer through a function."""
-
-    def __init__(self, model: Any, after: Callable[[int, Array], Array]) -> None:
-        self._model, self._after = model, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
-        x, tables = self._model.begin(tokens, positions, lengths)
-        for number, layer in enumerate(self._model.layers):
-            x = self._after(number, layer(x, tables, attend))
-        return jnp.asarray(self._model.end(x))
 
 
 class Steering(Feature):
@@ -65,19 +49,17 @@ class Steering(Feature):
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0], columns.floats[:, 0], columns.row_ints[:, 0]
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
         kept: list[Array] = []
         vectors, scales, starts = own
 
-        def after(layer: int, x: Array) -> Array:
-            if layer:
-                return x
+        def after(x: Array) -> Array:
             added = operands[vectors] * scales[:, None]
             x = x.at[inputs.last].add(added)
             kept.append(jnp.concatenate([x[inputs.last], starts[:, None].astype(x.dtype)], axis=1))
             return x
 
-        return Around(model, after), kept
+        return Hooks(lambda site, layer: after if (site, layer) == ("residual", 0) else None, kept=kept)
 
     def output(self, model: Any, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return jnp.stack(kept)[0]

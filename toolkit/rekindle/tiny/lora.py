@@ -15,7 +15,6 @@ import optax
 from jax import Array
 from numpy.typing import NDArray
 
-from rekindle._src.models.adapters.adapted import adapt
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.loading.checkpoint import load
@@ -146,9 +145,7 @@ def _batches(count: int, size: int, random: np.random.Generator) -> Iterator[NDA
 
 
 def _loss(params: dict[str, Pair], graph: Graph, leaves: Any, tokens: Array, mask: Array) -> Array:
-    module: Any = merge(graph, leaves)
-    for path, pair in params.items():
-        adapt(module, path, _TrainedDelta(pair))
+    module: Any = merge(graph, leaves, {path: _TrainedDelta(pair) for path, pair in params.items()})
     return -(token_logprobs(module, tokens) * mask).sum() / mask.sum()
 
 

@@ -2,8 +2,8 @@
 
 Axes: R decode rows, S prefill sequences, N = R + S, T tokens of the step.
 
-Each linear layer that may have adapters is replaced by one that adds them: `rekindle_kernels.add_adapters`, once for
-each chunk of the stacks. Tokens without an adapter keep their numbers to the last bit. On a CPU these are native calls,
+Each matrix that may have adapters gets a delta that adds them: `rekindle_kernels.add_adapters`, once for each chunk of
+the stacks. Tokens without an adapter keep their numbers to the last bit. On a CPU these are native calls,
 which runs of other native calls go through.
 
 On the device, each site of a model has chunks of `CHUNK` rows of rank that all adapters share. A chunk's arrays have
@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 
 import rekindle_kernels
 from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
-from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
-from rekindle._src.models.base import Model, Placement
+from rekindle._src.models.base import Placement
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
 from rekindle._src.programs.buckets import ADAPTED
-from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
 from rekindle._src.programs.partitioning import PARTS, WHOLE
 from rekindle_kernels import AdaptedTokens
 
@@ -281,22 +280,14 @@ class Adapters(Feature):
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]
 
-    def model(self, model: Model, inputs: StepInputs, own: Any, operands: Any) -> tuple[Model, Any]:
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
         tokens = AdaptedTokens.of(inputs.of_tokens(own))
-        experts: dict[str, dict[str, _Delta]] = {}
+        deltas: dict[str, _Delta] = {}
         for index, site in enumerate(self.stacks.sites):
-            own = [Chunk(*map(self.stacks.own, chunk)) for chunk in operands.stacks[index]]
-            delta = _Delta(
-                own, operands.owners, self.stacks.outputs(site), index * len(own), tokens, self._implementation
-            )
-            if site.experts:
-                path, _, name = site.path.rpartition(".")
-                experts.setdefault(path, {})[name] = delta
-            else:
-                adapt(model, site.path, delta)
-        for path, deltas in experts.items():
-            adapt_experts(model, path, **deltas)
-        return model, None
+            chunks = [Chunk(*map(self.stacks.own, chunk)) for chunk in operands.stacks[index]]
+            outputs, first = self.stacks.outputs(site), index * len(chunks)
+            deltas[site.path] = _Delta(chunks, operands.owners, outputs, first, tokens, self._implementation)
+        return Hooks(deltas=deltas)
 
 
 class _Delta:
