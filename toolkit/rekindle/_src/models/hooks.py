@@ -29,21 +29,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from jax import Array
-
-if TYPE_CHECKING:
-    from rekindle._src.models.nn.linear import RMSNorm
 
 Listener = Callable[[str, int], Callable[[Array], Array] | None]
 STREAM_SITES = ("residual_before", "residual")
 
 
+class Norm(Protocol):
+    """The norm of a layer's input, `RMSNorm`, as a delta takes it."""
+
+    weight: Any
+    eps: float
+
+    def __call__(self, x: Array) -> Array: ...
+
+
 class Delta(Protocol):
     """An addition to the product of a linear layer."""
 
-    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
         """Return y [T, out] plus what is made of x [T, in], normed if there is a norm; gated [T, out / 2] if an
         activation is named."""
         ...

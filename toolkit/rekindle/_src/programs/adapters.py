@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,13 @@ from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
 from rekindle._src.models.base import Placement
+from rekindle._src.models.hooks import Norm
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
 from rekindle._src.programs.buckets import ADAPTED
 from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
 from rekindle._src.programs.partitioning import PARTS, WHOLE
 from rekindle_kernels import AdaptedTokens
-
-if TYPE_CHECKING:
-    from rekindle._src.models.nn.linear import RMSNorm
-
 
 CHUNK = 128
 UNITS = CHUNK // UNIT  # of a chunk
@@ -305,7 +302,7 @@ class _Delta:
         self._chunks, self._owners, self._outputs, self._first = chunks, owners, outputs, first
         self._tokens, self._implementation = tokens, implementation
 
-    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
         """Return y [T, out] plus what the adapters make of x [T, in]; with the name of an activation, gated by it."""
         if norm is not None and len(self._chunks) > 1:
             x, norm = norm(x), None  # once for all of them
@@ -346,7 +343,7 @@ class _Delta:
         tokens: AdaptedTokens,
         first: int,
         gate: str | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> Array:
         last = len(self._chunks) - 1
         for index, chunk in enumerate(self._chunks):
