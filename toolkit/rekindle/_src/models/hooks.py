@@ -21,8 +21,8 @@ at a site, it adds an array of zeros that is an argument of the differentiated f
 their order, each what the one before returned. Where one listens to a half, the half is computed before it is added;
 where none does, the layer runs in its fused form, so that a program without listeners is the one without sites.
 
-A **delta** is an addition to the products of one matrix, such as an adapter's. `Linear` and `Stack` declare it as
-`delta`; `merge` gives a model its deltas by the paths of these layers.
+A **delta** is an addition to the products of one matrix, such as those of two narrow matrices. `Linear` and `Stack`
+declare it as `delta`, and `merge` gives a model its deltas by the paths of these layers.
 """
 
 from __future__ import annotations

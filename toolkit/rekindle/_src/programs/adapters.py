@@ -316,6 +316,7 @@ class _Delta:
         """A bool: true if an adapter on the device has a product here."""
         return (self._own_owners > 0).any()
 
+    @jax.named_scope("adapters")
     def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
         """Return y [M, out] plus what the adapters make of x [M, in], rows of tokens sorted by expert.
 

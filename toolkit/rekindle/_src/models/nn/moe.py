@@ -167,14 +167,13 @@ class Experts(nnx.Module):
             assert first is last, "both matrices have a delta, or neither"
             return self._without_deltas(rows, sizes)
 
-        def adapted() -> Array:
-            with jax.named_scope("adapters"):
-                wide = self.product(self.gate_up, rows, sizes)
-                hidden = self.activated(first.add_to_rows(wide, rows, sizes, tokens))
-                out = self.product(self.down, hidden, sizes)
-                return last.add_to_rows(out, hidden, sizes, tokens)
+        def with_deltas() -> Array:
+            wide = self.product(self.gate_up, rows, sizes)
+            hidden = self.activated(first.add_to_rows(wide, rows, sizes, tokens))
+            out = self.product(self.down, hidden, sizes)
+            return last.add_to_rows(out, hidden, sizes, tokens)
 
-        result: Array = jax.lax.cond(first.needed | last.needed, adapted, lambda: self._without_deltas(rows, sizes))
+        result: Array = jax.lax.cond(first.needed | last.needed, with_deltas, lambda: self._without_deltas(rows, sizes))
         return result
 
     def _without_deltas(self, rows: Array, sizes: Array) -> Array:
