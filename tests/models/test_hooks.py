@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 
@@ -16,7 +17,7 @@ from rekindle._src.core.taps import LOGITS
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.hooks import STREAM_SITES, keeping
+from rekindle._src.models.hooks import STREAM_SITES, Listener, keeping
 from rekindle._src.models.nn.forward import ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm, matrices
 from rekindle._src.models.plain import PlainAttention
@@ -156,6 +157,35 @@ def test_a_half_adds_the_stream_itself_where_nobody_listens() -> None:
         assert step.add("mlp", half, x).tolist() == [result] * 3
         assert (residuals.pop() is None) == apart
     assert {key: array.tolist() for key, array in kept.items()} == {("mlp", 4): [2.0] * 3}, "listeners are in order"
+
+
+@pytest.mark.thorough
+def test_a_listener_that_adds_zeros_has_the_gradient_at_its_site() -> None:
+    model, tokens, layer = checkpoints.case("llama"), jnp.arange(5, dtype=jnp.int32), 0
+
+    def at_the_site(zeros: Array) -> Array:
+        module = merge(model.graph, model.leaves)
+        at: Listener = lambda site, number: zeros.__add__ if (site, number) == ("residual", layer) else None  # noqa: E731
+        return module(tokens, tokens, PlainAttention(module, 5), tokens, [at])[-1].sum()
+
+    def of_the_rest(x: Array, *, first: bool) -> Array:
+        module = merge(model.graph, model.leaves)
+        embedded, tables = module.begin(tokens, tokens, tokens)
+        step = ForwardPass(tables, PlainAttention(module, 5))
+        if first:
+            return module.layers[layer](embedded, step.of(layer))
+        for number, block in enumerate(module.layers):
+            x = x if number <= layer else block(x, step.of(number))
+        return module.end(x)[-1].sum()
+
+    @jax.jit
+    def both() -> tuple[Array, Array]:
+        x = of_the_rest(jnp.zeros(0), first=True)
+        return jax.grad(at_the_site)(jnp.zeros_like(x)), jax.grad(functools.partial(of_the_rest, first=False))(x)
+
+    found, expected = both()
+    assert jnp.abs(expected).max() > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_matrix_without_a_declared_delta_takes_none() -> None:

@@ -127,3 +127,11 @@ def test_its_programs_are_a_variant_that_is_compiled_as_needed(driver: Driver) -
     names = {key.name for key in programs.known}
     assert {"r2t0s", "r2t32s", "r2t32es"} <= names and "r2t0es" not in names
     assert not names & {key.name for key in programs.keys} & {"r2t0s", "r2t32s", "r4t0s"}
+
+
+def test_a_feature_with_hooks_is_in_no_program_made_of_parts() -> None:
+    class Loose(Steering):
+        inside = False
+
+    with pytest.raises(AssertionError, match="set `inside`"):
+        Features((Loose(),), Guides())

@@ -131,7 +131,9 @@ def _compute(
     compiled = zip(layout.compiled_with(inputs.own), operands, strict=True)
     hooks = [feature.hooks(inputs, own, arrays) for (feature, own), arrays in compiled]
     listeners = [hook.listener for hook in hooks if hook.listener is not None]
-    model = merge(graph, leaves, {path: delta for hook in hooks for path, delta in hook.deltas.items()})
+    deltas = {path: delta for hook in hooks for path, delta in hook.deltas.items()}
+    assert len(deltas) == sum(len(hook.deltas) for hook in hooks), "two features add to one matrix"
+    model = merge(graph, leaves, deltas)
     fixed = graph.precision.deterministic
     attend = paged.PagedAttention(
         model.config,
