@@ -1,4 +1,4 @@
-"""What a caller of a model may have inside its layers: listeners at the sites that layers name, and deltas.
+"""Hooks of a caller inside a model: listeners at the sites that its layers name, and deltas of its matrices.
 
 A layer names each array that others may read or change, and each half that it adds to the residual stream
 (`nn/forward.py`). These are the sites of a layer, of which it has some, in the order of a pass:

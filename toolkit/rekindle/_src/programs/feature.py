@@ -160,7 +160,7 @@ Fields = list[dict[str, Any]]  # of each row's `RowResult`
 
 
 class Hooks(NamedTuple):
-    """What a feature has inside the layers of a step; see `models/hooks.py`."""
+    """The hooks of a feature inside the layers of a step; see `models/hooks.py`."""
 
     listener: Listener | None = None
     deltas: Deltas = NO_DELTAS

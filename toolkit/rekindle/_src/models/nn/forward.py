@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share: rope tables, attention, and the sites at which others listen.
+"""One forward pass, as layers see it: rope tables, attention, and the sites at which others listen.
 
 T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads, D head dim.
 """
