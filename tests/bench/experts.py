@@ -23,6 +23,7 @@ from flax import nnx
 import rekindle_kernels
 from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.nn import moe
+from rekindle._src.models.nn.forward import ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import config_from_hf
@@ -36,6 +37,13 @@ SHAPES = {  # hidden size, activation, experts
     "gpt-oss-20b": (2880, "clamped_silu", OSS),
     "qwen3-30b": (2048, "silu", QWEN),
 }
+
+
+def _attends(*_: Any) -> jax.Array:
+    raise AssertionError("experts attend to nothing")
+
+
+STEP = ForwardPass(RopeTables.of({}), _attends)
 
 
 def layer(name: str, kind: str) -> moe.Experts:
@@ -76,7 +84,9 @@ def compiled(module: moe.Experts, x: jax.Array, product: Callable[..., jax.Array
     graph, state = nnx.split(module)
     used, moe.rekindle_kernels.linear = moe.rekindle_kernels.linear, product
     try:
-        program = jax.jit(rekindle_kernels.fuse(lambda state, x: nnx.merge(graph, state)(x))).lower(state, x).compile()
+        program = (
+            jax.jit(rekindle_kernels.fuse(lambda state, x: nnx.merge(graph, state)(x, STEP))).lower(state, x).compile()
+        )
     finally:
         moe.rekindle_kernels.linear = used
     return lambda: jax.block_until_ready(program(state, x))

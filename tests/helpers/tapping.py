@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.nn.forward import ForwardPass
 from workshop import reference
 
 LENGTH = 96  # tokens at most: one compiled program for all sequences of a model and a change
@@ -60,8 +61,9 @@ class Plain:
             attend.recur = cache.recur  # type: ignore[attr-defined]
             x, tables = network.begin(tokens, positions, None)
             stream = [change(0, x, positions)]
-            for number, layer in enumerate(network.layers, start=1):
-                stream.append(change(number, layer(stream[-1], tables, attend), positions))
+            for number, layer in enumerate(network.layers):
+                step = ForwardPass(tables, attend).of(number)
+                stream.append(change(number + 1, layer(stream[-1], step), positions))
             norm = network.end(stream[-1])
             return jnp.stack(stream), norm, network.logits(norm), kept
 

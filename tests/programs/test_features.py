@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from rekindle._src.core.report import Report
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowReports, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Hooks, RowReports, StepInputs
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
@@ -25,22 +25,6 @@ MODEL = tiny_model()
 VECTORS = np.zeros((3, MODEL.config.hidden_size), np.float32)
 VECTORS[2] = np.random.default_rng(0).standard_normal(VECTORS.shape[1]) * 40
 PROMPTS = [[5, 9, 7, 11], [21, 4, 60], [8, 8, 30, 2, 90]]
-
-
-class Around:
-    """A model that passes the residual after each layer through a function."""
-
-    def __init__(self, model: Any, after: Callable[[int, Array], Array]) -> None:
-        self._model, self._after = model, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
-        x, tables = self._model.begin(tokens, positions, lengths)
-        for number, layer in enumerate(self._model.layers):
-            x = self._after(number, layer(x, tables, attend))
-        return jnp.asarray(self._model.end(x))
 
 
 class Steering(Feature):
@@ -67,19 +51,17 @@ class Steering(Feature):
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0], columns.floats[:, 0], columns.row_ints[:, 0]
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
         kept: list[Array] = []
         vectors, scales, starts = own
 
-        def after(layer: int, x: Array) -> Array:
-            if layer:
-                return x
+        def after(x: Array) -> Array:
             added = operands[vectors] * scales[:, None]
             x = x.at[inputs.last].add(added)
             kept.append(jnp.concatenate([x[inputs.last], starts[:, None].astype(x.dtype)], axis=1))
             return x
 
-        return Around(model, after), kept
+        return Hooks(lambda site, layer: after if (site, layer) == ("residual", 0) else None, kept=kept)
 
     def output(self, model: Any, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return jnp.stack(kept)[0]
@@ -152,3 +134,11 @@ def test_its_programs_are_a_variant_that_is_compiled_as_needed(driver: Driver) -
         "r2t32+pooling+steering",
     } <= names and "r2t0+pooling+steering" not in names
     assert not names & {key.name for key in programs.keys} & {"r2t0+steering", "r2t32+steering", "r4t0+steering"}
+
+
+def test_a_feature_with_hooks_is_in_no_program_made_of_parts() -> None:
+    class Loose(Steering):
+        inside = False
+
+    with pytest.raises(AssertionError, match="set `inside`"):
+        Features((Loose(),), Guides())

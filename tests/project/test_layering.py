@@ -77,6 +77,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     found = [edge for edge in edges() if edge.target != "rekindle" and edge.source != "rekindle"]
     assert circles(graph_of(found, by_folder=False)) == []
     assert circles(graph_of(found, by_folder=True)) == []
+    assert circles(graph_of(found, by_folder=False, typing_too=True)) == [], "imports of types"
 
 
 def test_every_module_lies_in_a_folder_of_the_architecture() -> None:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages
 from rekindle._src.models.config import Cache as Kept
-from rekindle._src.models.nn.layers import Compute, soft_cap, soft_max
+from rekindle._src.models.nn.forward import Compute
+from rekindle._src.models.nn.layers import soft_cap, soft_max
 from rekindle_kernels import RaggedBatch
 
 Layer = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # keys and values [length, K, D], and states [1, …]

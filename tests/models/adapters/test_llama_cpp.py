@@ -18,10 +18,10 @@ from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import HeadOrder
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.names import place
+from rekindle._src.models.loading.gguf.rewrites import HeadOrder
 from rekindle._src.models.loading.gguf.rows import paired_rows
 from rekindle._src.models.registry import config_from_hf, gguf_form
 from rekindle.errors import CheckpointError

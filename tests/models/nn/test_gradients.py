@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rekindle._src.models.nn.layers import RopeTables
+from rekindle._src.models.nn.forward import RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import config_from_hf

@@ -15,6 +15,7 @@ from helpers import checkpoints
 from helpers.thorough import by_default
 from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.nn.forward import ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.nn.moe import Experts, block_rows
 from rekindle._src.models.precision import Precision
@@ -28,6 +29,7 @@ CONFIG = config_from_hf(
      "intermediate_size": INNER}
 )  # fmt: skip
 SPEC = MoeSpec(num_experts=G, top_k=K, intermediate_size=INNER, normalize=True)
+STEP = ForwardPass(RopeTables.of({}), lambda *_: pytest.fail("experts attend to nothing"))
 
 
 def experts(precision: Precision, seed: int = 0) -> Experts:
@@ -81,7 +83,7 @@ def test_each_token_gets_its_own_experts(
     module = experts(Precision(dtype, quantize, loop_experts=looped))
     x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, E), np.float32))
     expected = one_by_one(module, x)
-    got = np.asarray(jax.jit(lambda x: module(x))(x))
+    got = np.asarray(jax.jit(lambda x: module(x, STEP))(x))
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
 
 
@@ -93,13 +95,13 @@ def test_the_loop_never_touches_an_expert_that_nobody_chose(dtype: str) -> None:
     idle = [expert for expert in range(G) if expert not in np.asarray(chosen)]
     poison = 0x7FC0 if dtype == "bfloat16" else np.nan  # a NaN's bits
     module.down.weight[...] = module.down.weight[...].at[np.array(idle)].set(poison)
-    assert np.isfinite(np.asarray(module(x))).all()
+    assert np.isfinite(np.asarray(module(x, STEP))).all()
 
 
 def test_all_tokens_may_choose_the_same_experts() -> None:
     module = experts(Precision(loop_experts=True))
     x = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).standard_normal(E), jnp.float32), (33, E))
-    np.testing.assert_allclose(np.asarray(module(x)), one_by_one(module, x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(module(x, STEP)), one_by_one(module, x), rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_follow_the_share_of_an_expert() -> None:

@@ -15,11 +15,10 @@ import optax
 from jax import Array
 from numpy.typing import NDArray
 
-from rekindle._src.models.adapters.adapted import adapt
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.hooks import Norm
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.models.plain import token_logprobs
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
@@ -146,9 +145,7 @@ def _batches(count: int, size: int, random: np.random.Generator) -> Iterator[NDA
 
 
 def _loss(params: dict[str, Pair], graph: Graph, leaves: Any, tokens: Array, mask: Array) -> Array:
-    module: Any = merge(graph, leaves)
-    for path, pair in params.items():
-        adapt(module, path, _TrainedDelta(pair))
+    module: Any = merge(graph, leaves, {path: _TrainedDelta(pair) for path, pair in params.items()})
     return -(token_logprobs(module, tokens) * mask).sum() / mask.sum()
 
 
@@ -158,7 +155,7 @@ class _TrainedDelta:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
         down, up = self._pair
         x = x if norm is None else norm(x)
         y = y + jnp.matmul(jnp.matmul(x.astype(jnp.float32), down), up).astype(y.dtype)

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.nn.layers import Attend
+from rekindle._src.models.nn.forward import Attend
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf, manifest
 from workshop.tiny.corpus import END, PAD, TRAIN, TURN_END, encoded, pack, token_id, train_tokenizer, write_tokenizer

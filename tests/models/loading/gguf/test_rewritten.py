@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rekindle._src.models.family import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
+from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.gguf.rows import GgufRows, JoinedRows, RewrittenRows, entry_of, joined, stored_places
 from rekindle._src.models.loading.tensor_files import TensorEntry
 

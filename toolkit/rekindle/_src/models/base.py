@@ -24,6 +24,7 @@ from rekindle._src.core import html
 from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
 from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle._src.models.precision import Precision
@@ -31,19 +32,26 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
-    from rekindle._src.models.nn.layers import Attend, RopeTables
+    from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
 class Model(Protocol):
     """A model's module, as `merge` returns it.
 
-    Calling it is the same as `begin`, each of the `layers`, and `end`.
+    Calling it is the same as `begin`, each of the `layers` with its `ForwardPass`, and `end`.
     """
 
     config: ModelConfig
-    layers: Sequence[Callable[[Array, RopeTables, Attend], Array]]
+    layers: Sequence[Callable[[Array, ForwardPass], Array]]
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend, lengths: Array | None = None) -> Array:
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> Array:
         """Compute tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
@@ -253,12 +261,19 @@ def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.tree.leaves(state))
 
 
-def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
-    """Return the module of a graph and its leaves (arrays or tracers)."""
+def merge(graph: Graph, leaves: Sequence[Any], deltas: Deltas = NO_DELTAS) -> Model:
+    """Return the module of a graph and its leaves (arrays or tracers), whose matrices add these deltas."""
     from flax import nnx
 
     definition, state = _split(graph.config, graph.precision)
-    return cast(Model, nnx.merge(definition, jax.tree.unflatten(jax.tree.structure(state), leaves)))
+    model = nnx.merge(definition, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    for path, delta in deltas.items():
+        matrix: Any = model
+        for name in path.split("."):
+            matrix = matrix[int(name)] if name.isdecimal() else getattr(matrix, name)
+        assert hasattr(matrix, "delta"), f"{path} declares no delta"
+        matrix.delta = delta
+    return cast(Model, model)
 
 
 @functools.lru_cache(maxsize=8)

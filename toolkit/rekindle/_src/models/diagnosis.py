@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
     Computes without programs or pages: in one piece, with every token attending to those before it.
     """
     tokens = jnp.asarray(token_ids, jnp.int32)
-    module: Any = merge(model.graph, model.leaves)
+    module = merge(model.graph, model.leaves)
     first: list[str] = []
 
     def check(stage: str, values: jax.Array) -> jax.Array:
@@ -55,15 +56,12 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
             first.append(stage)
         return values
 
-    def watched(number: int, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def call(x: jax.Array, *others: Any) -> jax.Array:
-            return check(f"layers.{number}", layer(check("embed", x), *others))
+    def listener(site: str, layer: int) -> Callable[[jax.Array], jax.Array] | None:
+        stage = {"residual_before": "embed", "residual": f"layers.{layer}"}.get(site)
+        return None if stage is None else functools.partial(check, stage)
 
-        return call
-
-    # The layers of this module object alone are watched; it shares nothing but arrays with the session's.
-    vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
-    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), PlainAttention(module, len(tokens))))
+    attend = PlainAttention(module, len(tokens))
+    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), attend, listeners=[listener]))
     check("head", module.logits(hidden))
     return first[0] if first else None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.hf_config import ConfigKeys
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -32,29 +33,6 @@ def no_windows(slides: Sequence[bool]) -> dict[str, Any]:
 def windows_in_all_layers(slides: Sequence[bool]) -> dict[str, Any]:
     """Refuse sliding windows in some layers only."""
     return {} if all(slides) else no_windows(slides)
-
-
-class HeadOrder(NamedTuple):
-    """Heads in `groups`: a file has one head of each group in turn, where a folder has one group after another."""
-
-    first: int  # rows, or columns, before the first head
-    groups: int
-    heads: int
-    size: int  # rows, or columns, of each
-
-
-class TensorRewrite(NamedTuple):
-    """The difference of a GGUF file's tensor from Hugging Face's."""
-
-    shape: tuple[int, ...] | None = None  # Hugging Face's: the file has the same numbers with other axes
-    rows: HeadOrder | None = None
-    columns: HeadOrder | None = None
-    logarithm: bool = False  # the file has -exp(x)
-
-    @property
-    def plain(self) -> bool:
-        """True if the numbers are the same, in the same order."""
-        return self.rows is None and self.columns is None and not self.logarithm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Axes: R decode rows, S prefill sequences, N = R + S, T tokens of the step.
 
-Each linear layer that may have adapters is replaced by one that adds them: `rekindle_kernels.add_adapters`, once for
-each chunk of the stacks. Tokens without an adapter keep their numbers to the last bit. On a CPU these are native calls,
+Each matrix that may have adapters gets a delta that adds them: `rekindle_kernels.add_adapters`, once for each chunk of
+the stacks. Tokens without an adapter keep their numbers to the last bit. On a CPU these are native calls,
 which runs of other native calls go through.
 
 On the device, each site of a model has chunks of `CHUNK` rows of rank that all adapters share. A chunk's arrays have
@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,16 @@ from numpy.typing import NDArray
 import rekindle_kernels
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
-from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
-from rekindle._src.models.base import Model, Placement
+from rekindle._src.models.base import Placement
+from rekindle._src.models.hooks import Norm
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
 from rekindle._src.programs.partitioning import PARTS, WHOLE
 from rekindle_kernels import AdaptedTokens
-
-if TYPE_CHECKING:
-    from rekindle._src.models.nn.linear import RMSNorm
-
 
 CHUNK = 128
 UNITS = CHUNK // UNIT  # of a chunk
@@ -283,22 +279,14 @@ class Adapters(Feature):
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]
 
-    def model(self, model: Model, inputs: StepInputs, own: Any, operands: Any) -> tuple[Model, Any]:
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
         tokens = AdaptedTokens.of(inputs.of_tokens(own))
-        experts: dict[str, dict[str, _Delta]] = {}
+        deltas: dict[str, _Delta] = {}
         for index, site in enumerate(self.stacks.sites):
-            own = [Chunk(*map(self.stacks.own, chunk)) for chunk in operands.stacks[index]]
-            delta = _Delta(
-                own, operands.owners, self.stacks.outputs(site), index * len(own), tokens, self._implementation
-            )
-            if site.experts:
-                path, _, name = site.path.rpartition(".")
-                experts.setdefault(path, {})[name] = delta
-            else:
-                adapt(model, site.path, delta)
-        for path, deltas in experts.items():
-            adapt_experts(model, path, **deltas)
-        return model, None
+            chunks = [Chunk(*map(self.stacks.own, chunk)) for chunk in operands.stacks[index]]
+            outputs, first = self.stacks.outputs(site), index * len(chunks)
+            deltas[site.path] = _Delta(chunks, operands.owners, outputs, first, tokens, self._implementation)
+        return Hooks(deltas=deltas)
 
 
 class _Delta:
@@ -316,7 +304,7 @@ class _Delta:
         self._chunks, self._owners, self._outputs, self._first = chunks, owners, outputs, first
         self._tokens, self._implementation = tokens, implementation
 
-    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
         """Return y [T, out] plus what the adapters make of x [T, in]; with the name of an activation, gated by it."""
         if norm is not None and len(self._chunks) > 1:
             x, norm = norm(x), None  # once for all of them
@@ -330,6 +318,7 @@ class _Delta:
         """A bool: true if an adapter on the device has a product here."""
         return (self._own_owners > 0).any()
 
+    @jax.named_scope("adapters")
     def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
         """Return y [M, out] plus what the adapters make of x [M, in], rows of tokens sorted by expert.
 
@@ -357,7 +346,7 @@ class _Delta:
         tokens: AdaptedTokens,
         first: int,
         gate: str | None = None,
-        norm: RMSNorm | None = None,
+        norm: Norm | None = None,
     ) -> Array:
         last = len(self._chunks) - 1
         for index, chunk in enumerate(self._chunks):

@@ -24,6 +24,7 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
+from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
@@ -173,6 +174,17 @@ class Helpers(Protocol):
 RowReports = Sequence[dict[str, tuple[Any, ...]]]  # of each row
 
 
+class Hooks(NamedTuple):
+    """The hooks of a feature inside the layers of a step; see `models/hooks.py`."""
+
+    listener: Listener | None = None
+    deltas: Deltas = NO_DELTAS
+    kept: Any = None  # an object for `Feature.output`
+
+
+NO_HOOKS = Hooks()
+
+
 class Feature:
     """A feature that does nothing, and the base of all others."""
 
@@ -184,7 +196,7 @@ class Feature:
     variant: ProgramVariant = PLAIN_VARIANT  # the variant of programs that contain it; without one, all do
     instead: ProgramVariant = PLAIN_VARIANT  # the features that no program contains along with it
     warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed
-    inside: bool = False  # it replaces layers or has operands, so that its variant is not made of parts
+    inside: bool = False  # it has hooks or operands, so that its variant is not made of parts
     matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by
     operands: Any = ()  # arrays besides the weights, a pytree; others of the same shapes may replace them between steps
     operand_layout: Any = WHOLE  # how these lie on the devices of a mesh, or a tree of it
@@ -269,9 +281,9 @@ class Feature:
         """Return what layers use of the side cache `side`, from the feature's inputs."""
         raise NotImplementedError
 
-    def model(self, model: Model, inputs: StepInputs, own: Any, operands: Any) -> tuple[Model, Any]:
-        """Before the layers: return the model that runs, and an object for `output`. Its layers may be replaced."""
-        return model, None
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+        """Before the layers: return what the feature has inside them."""
+        return NO_HOOKS
 
     def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
         """Before the choice: return logits [N, V], in steps that have a flag of `changing`."""
@@ -286,7 +298,7 @@ class Feature:
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
         """At the end: return an array for the host, or a pytree of arrays. `hidden` [R + T, E] follows the final norm;
-        see `model` for `kept`.
+        see `Hooks` for `kept`.
 
         It is copied to the host in each step of the feature's variant; without one, in steps that have its flags.
         """

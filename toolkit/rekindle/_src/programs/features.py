@@ -107,6 +107,8 @@ class Features:
 
     def __init__(self, entries: Sequence[Feature], late: Guides) -> None:
         self.entries, self.late = tuple(entries), late
+        lost = [feature for feature in entries if _overrides(feature, "hooks") and not feature.inside]
+        assert not lost, f"{lost} have hooks, which programs made of parts lack: set `inside`"
         self.ints = sum(feature.ints for feature in entries)
         self.row_ints = sum(feature.row_ints for feature in entries)
         self.neutral = tuple(value for feature in entries for value in feature.neutral)

@@ -116,7 +116,7 @@ def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | No
     def run(
         leaves: Leaves, kv: paged.Layer, x: Array, tables: Tables, paging: Paging, *own: Array
     ) -> tuple[paged.Layer, Array]:
-        from rekindle._src.models.nn.layers import RopeTables  # it imports flax, which only tracing needs
+        from rekindle._src.models.nn.forward import ForwardPass, RopeTables  # they import flax: only tracing needs it
 
         model = cut.model(cut.layers[layer], leaves)
         pages = [kv] * (layer + 1)  # the layer reads the entry of its number
@@ -124,7 +124,7 @@ def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | No
         attend = paged.PagedAttention(model.config, pages, paging, layout.rows, implementation, deterministic=fixed)
         of_ropes = dict(zip(model.config.ropes, tables, strict=True))
         rope_tables = RopeTables.of(of_ropes, own * (layer + 1))  # the layer reads the entry of its number
-        x = model.layers[layer](x, rope_tables, attend)
+        x = model.layers[layer](x, ForwardPass(rope_tables, attend).of(layer))
         return attend.kv[layer], x
 
     return run
@@ -151,7 +151,7 @@ def make_forward_closing(cut: Cut, layout: Layout) -> ForwardClosing:
 
 
 def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
-    """Return the results of the last layer; features that replace layers are not in programs made of parts."""
+    """Return the results of the last layer; features with hooks are not in programs made of parts."""
     model = cut.model(cut.outer, outer)
     return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
 

@@ -53,7 +53,7 @@ class ModelOutput(NamedTuple):
 
     model: Model
     hidden: Array  # [R + T, E], after the final norm
-    kept: tuple[Any, ...]  # of each feature in the program, from its `model`
+    kept: tuple[Any, ...]  # of each feature in the program, from its `hooks`
 
 
 Step = Callable[..., tuple[paged.KV, RequestState, StepOutput]]
@@ -128,10 +128,12 @@ def _compute(
     operands: Operands,
     implementation: str | None,
 ) -> tuple[paged.KV, ModelOutput]:
-    model, kept = merge(graph, leaves), []
-    for (feature, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
-        model, what = feature.model(model, inputs, own, arrays)
-        kept.append(what)
+    compiled = zip(layout.compiled_with(inputs.own), operands, strict=True)
+    hooks = [feature.hooks(inputs, own, arrays) for (feature, own), arrays in compiled]
+    listeners = [hook.listener for hook in hooks if hook.listener is not None]
+    deltas = {path: delta for hook in hooks for path, delta in hook.deltas.items()}
+    assert len(deltas) == sum(len(hook.deltas) for hook in hooks), "two features add to one matrix"
+    model = merge(graph, leaves, deltas)
     fixed = graph.precision.deterministic
     attend = paged.PagedAttention(
         model.config,
@@ -142,8 +144,8 @@ def _compute(
         deterministic=fixed,
         unread=_unread(layout, inputs),
     )
-    hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths)
-    return tuple(attend.kv), ModelOutput(model, hidden, tuple(kept))
+    hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
+    return tuple(attend.kv), ModelOutput(model, hidden, tuple(hook.kept for hook in hooks))
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:

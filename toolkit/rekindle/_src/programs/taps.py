@@ -1,8 +1,8 @@
 """Taps in a step: what passes between the layers and inside them as a result, and changes of the residual stream.
 
 A program with the capturing variant returns every residual, each as an array of its own, and the host reads those that
-a request wants: so no capture compiles anything, and the layers stay joined. A program with the other sites also
-returns what attention and MLP compute, apart from the residual that they are otherwise added to at once.
+a request wants: so no capture compiles anything, and the layers stay fused. A program with the other sites also
+returns what layers name inside, such as the outputs of attention and MLP, which are then added apart.
 
 In a program with a steering variant a table says which tokens are changed after which layer or module, and by which
 vectors. All of it is in operands of one size, so that other layers, vectors, scales and positions compile nothing.
@@ -13,7 +13,6 @@ Axes: R decode rows, T prefill tokens, N = R + T, E hidden size, B vectors, M ch
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,133 +40,13 @@ from rekindle._src.core.tapped import (
 from rekindle._src.core.taps import LOGITS, Key, Steer
 from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
+from rekindle._src.models.hooks import STREAM_SITES, keeping
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, RowReports, StepInputs
+from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, Hooks, RowReports, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
 
-Hook = Callable[[int, Array], Array]
-Sites = dict[str, dict[int, Array]]  # what was captured, by layer
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
-
-
-class HookedModel:
-    """A model that passes its residual stream through a function: before the layers (0), and after the n-th (n)."""
-
-    def __init__(self, model: Any, hook: Hook) -> None:
-        self._model, self._hook = model, hook
-        self.layers = [self._hooked(number, layer) for number, layer in enumerate(model.layers, start=1)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def _hooked(self, number: int, layer: Callable[..., Array]) -> Callable[..., Array]:
-        return lambda *arguments: self._hook(number, layer(*arguments))
-
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, Any]:
-        x, tables = self._model.begin(tokens, positions, lengths)
-        return self._hook(0, x), tables
-
-    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
-        x, tables = self.begin(tokens, positions, lengths)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
-        return jnp.asarray(self._model.end(x))
-
-
-class Apart:
-    """A module that computes its output apart from the residual, and passes it through functions before the two are
-    added.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.passes: list[Callable[[Array], Array]] = []
-        self._signature = inspect.signature(module.__call__)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Array:
-        bound = self._signature.bind(*arguments, **options)
-        residual = bound.arguments.pop("residual", None)
-        rest = {name: bound.arguments[name] for name in list(bound.arguments)}
-        y: Array = self.module(**rest)
-        for function in self.passes:
-            y = function(y)
-        return y if residual is None else residual + y
-
-
-def apart(model: Any, layer: int, site: str) -> Apart | None:
-    """Return the attention or the MLP of a layer, computed apart from the residual from now on; None where it has none.
-
-    The model is one that was made for this trace.
-    """
-    while isinstance(model, HookedModel):
-        model = model._model
-    owner = model.layers[layer]
-    name = "down" if site == "mlp" and not hasattr(owner, "mlp") else site
-    module = getattr(owner, name, None)
-    if module is not None and not isinstance(module, Apart):
-        module = Apart(module)
-        object.__setattr__(owner, name, module)
-    return module
-
-
-class _RecordingAttention:
-    """Attention that keeps its queries, keys and values."""
-
-    def __init__(self, attend: Any, kept: Sites) -> None:
-        self._attend, self._kept = attend, kept
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attend, name)
-
-    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, /, *more: Any) -> Any:
-        for site, array in (("q", q), ("k", k), ("v", v)):
-            if array is not None:
-                self._kept[site][layer] = array
-        return self._attend(layer, q, k, v, *more)
-
-
-class _RecordingModel(HookedModel):
-    """A model that also keeps what its layers compute inside."""
-
-    def __init__(self, model: Any, hook: Hook, kept: Sites) -> None:
-        super().__init__(model, hook)
-        self._kept = kept
-
-    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
-        return super().__call__(tokens, positions, _RecordingAttention(attend, self._kept), lengths)
-
-
-def _keep_inside(model: Any, kept: Sites) -> None:
-    """Let the layers of a model, which was made for this trace, keep the outputs of their modules."""
-    for number in range(len(model.layers)):
-        for site in ("attention", "mlp"):
-            module = apart(model, number, site)
-            if module is None:
-                continue
-            module.passes.append(_keeping(kept[site], number))
-            if hasattr(module, "route"):
-                object.__setattr__(module.module, "route", _keeping_choices(module.route, number, kept))
-
-
-def _keeping(kept: dict[int, Array], layer: int) -> Callable[[Array], Array]:
-    def keeping(y: Array) -> Array:
-        kept[layer] = y
-        return y
-
-    return keeping
-
-
-def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Callable[..., Any]:
-    def keeping(*arguments: Any) -> Any:
-        gates, experts = route(*arguments)
-        kept["gates"][layer], kept["experts"][layer] = gates, experts
-        return gates, experts
-
-    return keeping
 
 
 class Captures(Feature):
@@ -176,6 +55,7 @@ class Captures(Feature):
     option, variant, instead = RequestTaps, ProgramVariant.CAPTURES, ProgramVariant.INNER_CAPTURES
     inside = has_output = True
     copied = False  # on a device with memory of its own: few of them are wanted
+    sites: tuple[str, ...] = ()  # inside the layers
     _helpers: Helpers
 
     def attach(self, helpers: Helpers) -> None:
@@ -185,19 +65,17 @@ class Captures(Feature):
         rows = _tapped(plan)
         return any(map(_captures, rows)) and not any(map(_captures_inside, rows))
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
-        stream: list[Array] = []
-
-        def keep(place: int, x: Array) -> Array:
-            stream.append(x)
-            return x
-
-        return HookedModel(model, keep), (stream, {})
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+        kept: dict[tuple[str, int], Array] = {}
+        return Hooks(keeping(kept, (*STREAM_SITES, *self.sites)), kept=kept)
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
-        stream, sites = kept
-        inside = {site: {str(layer): array for layer, array in arrays.items()} for site, arrays in sites.items()}
-        return {"stream": stream, "norm": hidden, **inside}  # keys are text, in which stored programs describe results
+        stream = [array for (site, _), array in kept.items() if site in STREAM_SITES]
+        inside: dict[str, dict[str, Array]] = {site: {} for site in self.sites}
+        for (site, layer), array in kept.items():
+            if site in inside:
+                inside[site][str(layer)] = array  # keys are text, in which stored programs describe results
+        return {"stream": stream, "norm": hidden, **inside}
 
     def on_host(self, output: Any, plan: StepPlan) -> Any:
         wanted = {key for row in filter(_captures, plan.rows) for key in row.request.extensions[RequestTaps].keys}
@@ -242,7 +120,7 @@ def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class InnerCaptures(Captures):
     """The residual stream after every layer, and what attention and MLP compute inside of them."""
 
-    variant, instead = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT
+    variant, instead, sites = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT, INSIDE
     # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
     output_layout = dict.fromkeys(("stream", "norm", *INSIDE), ROWS) | dict.fromkeys("qkv", HEADS)
 
@@ -251,17 +129,6 @@ class InnerCaptures(Captures):
 
     def in_plan(self, plan: StepPlan) -> bool:
         return any(map(_captures_inside, _tapped(plan)))
-
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
-        _, (stream, _) = super().model(model, inputs, own, operands)
-        sites: Sites = {site: {} for site in INSIDE}
-        _keep_inside(model, sites)
-
-        def keep(place: int, x: Array) -> Array:
-            stream.append(x)
-            return x
-
-        return _RecordingModel(model, keep, sites), (stream, sites)
 
     def on_host(self, output: Any, plan: StepPlan) -> Any:
         arrays = super().on_host(output, plan)
@@ -317,7 +184,8 @@ class Steering(Feature):
     inside, operand_layout = True, ROWS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
-        self._places, self._shards, self.warmed = places_of(model.num_layers), shards, ahead
+        self._layers, self._places = model.num_layers, places_of(model.num_layers)
+        self._shards, self.warmed = shards, ahead
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
@@ -398,11 +266,11 @@ class Steering(Feature):
         entries.sort(key=lambda entry: entry[0])
         return entries, needed
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
-        return HookedModel(model, self.hook(inputs, operands)), None
+    def hooks(self, inputs: StepInputs, own: Any, operands: Edits) -> Hooks:
+        return self.hooks_at(STREAM_SITES, inputs, operands)
 
-    def hook(self, inputs: StepInputs, operands: Edits) -> Hook:
-        """Return the function that makes the changes of one place."""
+    def hooks_at(self, sites: Sequence[str], inputs: StepInputs, operands: Edits) -> Hooks:
+        """Return the hooks that make the changes at some sites."""
         index = lax.iota(jnp.int32, inputs.tokens.shape[0])
 
         def change(place: int, x: Array) -> Array:
@@ -417,7 +285,10 @@ class Steering(Feature):
             with jax.named_scope("steer"):
                 return lax.fori_loop(operands.starts[place], operands.starts[place + 1], one, x)
 
-        return change
+        def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
+            return functools.partial(change, place_of(site, layer, self._layers)) if site in sites else None
+
+        return Hooks(listener)
 
 
 def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
@@ -447,13 +318,8 @@ class InnerSteering(Feature):
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         self._stream.prepare(plans, rows)
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
-        change, layers = self._stream.hook(inputs, operands), len(model.layers)
-        for layer in range(layers):
-            for site in INNER:
-                if (module := apart(model, layer, site)) is not None:
-                    module.passes.append(functools.partial(change, place_of(site, layer, layers)))
-        return HookedModel(model, change), None
+    def hooks(self, inputs: StepInputs, own: Any, operands: Edits) -> Hooks:
+        return self._stream.hooks_at((*STREAM_SITES, *INNER), inputs, operands)
 
 
 def _edits(row: Row) -> bool:

@@ -27,7 +27,7 @@ from jax import Array, lax
 
 from rekindle._src.core import html
 from rekindle._src.core.records import Request, StepPlan
-from rekindle._src.core.tapped import INNER, MISSING, RequestTaps, TapFacts, place_of
+from rekindle._src.core.tapped import MISSING, RequestTaps, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import (
@@ -36,11 +36,11 @@ from rekindle._src.programs.feature import (
     PROCESSORS,
     Columns,
     Feature,
+    Hooks,
     StepInputs,
     branch,
 )
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.taps import HookedModel, apart
 from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_DEPTH = 8  # of functions that use other functions
@@ -403,7 +403,7 @@ class CustomTaps(Feature):
     option, variant, warmed, inside, ints = RequestTaps, ProgramVariant.TAPS, True, True, 1
 
     def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
-        self._taps, self._divided = tuple(taps), divided
+        self._taps, self._layers, self._divided = tuple(taps), layers, divided
         self._bits = {tap.name: 1 << index for index, tap in enumerate(taps)}
         self._places: dict[int, list[tuple[int, int]]] = {}  # the taps of each place, and their layers there
         for index, tap in enumerate(taps):
@@ -433,22 +433,20 @@ class CustomTaps(Feature):
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]
 
-    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
-        bits, layers = inputs.of_tokens(own), len(model.layers)
+    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+        bits = inputs.of_tokens(own)
 
         def change(place: int, x: Array) -> Array:
-            for index, layer in self._places.get(place, ()):
+            for index, layer in self._places[place]:
                 mine = (bits >> index) & 1 == 1
                 x = _changed(self._taps[index], layer, x, mine, inputs, operands[index])
             return x
 
-        for layer in range(layers):
-            for site in INNER:
-                if (place := place_of(site, layer, layers)) not in self._places:
-                    continue
-                if (module := apart(model, layer, site)) is not None:
-                    module.passes.append(functools.partial(change, place))
-        return HookedModel(model, change), None
+        def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
+            place = place_of(site, layer, self._layers) if site in STEER_SITES else None
+            return None if place is None or place not in self._places else functools.partial(change, place)
+
+        return Hooks(listener)
 
 
 def _changed(tap: Tap, layer: int, x: Array, mine: Array, inputs: StepInputs, arrays: Any) -> Array:

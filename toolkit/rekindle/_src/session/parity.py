@@ -20,6 +20,7 @@ from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.hooks import STREAM_SITES, keeping
 from rekindle._src.models.plain import PlainAttention, token_logprobs
 from rekindle._src.opening.resolve import deterministic
 from rekindle._src.programs import kv_layout as paged
@@ -164,13 +165,10 @@ def _forward(graph: Any, state: Any, tokens: jax.Array) -> tuple[list[jax.Array]
 
     module: Any = nnx.merge(graph, state)
     attend = PlainAttention(module, len(tokens))
-    x, tables = module.begin(tokens, jnp.arange(len(tokens)), jnp.full(len(tokens), len(tokens)))
-    states = [x]
-    for layer in module.layers:
-        x = layer(x, tables, attend)
-        states.append(x)
-    hidden = module.end(x)
-    return [state.astype(jnp.float32) for state in (*states, hidden)], module.logits(hidden)
+    stream: dict[tuple[str, int], jax.Array] = {}
+    lengths = jnp.full(len(tokens), len(tokens))
+    hidden = module(tokens, jnp.arange(len(tokens)), attend, lengths, [keeping(stream, STREAM_SITES)])
+    return [state.astype(jnp.float32) for state in (*stream.values(), hidden)], module.logits(hidden)
 
 
 def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:

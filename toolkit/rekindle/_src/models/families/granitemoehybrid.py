@@ -10,8 +10,9 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families import granite
 from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, recurrent_spans, row
 from rekindle.errors import UnsupportedModel

@@ -11,8 +11,9 @@ from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
 from rekindle._src.models.families import llama
-from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column, heads, row
 

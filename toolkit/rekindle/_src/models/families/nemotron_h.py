@@ -15,8 +15,9 @@ from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, RecurrentSpec
 from rekindle._src.models.families import granitemoehybrid
 from rekindle._src.models.families.llama import attention_sources, blocks, plain_mlp
-from rekindle._src.models.family import Family, GgufForm, GgufModel, TensorRewrite, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row, vocab
 from rekindle.errors import UnsupportedModel

@@ -11,8 +11,9 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, TensorRewrite, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
+from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,15 +12,15 @@ from flax import nnx
 from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
+from rekindle._src.models.hooks import Listener
+from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import (
-    Attend,
     Attention,
     GatedMlp,
     LayerNorm,
     MultipliedMlp,
     PlainMlp,
     QkNormAttention,
-    RopeTables,
     soft_cap,
 )
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, norm_rows, parameter
@@ -52,11 +52,11 @@ class Block(nnx.Module):
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return GatedMlp(config, precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention(x, tables, attend, x, self.attention_norm)
+            x = step.add("attention", self.attention, x, self.attention_norm)
         with jax.named_scope("mlp"):
-            return self.mlp(x, x, self.mlp_norm)
+            return step.add("mlp", self.mlp, x, self.mlp_norm)
 
 
 class QkNormBlock(Block):
@@ -85,11 +85,11 @@ class SandwichBlock(Block):
         self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
+            x = self.attention_out_norm.add(step.output("attention", self.attention, x, self.attention_norm), x)
         with jax.named_scope("mlp"):
-            return self.mlp_out_norm.add(self.mlp(x, norm=self.mlp_norm), x)
+            return self.mlp_out_norm.add(step.output("mlp", self.mlp, x, self.mlp_norm), x)
 
 
 class QkNormSandwichBlock(QkNormBlock, SandwichBlock):
@@ -146,11 +146,11 @@ class PostNormBlock(Block):
 
     attention_type: type[Any] = WideNormAttention
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention_norm.add(self.attention(x, tables, attend), x)
+            x = self.attention_norm.add(step.output("attention", self.attention, x), x)
         with jax.named_scope("mlp"):
-            return self.mlp_norm.add(self.mlp(x), x)
+            return self.mlp_norm.add(step.output("mlp", self.mlp, x), x)
 
 
 class QkNormPostNormBlock(PostNormBlock):
@@ -167,8 +167,8 @@ class LateNormAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
 
-    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
-        return attend(self.layer, self.q_norm(q), self.k_norm(k), v)
+    def attended(self, step: ForwardPass, q: Array, k: Array, v: Array) -> Array:
+        return step.attend(self.q_norm(q), self.k_norm(k), v)
 
 
 class LateNormBlock(Block):
@@ -184,8 +184,8 @@ class SinkAttention(Attention):
         super().__init__(config, layer, precision)
         self.sinks = parameter((config.num_heads,), jnp.float32)
 
-    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
-        return attend(self.layer, q, k, v, self.sinks[...])
+    def attended(self, step: ForwardPass, q: Array, k: Array, v: Array) -> Array:
+        return step.attend(q, k, v, self.sinks[...])
 
 
 class SinkBlock(SparseBlock):
@@ -208,11 +208,11 @@ class ScaledBlock(SparseBlock):
         super().__init__(config, layer, precision)
         self.scale = config.residual_scale
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = x + self.attention(x, tables, attend, norm=self.attention_norm) * self.scale
+            x = x + step.output("attention", self.attention, x, self.attention_norm) * self.scale
         with jax.named_scope("mlp"):
-            return x + self.mlp(x, norm=self.mlp_norm) * self.scale
+            return x + step.output("mlp", self.mlp, x, self.mlp_norm) * self.scale
 
 
 class StateSpaceBlock(ScaledBlock):
@@ -229,12 +229,12 @@ class ParallelBlock(nnx.Module):
         self.attention = Attention(config, layer, precision)
         self.mlp = GatedMlp(config, precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         normed = self.norm(x)
         with jax.named_scope("attention"):
-            x = self.attention(normed, tables, attend, x)
+            x = step.add("attention", self.attention, x, read=normed)
         with jax.named_scope("mlp"):
-            return self.mlp(normed, x)
+            return step.add("mlp", self.mlp, x, read=normed)
 
 
 class DeltaBlock(SparseBlock):
@@ -277,10 +277,10 @@ class LatentAttention(nnx.Module):
         self.norm = RMSNorm(spec.rank, spec.eps, precision)
         self.up = parameter((H * (spec.plain_size + spec.value_size), spec.rank), precision.weights)
         self.out = Linear(E, H * spec.value_size, precision, bias=config.o_bias, partial=True)
-        self.spec, self.rope, self.heads, self.layer = spec, rope, H, layer
+        self.spec, self.rope, self.heads = spec, rope, H
 
     def __call__(
-        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
         spec, H, T = self.spec, self.heads, x.shape[0]
         made = self.inputs(x, norm=norm)
@@ -288,12 +288,12 @@ class LatentAttention(nnx.Module):
         q = q if self.query is None else self.query(q, norm=self.query_norm)
         q = q.reshape(T, H, -1)
         turned = jnp.concatenate([q[..., spec.plain_size :], key[:, None]], axis=1)
-        turned = tables.rotated(turned, self.rope)
+        turned = step.tables.rotated(turned, self.rope)
         up = self.up[...].reshape(H, -1, spec.rank)
         queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], up[:, : spec.plain_size]), turned[:, :H]]
         keys = [self.norm(vector), turned[:, H]]
         with jax.named_scope("attend"):
-            y = attend(self.layer, jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None)
+            y = step.attend(jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None)
         y = _by_head("thc,hvc->thv", y, up[:, spec.plain_size :])
         return self.out(y.reshape(T, -1).astype(x.dtype), residual=residual)
 
@@ -320,10 +320,10 @@ class TwofoldMixer(nnx.Module):
         self.multipliers = config.multipliers or Multipliers()
 
     def __call__(
-        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
-        attended = self.heads(x, tables, attend, norm=norm) * self.multipliers.attention
-        y: Array = self.recurrence(x, tables, attend, norm=norm) * self.multipliers.state + attended
+        attended = self.heads(x, step, norm=norm) * self.multipliers.attention
+        y: Array = self.recurrence(x, step, norm=norm) * self.multipliers.state + attended
         return y if residual is None else residual + y
 
 
@@ -352,15 +352,12 @@ class SingleBlock(nnx.Module):
         else:
             self.mlp = PlainMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
-        y: Array
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         if self.mixes:
             with jax.named_scope("attention"):
-                y = self.attention(x, tables, attend, x, self.norm)
-        else:
-            with jax.named_scope("mlp"):
-                y = self.mlp(x, x, self.norm)
-        return y
+                return step.add("attention", self.attention, x, self.norm)
+        with jax.named_scope("mlp"):
+            return step.add("mlp", self.mlp, x, self.norm)
 
 
 class Decoder(nnx.Module):
@@ -377,11 +374,21 @@ class Decoder(nnx.Module):
             else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
         )
 
-    def __call__(self, tokens: Array, positions: Array, attend: Attend, lengths: Array | None = None) -> Array:
+    def __call__(
+        self,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> Array:
         """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
         x, tables = self.begin(tokens, positions, lengths)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
+        step = ForwardPass(tables, attend, listeners)
+        x = step.at("residual_before", x)
+        for number, layer in enumerate(self.layers):
+            here = step.of(number)
+            x = here.at("residual", layer(x, here))
         return self.end(x)
 
     def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
@@ -420,11 +427,12 @@ class EncoderBlock(nnx.Module):
         self.mlp_norm = LayerNorm(E, eps, bias=False)
         self.mlp = GatedMlp(config, precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention(x if self.attention_norm is None else self.attention_norm(x), tables, attend, x)
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            x = step.add("attention", self.attention, x, read=normed)
         with jax.named_scope("mlp"):
-            return self.mlp(self.mlp_norm(x), x)
+            return step.add("mlp", self.mlp, x, read=self.mlp_norm(x))
 
 
 class LayerNormBlock(nnx.Module):
@@ -439,11 +447,15 @@ class LayerNormBlock(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention(self.attention_norm(x), tables, attend, x)
+            x = step.add("attention", self.attention, x, read=self.attention_norm(x))
         with jax.named_scope("mlp"):
-            return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
+            return step.add("mlp", self.mlp, x, read=self.mlp_norm(x))
+
+    def mlp(self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
+        """Compute the MLP of x, plus `residual`."""
+        return self.down(activate(self.up(x, norm=norm), self.activation), residual=residual)
 
 
 class LayerNormDecoder(Decoder):
@@ -510,10 +522,10 @@ class NormedValuesAttention(QkNormAttention):
         qkv = self.qkv(x, norm=norm).reshape(x.shape[0], -1, self.head_dim)
         return jnp.concatenate([qkv, qkv[:, self.heads :]], axis=1) if self.keys_as_values else qkv, None
 
-    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
+    def attended(self, step: ForwardPass, q: Array, k: Array, v: Array) -> Array:
         if self.shares:
-            return attend(self.layer, q, None, None)
-        return attend(self.layer, q, k, norm_rows(v, None, self.eps, self.implementation))
+            return step.attend(q, None, None)
+        return step.attend(q, k, norm_rows(v, None, self.eps, self.implementation))
 
 
 class LayerEmbeddingBlock(SandwichBlock):
@@ -527,7 +539,7 @@ class LayerEmbeddingBlock(SandwichBlock):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
         E, size, spec = config.hidden_size, config.layer_embedding, config.moe[layer] if config.moe else None
-        self.layer, self.activation = layer, config.activation
+        self.activation = config.activation
         self.scalar = parameter((1,), jnp.float32)
         self.embedding_gate: Any = nnx.data(Linear(size, E, precision) if size else None)
         self.embedding_out: Any = nnx.data(Linear(E, size, precision) if size else None)
@@ -541,20 +553,22 @@ class LayerEmbeddingBlock(SandwichBlock):
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return GatedMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
 
-    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+    def __call__(self, x: Array, step: ForwardPass) -> Array:
         with jax.named_scope("attention"):
-            x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
+            x = self.attention_out_norm.add(step.output("attention", self.attention, x, self.attention_norm), x)
         with jax.named_scope("mlp"):
-            y = self.mlp(x, norm=self.mlp_norm)
+            y = step.output("mlp", self.mlp, x, self.mlp_norm)
             if self.experts is not None:
-                y = self.dense_out_norm(y) + self.experts_out_norm(self.experts(x, norm=self.experts_norm))
+                experts = step.output("mlp_experts", self.experts, x, self.experts_norm)
+                y = self.dense_out_norm(y) + self.experts_out_norm(experts)
             if self.embedding_gate is None:
                 return self.mlp_out_norm.add(y, x, self.scalar[...])
             x = self.mlp_out_norm.add(y, x)
         with jax.named_scope("layer_embedding"):
             gate = self.embedding_gate
-            own = gated(gate(x), self.activation, tables.own[self.layer], implementation=gate.implementation)
-            return self.embedding_norm.add(self.embedding_out(own.astype(x.dtype)), x, self.scalar[...])
+            own = gated(gate(x), self.activation, step.own, implementation=gate.implementation)
+            y = step.at("layer_embedding", self.embedding_out(own.astype(x.dtype)))
+            return self.embedding_norm.add(y, x, self.scalar[...])
 
 
 class LayerEmbeddingDecoder(Decoder):

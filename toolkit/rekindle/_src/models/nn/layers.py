@@ -5,47 +5,16 @@ T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, Multipliers
-from rekindle._src.models.nn import rope
+from rekindle._src.models.nn.forward import ForwardPass
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import RaggedBatch, activate, gated
-
-States = tuple[Array, ...]
-Compute = Callable[[States, RaggedBatch], tuple[Array, States]]
-
-
-class Attend(Protocol):
-    """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or none.
-
-    It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
-    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D]. Layers whose spec has `sinks`
-    pass them [H]. A layer that attends to the pages of another has no keys and values. One with latent pages has no
-    values, and gets [T, H, value_size].
-    """
-
-    def __call__(
-        self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /
-    ) -> Array: ...
-
-
-class Recur(Protocol):
-    """The place of each sequence's states, which the caller supplies in addition to `Attend` to models that have some.
-
-    `compute(states, batch)` gets arrays of states, and how the step's tokens belong to sequences, and these to states.
-    It returns its result and the arrays after it.
-    """
-
-    def recur(self, layer: int, compute: Compute, /) -> Array: ...
+from rekindle_kernels import activate, gated
 
 
 class LayerNorm(nnx.Module):
@@ -64,55 +33,6 @@ class LayerNorm(nnx.Module):
         return (normed if self.bias is None else normed + self.bias[...]).astype(x.dtype)
 
 
-class RopeTables:
-    """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers.
-
-    `own` also has arrays that one layer alone reads, such as its embeddings of the tokens; in most models, none.
-    """
-
-    own: tuple[Array, ...] = ()  # one per layer
-
-    def __init__(self, config: ModelConfig, positions: Array, lengths: Array | None = None) -> None:
-        with jax.named_scope("rope"):
-            self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
-
-    def rotated(self, heads: Array, spec: rope.RopeSpec) -> Array:
-        """Return heads [T, H, D] rotated; only equally ordered ones may be multiplied with each other."""
-        cos, sin, *_ = self.tables[spec]
-        ordered = rope.halves(heads, spec.dim) if spec.interleaved else heads
-        return rekindle_kernels.rope(ordered, ordered, cos, sin, heads=heads.shape[1])[0]
-
-    @classmethod
-    def of(cls, tables: dict[rope.RopeSpec, tuple[Array, ...]], own: tuple[Array, ...] = ()) -> RopeTables:
-        """Return an object with tables that were computed before."""
-        instance = cls.__new__(cls)
-        instance.tables, instance.own = tables, own
-        return instance
-
-    def split(
-        self,
-        qk: Array,
-        qkv: Array,
-        heads: int,
-        spec: rope.RopeSpec | None,
-        norm: RMSNorm | None,
-        *,
-        implementation: str | None = None,
-    ) -> tuple[Array, Array, Array]:
-        """Return q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D], and v [T, K, D] of qkv."""
-        cos, sin, *factor = (None, None) if spec is None else self.tables[spec]
-        if norm is not None and norm.deterministic and (spec is None or spec.dim % rope.ROTATED):
-            qk, norm = norm(qk[..., : norm.weight.shape[0], :]), None  # a native rotation would have normed them
-        weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
-        if spec is not None and spec.interleaved:
-            assert norm is None, "the norm's weights would have to be reordered, too"
-            qk = rope.halves(qk, spec.dim)
-        q, k, v = rekindle_kernels.rope(
-            qk, qkv, cos, sin, heads=heads, norm=weight, eps=eps, implementation=implementation
-        )
-        return (q * factor[0][..., None, None].astype(q.dtype) if factor else q), k, v
-
-
 class Attention(nnx.Module):
     """An attention layer: fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
 
@@ -125,19 +45,19 @@ class Attention(nnx.Module):
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if self.norms_heads else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
-        self.layer, self.rope = layer, config.attention[layer].rope
+        self.rope = config.attention[layer].rope
         self.implementation = precision.implementation
 
     def __call__(
-        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
         """Compute the attention of norm(x), plus `residual`."""
         qkv, gate = self.project(x, norm)
-        q, k, v = tables.split(
+        q, k, v = step.tables.split(
             self.normed(qkv), qkv, self.heads, self.rope, self.qk_norm, implementation=self.implementation
         )
         with jax.named_scope("attend"):
-            y = self.attended(attend, q, k, v)
+            y = self.attended(step, q, k, v)
         y = y if gate is None else y.astype(x.dtype) * jax.nn.sigmoid(gate)
         return self.out(y.reshape(*x.shape[:-1], self.heads * self.head_dim).astype(x.dtype), residual=residual)
 
@@ -149,9 +69,9 @@ class Attention(nnx.Module):
         """Return q and k [..., H + K, D], the input of `qk_norm` and rope. Heads after those are ignored."""
         return qkv
 
-    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
+    def attended(self, step: ForwardPass, q: Array, k: Array, v: Array) -> Array:
         """Return the attention of heads that are normed and rotated."""
-        return attend(self.layer, q, k, v)
+        return step.attend(q, k, v)
 
 
 class QkNormAttention(Attention):
@@ -169,7 +89,9 @@ class GatedMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
+    def __call__(
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         """Compute the MLP of norm(x), plus `residual`."""
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
@@ -181,7 +103,9 @@ class MultipliedMlp(GatedMlp):
         super().__init__(config, precision)
         self.multipliers = config.multipliers or Multipliers()
 
-    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
+    def __call__(
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         gate, up = jnp.split(self.gate_up(x, norm=norm), 2, axis=-1)
         gate_up = jnp.concatenate([gate * self.multipliers.gate, up], axis=-1)
         inner = gated(gate_up, self.activation, implementation=self.down.implementation)
@@ -198,7 +122,9 @@ class PlainMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
+    def __call__(
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         return self.down(activate(self.up(x, norm=norm), self.activation), residual=residual)
 
 

@@ -36,6 +36,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import rekindle_kernels
+from rekindle._src.models.hooks import Delta
 from rekindle._src.models.nn.packing import Packing, packing
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import LinearOptions, gated, int4
@@ -153,8 +154,11 @@ def _part(path: str) -> str:
 class Linear(Matrix):
     """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`.
 
-    With `partial`, x is this device's part of the inputs if a model is divided, and products are summed.
+    With `partial`, x is this device's part of the inputs if a model is divided, and products are summed. A `delta` is
+    added to the product.
     """
+
+    delta: Delta | None = None  # of one trace; see `models/hooks.py`
 
     def __init__(
         self,
@@ -173,6 +177,17 @@ class Linear(Matrix):
     def __call__(
         self, x: Array, *, norm: RMSNorm | None = None, gate: str | None = None, residual: Array | None = None
     ) -> Array:
+        if self.delta is None:
+            return self._without_delta(x, norm, gate, residual)
+        y = self._without_delta(x, norm, None, residual if gate is None else None)
+        if self.shards is None:
+            y = self.delta.add(y, x, gate, norm)
+        else:
+            y = y + self.shards.sum(self.delta.add(jnp.zeros_like(y), x, None, norm))
+            y = y if gate is None else gated(y, gate, implementation=self.implementation)
+        return y if gate is None or residual is None else residual + y
+
+    def _without_delta(self, x: Array, norm: RMSNorm | None, gate: str | None, residual: Array | None) -> Array:
         if self.bias is None and self.shards is None:
             return linear(x, self, norm=norm, gate=gate, residual=residual)
         y = linear(x, self, norm=norm)

@@ -16,6 +16,8 @@ from jax import Array
 
 import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.hooks import ExpertsDelta
+from rekindle._src.models.nn.forward import ForwardPass
 from rekindle._src.models.nn.layers import GatedMlp, PlainMlp
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
@@ -26,6 +28,7 @@ class Stack(Matrix):
     """The matrices of all experts as one parameter, [G, out, in], and perhaps their biases [G, out]."""
 
     part = "experts"
+    delta: ExpertsDelta | None = None  # of one trace; see `models/hooks.py`
 
     def __init__(self, shape: tuple[int, int, int], precision: Precision, *, bias: bool = False) -> None:
         super().__init__(shape, precision)
@@ -120,12 +123,15 @@ class Experts(nnx.Module):
         self.down_bias = nnx.data(parameter((G, E), jnp.float32) if spec.bias else None)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
-    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
+    def __call__(
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         """Compute the experts of norm(x) [..., E] → [..., E], plus `residual` if there is one."""
         unnormed, x = x, x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, among_all = self.route(flat if self.routes_normed else unnormed.reshape(flat.shape))
+            weights, among_all = step.at("gates", weights), step.at("experts", among_all)
             count, chosen = self._local_experts(among_all)
             order = jnp.argsort(chosen.reshape(-1))
             sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(count), axis=0, dtype=jnp.int32)
@@ -148,11 +154,29 @@ class Experts(nnx.Module):
             biases = weighted_sum(self.down_bias[...][among_all], weights)
             y = y + biases.astype(x.dtype).reshape(x.shape)
         if self.shared is not None:
-            y = y + self._shared_result(x)
+            y = y + self._shared_result(x, step)
         return y if residual is None else residual + y
 
     def compute(self, rows: Array, sizes: Array, tokens: Array) -> Array:
-        """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are those that they belong to."""
+        """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are those that they belong to.
+
+        Deltas are added to both products; where neither is needed, experts are computed as without them.
+        """
+        first, last = self.gate_up.delta, self.down.delta
+        if first is None or last is None:
+            assert first is last, "both matrices have a delta, or neither"
+            return self._without_deltas(rows, sizes)
+
+        def with_deltas() -> Array:
+            wide = self.product(self.gate_up, rows, sizes)
+            hidden = self.activated(first.add_to_rows(wide, rows, sizes, tokens))
+            out = self.product(self.down, hidden, sizes)
+            return last.add_to_rows(out, hidden, sizes, tokens)
+
+        result: Array = jax.lax.cond(first.needed | last.needed, with_deltas, lambda: self._without_deltas(rows, sizes))
+        return result
+
+    def _without_deltas(self, rows: Array, sizes: Array) -> Array:
         if self.looped:
             return self.loop(rows, sizes)
         return self.product(self.down, self.activated(self.product(self.gate_up, rows, sizes)), sizes)
@@ -169,10 +193,10 @@ class Experts(nnx.Module):
             return gated(x, self.activation, implementation=self.down.implementation)
         return activate(x, self.activation)
 
-    def _shared_result(self, x: Array) -> Array:
+    def _shared_result(self, x: Array, step: ForwardPass) -> Array:
         assert self.shared is not None, "there is one"
         with jax.named_scope("shared"):
-            y: Array = self.shared(x)
+            y: Array = self.shared(x, step)
             if self.shared_gate is None:
                 return y
             return (y * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32)))).astype(x.dtype)

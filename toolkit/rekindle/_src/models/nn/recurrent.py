@@ -6,7 +6,6 @@ T tokens, N sequences, E hidden size, C channels, H heads of values, K heads of 
 from __future__ import annotations
 
 import functools
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,8 @@ from flax import nnx
 from jax import Array
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
-from rekindle._src.models.nn.layers import Attend, QkNormAttention, Recur, RopeTables, States
+from rekindle._src.models.nn.forward import ForwardPass, States
+from rekindle._src.models.nn.layers import QkNormAttention
 from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import (
@@ -47,18 +47,18 @@ class RecurrentLayer(nnx.Module):
         convolved: ConvolutionOptions,
     ) -> None:
         spec, E = _state(config, layer), config.hidden_size
-        self.layer, self.convolved = layer, convolved
+        self.convolved = convolved
         self.inputs = Linear(inputs, E, precision)
         self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
         self.out = Linear(E, outputs, precision, partial=True)
 
     def __call__(
-        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
         """Compute the layer's result for norm(x), plus `residual`."""
         projected = self.project(x, norm)
         with jax.named_scope("recur"):
-            y = cast(Recur, attend).recur(self.layer, functools.partial(self.compute, projected))
+            y = step.recur(functools.partial(self.compute, projected))
         return self.out(self.finish(y, projected).astype(x.dtype), residual=residual)
 
     def project(self, x: Array, norm: RMSNorm | None) -> Array:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.family import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf.blocks import (
     BY_NAME,
@@ -32,6 +31,7 @@ from rekindle._src.models.loading.gguf.blocks import (
     q6_k,
     six_bit_scales,
 )
+from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_exactly
 from rekindle._src.models.nn.packing import Packing
 from rekindle_kernels import int4

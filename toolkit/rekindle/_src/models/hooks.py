@@ -1,0 +1,88 @@
+"""Hooks of a caller inside a model: listeners at the sites that its layers name, and deltas of its matrices.
+
+A layer names each array that others may read or change, and each half that it adds to the residual stream
+(`nn/forward.py`). These are the sites of a layer, of which it has some, in the order of a pass:
+
+    residual_before  the stream before the first layer; before any other, it is the residual of the one before
+    q, k, v          as attention takes them
+    attention        the output of attention, or of what mixes tokens in its place
+    gates, experts   the experts that were chosen, after their weights
+    mlp              the output of the MLP, or of the experts in its place
+    mlp_experts      the output of experts that a layer has in addition to its MLP
+    layer_embedding  the layer's own embedding of the token
+    residual         the stream after the layer
+
+**A new listener** is a function that is asked, while a program is traced, for each site and layer, and returns the
+function that its array goes through, or None where it does not listen. It is passed to the call of a model, and a
+feature of steps returns it from `Feature.hooks`. To read (a capture, the hidden states of a drafter), it keeps the
+array, returns it as it is, and the program returns what was kept. To change (steering, an encoder's rows in the place
+of embeddings, at `residual_before` of layer 0), it returns another array of the same shape and dtype. For the gradient
+at a site, it adds an array of zeros that is an argument of the differentiated function. Listeners hear an array in
+their order, each what the one before returned. Where one listens to a half, the half is computed before it is added;
+where none does, the layer runs in its fused form, so that a program without listeners is the one without sites.
+
+A **delta** is an addition to the products of one matrix, such as those of two narrow matrices. `Linear` and `Stack`
+declare it as `delta`, and `merge` gives a model its deltas by the paths of these layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from jax import Array
+
+Listener = Callable[[str, int], Callable[[Array], Array] | None]
+STREAM_SITES = ("residual_before", "residual")
+
+
+class Norm(Protocol):
+    """The norm of a layer's input, `RMSNorm`, as a delta takes it."""
+
+    weight: Any
+    eps: float
+
+    def __call__(self, x: Array) -> Array: ...
+
+
+class Delta(Protocol):
+    """An addition to the product of a linear layer."""
+
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
+        """Return y [T, out] plus what is made of x [T, in], normed if there is a norm; gated [T, out / 2] if an
+        activation is named."""
+        ...
+
+
+class ExpertsDelta(Protocol):
+    """An addition to the products of a stack of experts."""
+
+    @property
+    def needed(self) -> Array:
+        """A bool: if it is false, nothing is added."""
+        ...
+
+    def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
+        """Return y [M, out] plus what is made of x [M, in].
+
+        The first sizes[0] rows are of expert 0, the next sizes[1] of expert 1, …, and row m belongs to tokens[m].
+        """
+        ...
+
+
+Deltas = Mapping[str, Delta | ExpertsDelta]  # by the paths of matrices, such as "layers.0.attention.qkv"
+NO_DELTAS: Deltas = MappingProxyType({})
+
+
+def keeping(kept: dict[tuple[str, int], Array], sites: Container[str]) -> Listener:
+    """Return a listener that keeps the arrays of these sites, by site and layer."""
+
+    def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
+        def keep(array: Array) -> Array:
+            kept[site, layer] = array
+            return array
+
+        return keep if site in sites else None
+
+    return listener
