@@ -7,7 +7,8 @@ import pickle
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import PromptPooling, PromptScoring
 from rekindle._src.core.records import RowResult, TokenEvent, TokenLogprobs
-from rekindle._src.core.report import LOGPROBS, NO_REPORTS, PROMPT_LOGPROBS
+from rekindle._src.core.report import NO_REPORTS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.tapped import Backlog, RequestTaps
 
 

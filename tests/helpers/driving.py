@@ -10,7 +10,7 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, Row, SlotPair, StepPlan, StepResult, TokenLogprobs
-from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.runner import Runner

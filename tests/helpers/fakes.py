@@ -38,7 +38,7 @@ from rekindle._src.core.records import (
     TokenLogprobs,
     mask_words,
 )
-from rekindle._src.core.report import LOGPROBS, POOLED, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import StoreError

@@ -9,7 +9,7 @@ import pytest
 from helpers.fakes import EOS, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.records import FinishReason, Request, StepPlan
-from rekindle._src.core.report import LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS
 from rekindle._src.programs.buckets import padded_rows
 
 ECHO = EchoModel(alphabet=tuple(range(32, 127)))

@@ -14,7 +14,7 @@ from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideReport, Mask, Request
-from rekindle._src.core.report import GUIDED
+from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.dispatch.backend import LoopTurn
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed

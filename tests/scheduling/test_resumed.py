@@ -12,7 +12,7 @@ from helpers.fakes import EOS, FakeModel, make_request
 from helpers.sessions import CONFIG, parts
 from rekindle import FinishReason
 from rekindle._src.core.records import Request, ResumeState, TokenEvent
-from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.dispatch.engine import Engine
 
 PROMPT = "Once upon a time there was"

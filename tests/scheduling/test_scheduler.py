@@ -10,7 +10,7 @@ import pytest
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve, exact
 from rekindle._src.core.records import FinishReason, Request, RowResult, Status, StepPlan, StepResult
-from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull, StepFailed
 
 

@@ -12,7 +12,7 @@ from helpers.fakes import extended, make_request
 from helpers.scheduling import Loop
 from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import FinishReason, Request
-from rekindle._src.core.report import POOLED
+from rekindle._src.core.report_kinds import POOLED
 
 
 def text(number: int, length: int, pooling: Any = "mean") -> Request:

@@ -7,11 +7,7 @@ the features, followers and outputs that know it read the values through it, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from rekindle._src.core.records import GuideReport, TokenLogprobs, Vector
-    from rekindle._src.core.tapped import CapturedPart
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 Reports = Mapping[str, tuple[Any, ...]]
@@ -61,10 +57,3 @@ def joined(earlier: Reports, later: Reports) -> Reports:
     if not earlier or not later:
         return earlier or later
     return {name: (*earlier.get(name, ()), *later.get(name, ())) for name in dict.fromkeys((*earlier, *later))}
-
-
-LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
-PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]
-GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
-POOLED: Report[Vector] = Report("pooled")  # of a prompt that is embedded: a chunk's states, at its end those of all
-CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants

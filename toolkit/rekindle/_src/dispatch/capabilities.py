@@ -23,7 +23,7 @@ from rekindle._src.core.records import (
     Vector,
 )
 from rekindle._src.core.reply import ReplyEvent, fold
-from rekindle._src.core.report import LOGPROBS, POOLED, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, POOLED, PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.captures import TapIntake

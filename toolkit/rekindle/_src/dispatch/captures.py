@@ -9,7 +9,7 @@ import anyio
 
 from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
-from rekindle._src.core.report import CAPTURED
+from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, CapturedPart, RequestTaps, resolve
 from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Front, Submission

@@ -14,7 +14,7 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, Request, TokenEvent
 from rekindle._src.core.reply import DeferredParse
-from rekindle._src.core.report import GUIDED
+from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot

@@ -17,7 +17,7 @@ from jax import Array, lax
 from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
-from rekindle._src.core.report import POOLED
+from rekindle._src.core.report_kinds import POOLED
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import (

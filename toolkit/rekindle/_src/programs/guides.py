@@ -15,7 +15,7 @@ from jax import Array, lax
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan, mask_words
-from rekindle._src.core.report import GUIDED
+from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take

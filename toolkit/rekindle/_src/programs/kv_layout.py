@@ -79,13 +79,10 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
     return tuple(map(layer, model.caches, model.windowed))
 
 
-def page_bytes(
-    model: ModelConfig, page_size: int, dtype: str, slots: Mapping[str, int] | None = None, *, windows: bool = False
-) -> int:
-    """Return the bytes of one page over all layers that have pages under one id: none of those that have `slots` of
-    side caches, or with `windows` those alone."""
-    kv = abstract(model, 1, page_size, dtype, {"windows": 1} if windows else slots)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv, windows=windows)))
+def page_bytes(model: ModelConfig, page_size: int, dtype: str, slots: Mapping[str, int] | None = None) -> int:
+    """Return the bytes of one page over all layers, but for those whose pages are in `slots` of a side cache."""
+    kv = abstract(model, 1, page_size, dtype, slots)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv)))
 
 
 def state_bytes(model: ModelConfig) -> int:

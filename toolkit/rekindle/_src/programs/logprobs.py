@@ -20,7 +20,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan, TokenLogprobs
-from rekindle._src.core.report import LOGPROBS, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import ProgramVariant

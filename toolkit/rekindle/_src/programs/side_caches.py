@@ -44,6 +44,7 @@ table.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -244,9 +245,14 @@ class StateSlots(Feature):
 STEPS = 4  # of tokens that are not committed: in flight and planned, and pages of as many that wait to be released
 
 
+@functools.lru_cache(maxsize=8)  # it looks at all layers
+def _window(model: ModelConfig) -> int:
+    return model.window
+
+
 def span(model: ModelConfig, page_size: int) -> int:
     """Return how many pages before a page's end a sequence needs that continues there."""
-    return pages_for(model.window, page_size)
+    return pages_for(_window(model), page_size)
 
 
 def least_pages(model: ModelConfig, config: EngineConfig) -> int:
@@ -254,6 +260,13 @@ def least_pages(model: ModelConfig, config: EngineConfig) -> int:
     assert config.page_size is not None, "resolved"
     steps = pages_for(STEPS * config.max_tokens_per_step, config.page_size)
     return 1 + config.max_requests * (span(model, config.page_size) + 2) + steps
+
+
+@functools.lru_cache(maxsize=8)  # an opening asks several times; it takes a millisecond for 18 layers
+def _window_page(model: ModelConfig, page_size: int, dtype: str) -> tuple[LeafSpec, ...]:
+    """Return the arrays of one page over all layers with a window."""
+    page = paged.payload_layout(paged.abstract(model, 1, page_size, dtype, {"windows": 1}), windows=True)
+    return tuple(LeafSpec(tuple(shape[1:]), str(leaf_dtype)) for shape, leaf_dtype in page)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +287,7 @@ class WindowPages(DevicePlan):
         never need more than the others have, since a sequence has a page here only where it has one there."""
         assert config.page_size is not None, "resolved"
         assert config.max_model_len is not None, "resolved"
-        if not placement.pages_apart or not model.window:
+        if not placement.pages_apart or not _window(model):
             return 0
         half = max(1, pages_for(config.max_model_len, 2 * config.page_size))
         share = -(-pages * (span(model, config.page_size) + 2) // half)
@@ -283,23 +296,22 @@ class WindowPages(DevicePlan):
     @classmethod
     def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
         assert config.page_size is not None, "resolved"
-        return paged.page_bytes(local, config.page_size, config.kv_dtype, windows=True)
+        return sum(leaf.nbytes for leaf in _window_page(local, config.page_size, config.kv_dtype))
 
     @classmethod
     def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
         size = config.page_size
         assert size is not None, "resolved"
         assert config.max_model_len is not None, "resolved"
-        page = paged.payload_layout(paged.abstract(model, 1, size, config.kv_dtype, {cls.name: 1}), windows=True)
         most = span(model, size) + pages_for(config.max_tokens_per_step, size) + 2
         return {
             "first": 1,
             "step": size,
             "span": span(model, size),
-            "window": model.window,
+            "window": _window(model),
             "reserved": 0 if slots == config.device_pages else least_pages(model, config) - 1,
-            "leaves": tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in page),
-            "content": f"{model.window} tokens",
+            "leaves": _window_page(model, size, config.kv_dtype),
+            "content": f"{_window(model)} tokens",
             "most": min(most, pages_for(config.max_model_len, size)),
         }
 

@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Row, StepPlan
-from rekindle._src.core.report import CAPTURED
+from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.tapped import (
     INNER,
     MAX_PATCHES,

@@ -17,7 +17,7 @@ from rekindle._src.core import html
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
-from rekindle._src.core.report import PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Events
 from rekindle._src.replicas.autoscaling import FleetLoad
 from rekindle._src.replicas.routing import (

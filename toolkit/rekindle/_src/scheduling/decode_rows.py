@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import Row, StepPlan, StepResult
-from rekindle._src.core.report import GUIDED
+from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.programs.buckets import padded_rows
 from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup
 from rekindle._src.scheduling.page_ledger import PageLedger

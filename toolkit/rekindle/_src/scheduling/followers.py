@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
 from rekindle._src.core.records import GuideReport, IntArray, Pooling, Request, Row, RowResult
-from rekindle._src.core.report import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 

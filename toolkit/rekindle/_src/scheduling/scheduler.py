@@ -41,7 +41,7 @@ from rekindle._src.core.records import (
     StepResult,
     TokenEvent,
 )
-from rekindle._src.core.report import GUIDED
+from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.side import Keying, SideCache
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache

@@ -210,6 +210,11 @@ class PrefixExplanation:
     lacking: str = ""  # in words, what it is
 
     @property
+    def windows(self) -> bool:
+        """True if it is the window before their end."""
+        return "window" in self.lacking
+
+    @property
     def cached_tokens(self) -> int:
         return self.device_tokens + self.host_tokens + self.disk_tokens
 

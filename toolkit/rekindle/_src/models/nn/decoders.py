@@ -559,8 +559,8 @@ class LayerEmbeddingBlock(SandwichBlock):
         with jax.named_scope("mlp"):
             y = step.output("mlp", self.mlp, x, self.mlp_norm)
             if self.experts is not None:
-                experts = step.output("mlp_experts", self.experts, x, self.experts_norm)
-                y = self.dense_out_norm(y) + self.experts_out_norm(experts)
+                y = self.dense_out_norm(y)
+                y = y + self.experts_out_norm(step.output("mlp_experts", self.experts, x, self.experts_norm))
             if self.embedding_gate is None:
                 return self.mlp_out_norm.add(y, x, self.scalar[...])
             x = self.mlp_out_norm.add(y, x)

@@ -1,0 +1,17 @@
+"""The kinds of reports that the features of a step make; see report.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rekindle._src.core.records import GuideReport, TokenLogprobs, Vector
+from rekindle._src.core.report import Report
+
+if TYPE_CHECKING:
+    from rekindle._src.core.tapped import CapturedPart
+
+LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
+PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]
+GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
+POOLED: Report[Vector] = Report("pooled")  # of a prompt that is embedded: a chunk's states, at its end those of all
+CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants
