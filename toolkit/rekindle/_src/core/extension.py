@@ -53,12 +53,15 @@ class Extensions(dict[type[Extension], Extension]):
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
-        own = self.values()
-        self.altered: tuple[str, ...] = tuple(digest for extension in own for digest in extension.altered)
-        self.generates: bool = all(extension.generates for extension in own)
-        self.by_position: bool = any(extension.by_position for extension in own)
-        # Those that may hold the request.
-        self.holding: tuple[Extension, ...] = tuple(one for one in own if type(one).held is not Extension.held)
+        self.altered: tuple[str, ...] = ()
+        self.generates, self.by_position = True, False
+        self.holding: tuple[Extension, ...] = ()  # those that may hold the request
+        for extension in self.values():
+            self.altered += extension.altered
+            self.generates = self.generates and extension.generates
+            self.by_position = self.by_position or extension.by_position
+            if type(extension).held is not Extension.held:
+                self.holding += (extension,)
 
     if TYPE_CHECKING:  # at run time it is the method of dicts: rows of every step are asked
 

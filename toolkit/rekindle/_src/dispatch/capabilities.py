@@ -81,7 +81,7 @@ class TokenIdIntake(Capability):
             ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             if len(ids):
-                found = np.asarray(ids, np.int64)
+                found = token_ids if ids is token_ids else np.asarray(ids, np.int64)
                 if found.min() < 0 or found.max() >= vocab:
                     wrong = found[(found < 0) | (found >= vocab)][0].item()
                     fix = f"Use ids from 0 to {vocab - 1}"
