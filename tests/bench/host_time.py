@@ -78,7 +78,7 @@ class Clock:
             self._wrap(self._scheduler, "plan"),
             self._wrap(self._scheduler, "commit"),
             self._wrap(Upload, "pack"),
-            self._wrap(detokenize, "deliver", "detokenize"),
+            self._wrap(detokenize._Delivery, "deliver", "detokenize"),
             self._wrap(self._runner, "dispatch", after=self._dispatched),
             self._wrap(self._runner, "fetch", after=self._fetched),
         ]
