@@ -71,3 +71,17 @@ def test_an_empty_one(session: Session) -> None:
 def test_errors_in_place_of_completions_have_rows_at_their_places() -> None:
     html = Completions([ValueError("the first <one>"), ValueError("the second")])._repr_html_()
     assert "ValueError: the first &lt;one&gt;" in html and html.index("the first") < html.index("the second")
+
+
+# The object of a structured completion, as version 0.1 pickled it.
+FROM_0_1 = (
+    b"\x80\x04\x95P\x00\x00\x00\x00\x00\x00\x00\x8c\x18rekindle._src.core.reply\x94\x8c\x05_made\x94\x93\x94\x8c\x08"
+    b'{"a": 1}\x94h\x00\x8c\x06Parsed\x94\x93\x94}\x94\x8c\x01a\x94K\x01sN\x86\x94\x81\x94\x86\x94R\x94.'
+)
+
+
+def test_objects_that_an_earlier_version_pickled_are_read() -> None:
+    parsing = pickle.loads(FROM_0_1)
+    assert parsing.get() == ({"a": 1}, None)
+    assert b"ParseResult" not in pickle.dumps(parsing), "a pickle names as few classes as it can"
+    assert pickle.loads(pickle.dumps(parsing)).get() == parsing.get()

@@ -162,10 +162,13 @@ class DeferredParse:
         return self._parsed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self._text, self.get())
+        return _made, (self._text, tuple(self.get()))
 
 
-def _made(text: str, parsed: ParseResult) -> DeferredParse:
+def _made(text: str, parsed: tuple[Any, NotParsed | None]) -> DeferredParse:
     parsing = DeferredParse(text, str)
-    parsing._parsed = parsed
+    parsing._parsed = ParseResult(*parsed)
     return parsing
+
+
+Parsed = ParseResult  # in pickled completions of 0.1
