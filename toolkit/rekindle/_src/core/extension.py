@@ -54,7 +54,8 @@ class Extensions(dict[type[Extension], Extension]):
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
         self.altered: tuple[str, ...] = ()
-        self.generates, self.by_position = True, False
+        self.generates: bool = True
+        self.by_position: bool = False
         self.holding: tuple[Extension, ...] = ()  # those that may hold the request
         for extension in self.values():
             self.altered += extension.altered
