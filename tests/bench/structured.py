@@ -145,7 +145,9 @@ def main() -> None:
             if not seed:
                 before = session.stats()
         after = session.stats()
-        origins = {record.origin for record in session.programs() if record.name.endswith(("m", "f", "c"))}
+        origins = {
+            record.origin for record in session.programs() if record.name.endswith(("+gated", "+forward", "+choice"))
+        }
     print(
         f"{given.shape} {given.quantize or '16 bits'}, {given.rows} rows; guided programs were {' and '.join(origins)}"
     )
