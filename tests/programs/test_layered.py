@@ -26,7 +26,7 @@ from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
-from rekindle._src.programs.buckets import ADMIT, COPY, Bucket, ProgramVariant, StepPart
+from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepPart
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.programs import Form, Programs
@@ -176,7 +176,7 @@ def test_pages_and_state_are_donated_and_all_options_apply() -> None:
     programs = programs_of(processors=[sevens])
     kv, state = programs.memory()
     step, upload = programs.get(DECODE), [np.zeros(leaf.shape, leaf.dtype) for leaf in _upload(programs, DECODE)]
-    new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload, programs.features.operands(""))
+    new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload, programs.features.operands(PLAIN_VARIANT))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, state.last_token)))
     assert [leaf.shape for leaf in jax.tree.leaves((new_kv, new_state))] == [
         leaf.shape for leaf in jax.tree.leaves((programs.kv, programs.state))

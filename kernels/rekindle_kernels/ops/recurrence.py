@@ -34,7 +34,7 @@ EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cache
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("lengths", "cu_lengths", "num_prefills", "slots"),
-    meta_fields=("decode_rows",),
+    meta_fields=("decode_rows", "differentiable"),
 )
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
@@ -45,6 +45,7 @@ class RaggedBatch:
     num_prefills: Array  # int32 [], how many of the N-R prefill sequences are real
     decode_rows: int  # R
     slots: tuple[Array, Array] | None = None  # int32 [N] each: which states are read, and which are written
+    differentiable: bool = False  # loops have a fixed number of turns, as derivatives in reverse need them
 
     @property
     def sequences(self) -> int:

@@ -135,6 +135,14 @@ def _last(mask: Array) -> Array:
     return jnp.max(jnp.where(mask, jnp.arange(len(mask)) + 1, 0), initial=0)
 
 
+Carry = tuple[Array, Array]  # results of tokens, and states
+
+
+def _while_real(total: Array, body: Callable[[Array, Carry], Carry], index: Array, carry: Carry) -> Carry:
+    """Run the body of a loop, or nothing beyond the last turn."""
+    return lax.cond(index < total, body, lambda _, carry: carry, index, carry)
+
+
 def _by_row(mask: Array, states: Array) -> Array:
     return mask.reshape(-1, *[1] * (states.ndim - 1))
 
@@ -163,7 +171,11 @@ def _scan(moves: _Moves, rows: Rows, states: Array, batch: RaggedBatch, step: St
 
         shape = jax.eval_shape(chunk, tuple(row[:EDGE] for row in padded), jnp.ones(EDGE, bool), before[0])[0]
         out = jnp.zeros((T - R + EDGE, *shape.shape[1:]), shape.dtype)
-        out, kept = lax.fori_loop(0, chunks.total, body, (out, before))
+        if batch.differentiable:
+            turn = partial(_while_real, chunks.total, body)
+            out, kept = lax.fori_loop(0, len(chunks.owner), turn, (out, before))
+        else:
+            out, kept = lax.fori_loop(0, chunks.total, body, (out, before))
         results.append(out[: T - R])
         after = jnp.where(_by_row(batch.prefill_lengths() > 0, states), kept, taken)
         states = moves.put(states, writes, after, batch.num_prefills)

@@ -111,7 +111,8 @@ class PlainAttention(AttendOwn):
         super().__init__(module.config, self.attention)
         self._length, self._rows = length, rows
         ends = jnp.arange(rows + 1, dtype=jnp.int32) * length
-        self._batch = RaggedBatch(jnp.full(rows, length, jnp.int32), ends, jnp.asarray(rows, jnp.int32), 0)
+        lengths = jnp.full(rows, length, jnp.int32)
+        self._batch = RaggedBatch(lengths, ends, jnp.asarray(rows, jnp.int32), 0, differentiable=True)
 
     def attention(self, q: Array, k: Array, v: Array, spec: AttentionSpec, sinks: Array | None) -> Array:
         """Compute the attention of all lines."""
