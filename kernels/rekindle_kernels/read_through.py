@@ -22,30 +22,30 @@ class BackingStore(Protocol):
         """Return the entries of a kind, the newest last."""
 
 
-_behind: dict[Path, BackingStore] = {}
+_backing: dict[Path, BackingStore] = {}
 
 
-def attach(cache_folder: Path, behind: BackingStore | None) -> None:
-    """Let `behind` be the place that backs this cache folder in this process, from now on; None removes it."""
-    if behind is None:
-        _behind.pop(cache_folder, None)
+def attach(cache_folder: Path, backing: BackingStore | None) -> None:
+    """Let `backing` be the store that backs this cache folder in this process, from now on; None removes it."""
+    if backing is None:
+        _backing.pop(cache_folder, None)
     else:
-        _behind[cache_folder] = behind
+        _backing[cache_folder] = backing
 
 
-def behind(cache_folder: Path) -> BackingStore | None:
+def backing_of(cache_folder: Path) -> BackingStore | None:
     """Return the place that backs this cache folder; None if there is none."""
-    return _behind.get(cache_folder)
+    return _backing.get(cache_folder)
 
 
 def fetch(path: Path) -> bool:
     """Fetch a missing entry of a cache. Return True if it is there now."""
-    place = _behind.get(path.parent.parent)
+    place = _backing.get(path.parent.parent)
     return place is not None and place.fetch(path.parent.name, path.name)
 
 
 def keep(path: Path) -> None:
     """Keep a complete entry of a cache in the place that backs it, too."""
-    place = _behind.get(path.parent.parent)
+    place = _backing.get(path.parent.parent)
     if place is not None:
         place.keep(path.parent.name, path.name)

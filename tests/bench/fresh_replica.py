@@ -36,7 +36,7 @@ def fill(model: str, folder: str, shared: str) -> None:
     with rekindle.open_sync(model, cache_dir=folder, shared_cache=shared, **OPTIONS) as session:
         session.generate_sync(PROMPT, max_tokens=8, ignore_eos=True)
         assert prepared.wait(120)
-        behind: Any = read_through.behind(Path(folder))
+        behind: Any = read_through.backing_of(Path(folder))
         assert behind.wait(120)
         print(f"{behind!r}", file=sys.stderr)
 

@@ -118,20 +118,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobPlace]
         fsspec.filesystem("memory").rm("/rekindle", recursive=True)
 
 
-def behind(folder: Path, place: BlobPlace, key: bytes | None = KEY) -> SharedCache:
+def backed(folder: Path, place: BlobPlace, key: bytes | None = KEY) -> SharedCache:
     return SharedCache(folder, "the place", place, key)
 
 
 def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: BlobPlace) -> None:
     entry(tmp_path / "one")
-    one, two = behind(tmp_path / "one", place), behind(tmp_path / "two", place)
+    one, two = backed(tmp_path / "one", place), backed(tmp_path / "two", place)
     assert not two.fetch("programs", "abc") and two.missed == 1
     one.keep("programs", "abc")
     assert one.wait(20) and one.stored == 1
     assert two.fetch("programs", "abc") and contents(tmp_path / "two" / "programs" / "abc") == FILES
     assert two.names("programs") == ["abc"] and two.names("weights") == []
     one.keep("programs", "abc")
-    behind(tmp_path / "one", place).keep("programs", "abc")
+    backed(tmp_path / "one", place).keep("programs", "abc")
     assert one.stored == 1 and (one.failed, two.failed) == (0, 0)
     status = (tmp_path / "two" / "programs" / "abc" / "rekindle" / "program").stat()
     assert status.st_mode & 0o077 == 0
@@ -140,21 +140,21 @@ def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: BlobPlace)
 
 def test_what_is_refused_is_replaced_by_what_is_made_here(tmp_path: Path, place: BlobPlace, caplog: Any) -> None:
     entry(tmp_path / "one")
-    forged = behind(tmp_path / "one", place, b"x" * 32)
+    forged = backed(tmp_path / "one", place, b"x" * 32)
     forged.keep("programs", "abc")
     assert forged.wait(20)
-    two = behind(tmp_path / "two", place)
+    two = backed(tmp_path / "two", place)
     assert not two.fetch("programs", "abc") and two.refused == 1
     assert "made with another key" in caplog.text and not (tmp_path / "two" / "programs" / "abc").exists()
     assert two.names("programs") == [], "it would keep the place of a good one"
     entry(tmp_path / "two")
     two.keep("programs", "abc")
-    assert two.wait(20) and behind(tmp_path / "three", place).fetch("programs", "abc")
+    assert two.wait(20) and backed(tmp_path / "three", place).fetch("programs", "abc")
 
 
 def test_old_blobs_go_and_those_in_use_stay(tmp_path: Path) -> None:
     place = FolderPlace(tmp_path / "shared")
-    one = behind(tmp_path / "one", place)
+    one = backed(tmp_path / "one", place)
     for name in ("a", "b", "c", "d"):
         entry(tmp_path / "one", name)
         one.keep("programs", name)
@@ -182,7 +182,7 @@ def test_a_place_that_fails_is_asked_no_more(tmp_path: Path, caplog: Any) -> Non
             raise ConnectionError("no route")
 
     place: Any = Broken()
-    one = behind(tmp_path, place)
+    one = backed(tmp_path, place)
     assert not any(one.fetch("programs", str(number)) for number in range(10))
     assert place.calls == shared_cache.FAILURES and caplog.text.count("no route") == 1
 
@@ -190,7 +190,7 @@ def test_a_place_that_fails_is_asked_no_more(tmp_path: Path, caplog: Any) -> Non
 def test_only_known_kinds_and_trusted_folders(tmp_path: Path) -> None:
     place = FolderPlace(tmp_path / "shared")
     entry(tmp_path / "one")
-    one, two = behind(tmp_path / "one", place), behind(tmp_path / "two", place)
+    one, two = backed(tmp_path / "one", place), backed(tmp_path / "two", place)
     one.keep("programs", "abc"), one.keep("chats", "x")
     assert one.wait(20) and one.stored == 1
     assert not two.fetch("chats", "x")
@@ -204,7 +204,7 @@ def test_a_shared_cache_needs_a_key_or_privacy(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "cache"
     try:
         attach(str(tmp_path / "shared"), [folder])
-        assert isinstance(read_through.behind(folder), SharedCache)
+        assert isinstance(read_through.backing_of(folder), SharedCache)
         (tmp_path / "open").mkdir()
         (tmp_path / "open").chmod(0o777)
         with pytest.raises(ConfigError, match="anyone who can write there"):
@@ -218,20 +218,20 @@ def test_a_shared_cache_needs_a_key_or_privacy(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv(private_files.KEY_VARIABLE, str(key))
         attach("memory://rekindle", [folder])
         attach(str(tmp_path / "open"), [folder])
-        before = read_through.behind(folder)
+        before = read_through.backing_of(folder)
         attach(str(tmp_path / "open"), [folder])
-        assert read_through.behind(folder) is before
+        assert read_through.backing_of(folder) is before
         monkeypatch.setenv(private_files.KEY_VARIABLE, str(tmp_path / "nothing"))
         with pytest.raises(ConfigError, match="nothing"):
             attach(str(tmp_path / "open"), [folder])
         monkeypatch.delenv(private_files.KEY_VARIABLE)
         monkeypatch.setenv(shared_cache.VARIABLE, str(tmp_path / "shared"))
         attach(None, [folder])
-        assert str(tmp_path / "shared") in repr(read_through.behind(folder))
+        assert str(tmp_path / "shared") in repr(read_through.backing_of(folder))
     finally:
         monkeypatch.delenv(shared_cache.VARIABLE, raising=False)
         attach(None, [folder])
-    assert read_through.behind(folder) is None
+    assert read_through.backing_of(folder) is None
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ class CountedOutput(Part):
 
 
 class Counting(Capability):
-    """Of requests with a bias of token 7: all that a capability may do, which no other file knows of."""
+    """A capability that only this file knows: it takes part in requests with a bias of token 7."""
 
     async def resource(self, submission: Submission, front: Front) -> int:
         return 1000
@@ -143,7 +143,7 @@ def test_the_first_that_is_wrong_is_told(place: int) -> None:
 
 
 def test_records_have_no_field_of_a_capability() -> None:
-    """What a capability needs of them is an extension or a report, so that they stay as they are."""
+    """Records have no field of a capability: it uses an extension of the request, or a report of the row."""
     assert [field.name for field in dataclasses.fields(Request)] == [
         "id", "token_ids", "sampling", "stop_ids", "eos_ids", "arrival", "group", "index", "resumed", "caller",
         "messages", "extensions",

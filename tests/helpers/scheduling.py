@@ -142,6 +142,13 @@ class Loop:
     def commit(self) -> None:
         self.take(*self.scheduler.commit(self.runner.fetch(self.in_flight.pop(0))))
 
+    def dispatch(self, steps: int) -> None:
+        """Plan and dispatch steps, and leave them in flight."""
+        for _ in range(steps):
+            plan = self.scheduler.plan()
+            assert plan is not None
+            self.in_flight.append(self.runner.dispatch(plan))
+
     def run(self, most: int = 100_000) -> None:
         for _ in range(most):
             if not self.step():

@@ -1,19 +1,22 @@
-"""What an opening will do is a value: it is computed without doing it, and everything that opens follows it."""
+"""The blueprint of an opening: computing it changes nothing, and a session that opens is as it says."""
 
 from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import rekindle
 from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, opening
-from rekindle import EngineConfig, Tap
+from rekindle import EngineConfig, Steer, Tap
 from rekindle._src.cli import usage
 from rekindle._src.cli.main import main, parser
 from rekindle._src.opening.blueprint import Blueprint, blueprint
@@ -22,8 +25,14 @@ from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import config_fields
 
 
-def plan(model: Any = MODEL, *, taps: tuple[Tap, ...] = (), **options: Any) -> Blueprint:
-    return blueprint(OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps))
+def plan(
+    model: Any = MODEL,
+    *,
+    taps: tuple[Tap, ...] = (),
+    steering: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Blueprint:
+    return blueprint(OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps, steering=steering))
 
 
 def test_no_file_no_thread_no_array(tmp_path: Path) -> None:
@@ -39,10 +48,13 @@ def test_equal_openings_have_equal_blueprints() -> None:
     for change in ({"max_requests": 2}, {"device_pages": 41}, {"kv_dtype": "int8"}, {"host_memory": 1 << 20}):
         assert plan(**change) != plan(), change
     assert plan(tiny_model(seed=6)) != plan()
+    vectors = (np.full(MODEL.config.hidden_size, size) for size in (1.0, 2.0))
+    one, two = (plan(steering={"joy": (Steer(0, vector),)}) for vector in vectors)
+    assert one != two, "changes of one name have other vectors"
 
 
 def test_programs_of_equal_plans_have_one_key() -> None:
-    """What a program's key holds, and nothing else: a session with other memory below the device loads them too."""
+    """Options that programs do not depend on, such as host memory, leave the key as it is; all others change it."""
     assert plan(host_memory=1 << 20, seed=3).programs.key == plan().programs.key
     for change in ({"max_requests": 2}, {"max_adapters": 2}, {"kernels": "xla"}):
         assert plan(**change).programs.key != plan().programs.key, change

@@ -125,10 +125,7 @@ def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_f
     model.runner.lose = lambda move: StoreError("it is gone")
     failing = make_request(text(90, 91), max_tokens=6)
     model.submit(failing)
-    for _ in range(2):
-        plan = model.scheduler.plan()
-        assert plan is not None
-        model.in_flight.append(model.runner.dispatch(plan))
+    model.dispatch(2)
     model.run()
     model.runner.lose = lambda move: None
     answered(model, [(30 + 3 * position) % 89 for position in range(150)])

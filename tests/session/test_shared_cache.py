@@ -16,16 +16,16 @@ from rekindle._src.models.loading import prepared
 from rekindle_kernels import private_files, read_through
 
 
-def behind(folder: Path) -> SharedCache:
-    found = read_through.behind(folder)
+def backing(folder: Path) -> SharedCache:
+    found = read_through.backing_of(folder)
     assert isinstance(found, SharedCache)
     return found
 
 
 def kept(folder: Path) -> int:
     """How many entries are kept once nothing is left to do."""
-    assert behind(folder).wait(60) and not behind(folder).failed
-    return behind(folder).stored
+    assert backing(folder).wait(60) and not backing(folder).failed
+    return backing(folder).stored
 
 
 @pytest.fixture(params=by_default(["private", "signed"]))
@@ -72,7 +72,7 @@ def test_a_fresh_machine_compiles_nothing(tmp_path: Path, shared: str) -> None:
         ask(session, 0)
         stats = session.stats()
         assert (stats.compilations, stats.traces, origins(session)) == (0, 0, {"loaded"})
-    assert behind(two).fetched > 0 and kept(two) == 0
+    assert backing(two).fetched > 0 and kept(two) == 0
     with opened(two) as session:  # what was fetched is there without the shared cache, too
         ask(session, 0)
         assert session.stats().compilations == 0
@@ -102,7 +102,7 @@ def test_damage_costs_a_compilation(tmp_path: Path, programs: Path) -> None:
     with opened(tmp_path / "two", shared_cache=shared) as session:
         ask(session, 0)
         assert session.stats().compilations > 0
-    assert behind(tmp_path / "two").refused > 0
+    assert backing(tmp_path / "two").refused > 0
 
 
 def test_a_snapshot_is_restored_on_another_machine(tmp_path: Path, shared: str, programs: Path) -> None:
@@ -145,7 +145,7 @@ def test_kept_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert texts[0] == texts[1]
     assert len(list((tmp_path / "shared" / "weights").iterdir())) == 1
     assert len(list((tmp_path / "two" / "weights").iterdir())) == 1
-    assert (behind(tmp_path / "two").stored, behind(tmp_path / "two").fetched > 1) == (0, True)
+    assert (backing(tmp_path / "two").stored, backing(tmp_path / "two").fetched > 1) == (0, True)
 
 
 def test_a_model_is_known_before_its_weights_are_there(

@@ -26,7 +26,7 @@ def kept(cache: Path) -> list[Path]:
 
 
 def describe(folder: Path, cache_dir: Path, **options: Any) -> CheckpointPlan:
-    """What a session plans, and keeps once it reads."""
+    """Describe a checkpoint, and keep the description as a session does when it reads the weights."""
     described = checkpoint.describe(folder, cache_dir=cache_dir, **options)
     described.keep()
     return described

@@ -64,7 +64,7 @@ def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         if arguments.device == "here":
             return _guarded(lambda: plan_here(arguments))
-        sizes = {"quantize": arguments.quantize, "context": arguments.context}
+        sizes = {"quantize": arguments.quantize, "context": arguments.context or 8192}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
         return _guarded(lambda: examine_mesh(arguments.mesh))
@@ -293,6 +293,7 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     from rekindle._src.programs.programs import Programs
 
     options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
+    options["max_model_len"] = arguments.context
     plan = blueprint(OpenRequest(arguments.plan, EngineConfig.of(options)))
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
     yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")

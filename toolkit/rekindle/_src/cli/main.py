@@ -103,7 +103,7 @@ def parser() -> Parser:
     doctor.add("--plan", shape, metavar="SHAPE")
     doctor.add("--device", "with --plan: the kind of device (default H100); here: this machine's", default="H100")
     doctor.add("--quantize", "with --plan", type=_quantize, metavar="KIND")
-    doctor.add("--context", "with --plan: tokens of a request (default 8192)", type=int, default=8192)
+    doctor.add("--context", "with --plan: tokens of a request (default 8192; here: the session's)", type=int)
     doctor.flag("--json", "print the checks as JSON")
     doctor.flag("--report", "print one text for an issue, without home directory, user name and secrets")
     doctor.checks += usage.check_report, usage.check_models

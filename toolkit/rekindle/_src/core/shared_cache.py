@@ -226,7 +226,7 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
     if key is None:
         _check_private(where, place)
     for folder in dict.fromkeys(folders):
-        current = read_through.behind(folder)
+        current = read_through.backing_of(folder)
         same = isinstance(current, SharedCache) and (current.where, current._key) == (where, key)
         if not same:
             read_through.attach(folder, SharedCache(folder, where, place, key))

@@ -133,7 +133,9 @@ class Blueprint:
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
-            "steering": sorted(self.taps.steering) if self.taps else [],
+            "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
+            if self.taps
+            else {},
         }
 
     def __eq__(self, other: object) -> bool:

@@ -13,7 +13,7 @@ import errno
 import functools
 import logging
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from contextlib import closing
 
 import jax
 
@@ -42,30 +42,19 @@ from rekindle_kernels import configure, unavailable_reason
 log = logging.getLogger("rekindle.engine")
 
 
-class Owner(Protocol):
-    def close(self) -> None: ...
-
-
-OwnerT = TypeVar("OwnerT", bound=Owner)
-
-
 def build(request: OpenRequest) -> Front:
     """Return a session's front over its engine. Raise typed errors, after freeing all that was loaded until then."""
     with _telling_shortage(request), contextlib.ExitStack() as owners:
-
-        def own(owner: OwnerT) -> OwnerT:
-            owners.callback(owner.close)
-            return owner
-
         attach_caches(request.config)
         model = unpacked_model(request.model) if isinstance(request.model, LoadedModel) else None
         request = request if model is None else dataclasses.replace(request, model=model)
-        others = own(peers.gather(request))
+        others = owners.enter_context(closing(peers.gather(request)))
         plan = peers.agreed(blueprint(request), others.agreement)
-        programs = own(SessionPrograms.open(plan, request))
+        programs = owners.enter_context(closing(SessionPrograms.open(plan, request)))
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
-        weights = own(Weights.open(plan, model, progress=request.report, brought=request.brought, others=others))
+        read = Weights.open(plan, model, progress=request.report, brought=request.brought, others=others)
+        weights = owners.enter_context(closing(read))
         plan = plan.after_reading()
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
@@ -74,7 +63,7 @@ def build(request: OpenRequest) -> Front:
         if request.merge is not None:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))
-        cache = own(SessionCache.open(plan, weights.model.fingerprint, others))
+        cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
         runner = Runner(
             weights.model,
             programs.all.config,

@@ -263,15 +263,15 @@ def fetch_shared(folder: Path, name: str, identity: Identity, limit: int) -> Non
 
     Both are verified as those of this machine are.
     """
-    behind = read_through.behind(folder)
-    if behind is None:
+    backing = read_through.backing_of(folder)
+    if backing is None:
         return
     if name != "auto":
-        version = tagged(behind.names("snapshots"), name, identity)
+        version = tagged(backing.names("snapshots"), name, identity)
         if version is not None:
             _fetch(folder / "snapshots" / version)
     root, total = identity.root.hex(), 0
-    for segment in reversed(behind.names("pages")):
+    for segment in reversed(backing.names("pages")):
         if segment.startswith(root) and total < limit:
             _fetch(folder / "pages" / segment)
             total += size_of(folder / "pages" / segment)[0]

@@ -134,7 +134,7 @@ def _sum(text: bytes) -> bytes:
 def _shared(kept: Path) -> Store | None:
     """Return the store that also has the descriptions of kept weights; None without a shared cache."""
     cache = kept.parent.parent
-    return None if read_through.behind(cache) is None else store(cache / FOLDER)
+    return None if read_through.backing_of(cache) is None else store(cache / FOLDER)
 
 
 def fetched(kept: Path) -> KnownModel | None:
