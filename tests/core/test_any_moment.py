@@ -23,10 +23,10 @@ from rekindle_kernels import read_through
 def _no_power_fails_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setenv("REKINDLE_TEST_MODEL", str(tmp_path / "model"))
-    known = dict(read_through._behind)
+    known = dict(read_through._backing)
     yield
-    read_through._behind.clear()
-    read_through._behind.update(known)
+    read_through._backing.clear()
+    read_through._backing.update(known)
 
 
 JOBS = ("PAGES", "CAPTURES", "FOLDERS", "FILES", "SHARED", "WEIGHTS")
