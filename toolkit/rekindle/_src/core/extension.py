@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+if TYPE_CHECKING:
+    from rekindle._src.core.records import IntArray
+
 E = TypeVar("E", bound="Extension")
 
 
@@ -41,6 +44,13 @@ class Extension:
         """Return how many leading tokens of the prompt may have pages from the cache: of others, results are read."""
         return prompt_length
 
+    def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
+        """Return what the prefix tree calls the request's `tokens`, the first of which is at `start`: that of a page.
+
+        Overridden where more than the tokens decides what pages hold; called only then.
+        """
+        return tokens
+
     def another(self) -> Extension:
         """Return the extension of another sequence of the same prompt."""
         return self
@@ -49,7 +59,7 @@ class Extension:
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 
-    __slots__ = ("altered", "by_position", "generates", "holding")
+    __slots__ = ("altered", "by_position", "generates", "holding", "naming")
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
@@ -57,12 +67,16 @@ class Extensions(dict[type[Extension], Extension]):
         self.generates: bool = True
         self.by_position: bool = False
         self.holding: tuple[Extension, ...] = ()  # those that may hold the request
+        self.naming: Extension | None = None  # the one by which the prefix tree knows its tokens, if one does
         for extension in self.values():
             self.altered += extension.altered
             self.generates = self.generates and extension.generates
             self.by_position = self.by_position or extension.by_position
             if type(extension).held is not Extension.held:
                 self.holding += (extension,)
+            if type(extension).names is not Extension.names:
+                assert self.naming is None, "two extensions name the tokens of one request"
+                self.naming = extension
 
     if TYPE_CHECKING:  # at run time it is the method of dicts: rows of every step are asked
 

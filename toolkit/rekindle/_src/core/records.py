@@ -172,6 +172,11 @@ class Request:
     def prompt_length(self) -> int:
         return len(self.token_ids)
 
+    def names(self, page_size: int) -> IntArray:
+        """Return what the prefix tree calls the tokens of its prompt."""
+        naming = self.extensions.naming
+        return self.token_ids if naming is None else naming.names(self.token_ids, 0, page_size)
+
     @property
     def generates(self) -> bool:
         """False if its prompt is computed for its own sake: it samples nothing, and shares no pages."""

@@ -27,6 +27,7 @@ from rekindle._src.core.report_kinds import LOGPROBS, POOLED, PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.captures import TapIntake
+from rekindle._src.dispatch.pictures import PictureIntake
 from rekindle._src.dispatch.structures import StructureIntake
 from rekindle.errors import InvalidRequest
 
@@ -248,6 +249,7 @@ def capabilities_of() -> Capabilities:
         TokenIdIntake(),
         ProcessorIntake(),
         AdapterIntake(),
+        PictureIntake(),
         TapIntake(),
         PriorityIntake(),
         ScoreIntake(),

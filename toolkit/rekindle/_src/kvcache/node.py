@@ -212,9 +212,9 @@ def least_copied(page_size: int) -> int:
 
 
 def common(one: IntArray, other: IntArray) -> int:
-    """Return how many tokens at the beginning of both are the same."""
+    """Return how many tokens at the beginning of both are the same. Names, which are negative, hold for whole pages."""
     length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+    differs = np.flatnonzero((one[:length] != other[:length]) | (one[:length] < 0))
     return int(differs[0]) if len(differs) else length
 
 

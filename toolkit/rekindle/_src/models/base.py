@@ -55,7 +55,13 @@ class Model(Protocol):
         """Compute tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
+    def begin(
+        self,
+        tokens: Array,
+        positions: Array,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> tuple[Array, RopeTables]:
         """Compute tokens, positions [T] → the first layer's input [T, E], and the tables that all layers share."""
         ...
 

@@ -123,6 +123,20 @@ class Multipliers:
     mlp: float = 1.0  # of the result of the MLP
 
 
+_LATER = ("pictures", "sections")  # fields that were added when digests were in use: told only where they say something
+
+
+def _told(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value or name not in _LATER}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PictureSpec:
+    """How a language model takes the rows of pictures, which an encoder computes."""
+
+    levels: int = 0  # first layers after which rows of a picture add more to the stream
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The architecture and sizes of a model. It is hashable; programs and stores are keyed by it."""
@@ -157,6 +171,7 @@ class ModelConfig:
     final_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
@@ -284,5 +299,5 @@ class ModelConfig:
 
     def digest(self) -> str:
         """Return a hash of the config that is the same in every process."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        text = json.dumps(dataclasses.asdict(self, dict_factory=_told), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

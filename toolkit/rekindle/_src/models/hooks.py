@@ -3,6 +3,7 @@
 A layer names each array that others may read or change, and each half that it adds to the residual stream
 (`nn/forward.py`). These are the sites of a layer, of which it has some, in the order of a pass:
 
+    embedding        of layer 0 alone: the embeddings of tokens, of which everything else is made
     residual_before  the stream before the first layer; before any other, it is the residual of the one before
     q, k, v          as attention takes them
     attention        the output of attention, or of what mixes tokens in its place
@@ -16,7 +17,7 @@ A layer names each array that others may read or change, and each half that it a
 function that its array goes through, or None where it does not listen. It is passed to the call of a model, and a
 feature of steps returns it from `Feature.hooks`. To read (a capture, the hidden states of a drafter), it keeps the
 array, returns it as it is, and the program returns what was kept. To change (steering, an encoder's rows in the place
-of embeddings, at `residual_before` of layer 0), it returns another array of the same shape and dtype. For the gradient
+of embeddings, at `embedding`), it returns another array of the same shape and dtype. For the gradient
 at a site, it adds an array of zeros that is an argument of the differentiated function. Listeners hear an array in
 their order, each what the one before returned. Where one listens to a half, the half is computed before it is added;
 where none does, the layer runs in its fused form, so that a program without listeners is the one without sites.
@@ -27,7 +28,7 @@ declare it as `delta`, and `merge` gives a model its deltas by the paths of thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -73,6 +74,19 @@ class ExpertsDelta(Protocol):
 
 Deltas = Mapping[str, Delta | ExpertsDelta]  # by the paths of matrices, such as "layers.0.attention.qkv"
 NO_DELTAS: Deltas = MappingProxyType({})
+
+
+def functions_at(listeners: Sequence[Listener], site: str, layer: int) -> list[Callable[[Array], Array]]:
+    """Return the functions that the array of a site goes through."""
+    functions = (listener(site, layer) for listener in listeners)
+    return [function for function in functions if function is not None]
+
+
+def heard(listeners: Sequence[Listener], site: str, layer: int, array: Array) -> Array:
+    """Return the array of a site as the listeners leave it."""
+    for function in functions_at(listeners, site, layer):
+        array = function(array)
+    return array
 
 
 def keeping(kept: dict[tuple[str, int], Array], sites: Container[str]) -> Listener:

@@ -42,6 +42,7 @@ class ProgramVariant(enum.IntFlag):
     CAPTURES = enum.auto()  # results of the residual stream
     INNER_CAPTURES = enum.auto()  # these, and results of what is inside layers
     TAPS = enum.auto()  # the user's taps
+    PICTURES = enum.auto()  # rows of pictures in the place of embeddings
 
     @property
     def words(self) -> tuple[str, ...]:

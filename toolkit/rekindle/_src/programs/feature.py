@@ -180,6 +180,7 @@ class Hooks(NamedTuple):
     listener: Listener | None = None
     deltas: Deltas = NO_DELTAS
     kept: Any = None  # an object for `Feature.output`
+    coordinates: Array | None = None  # int32 [R + T, 3]: of the tokens' positions, for ropes that have some
 
 
 NO_HOOKS = Hooks()

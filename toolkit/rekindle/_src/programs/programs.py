@@ -54,6 +54,7 @@ from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning
+from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.side_caches import side_caches
@@ -246,7 +247,10 @@ class Programs:
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
-        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
+        pictures: tuple[Pictures, ...] = ()
+        if model.pictures is not None:
+            pictures = (Pictures(model, config, graph.precision.stream, placement.data),)
+        more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )

@@ -144,7 +144,8 @@ def _compute(
         deterministic=fixed,
         unread=_unread(layout, inputs),
     )
-    hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
+    positions = next((hook.coordinates for hook in hooks if hook.coordinates is not None), inputs.positions)
+    hidden = model(inputs.tokens, positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
     return tuple(attend.kv), ModelOutput(model, hidden, tuple(hook.kept for hook in hooks))
 
 

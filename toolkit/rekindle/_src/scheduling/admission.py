@@ -567,7 +567,7 @@ class PrefixClaims:
             start = index * size
             if start + least <= sequence.target:
                 before = keys[index - 1] if index else salt_key(sequence.root)
-                yield before, sequence.tokens(start, start + least).tobytes()
+                yield before, sequence.names(start, start + least).tobytes()
 
     def _behind(self, sequence: Sequence, keys: list[int], pages: int) -> tuple[Sequence | None, int]:
         """Return the running sequence that computes most of the tokens after the first `pages`, and their number."""
@@ -577,10 +577,10 @@ class PrefixClaims:
         least = self._least
         if not 0 < least <= stop - start:
             return best
-        tokens = sequence.tokens(start, stop)
+        tokens = sequence.names(start, stop)
         before = keys[pages - 1] if pages else salt_key(sequence.root)
         for owner in self._beginnings.get((before, tokens[:least].tobytes()), ()):
-            count = common(owner.tokens(start, min(stop, owner.target)), tokens)
+            count = common(owner.names(start, min(stop, owner.target)), tokens)
             if count > best[1]:
                 best = owner, count
         return best

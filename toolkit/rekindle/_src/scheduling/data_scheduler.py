@@ -134,7 +134,7 @@ class DataScheduler:
         """Return the indices of the shards, the best one for a request first."""
         keys = list[int]()
         if self.cache is not None:
-            keys = self.cache.shards[0].keys(request.token_ids[: request.reusable], request.root)
+            keys = self.cache.shards[0].keys(request.names(self.limits.page_size)[: request.reusable], request.root)
 
         def cost(index: int) -> tuple[bool, int, int, int]:
             shard = self.shards[index]

@@ -110,7 +110,7 @@ class CaptureFileFollower(CaptureFollower):
     def _prompt_names(self) -> list[bytes]:
         root, names = self._names
         if root != self._kept.root_key:
-            names = self._kept.names(self._request.root, self._request.token_ids)
+            names = self._kept.names(self._request.root, self._request.names(self._kept.page_size))
             self._names = self._kept.root_key, names
         return names
 

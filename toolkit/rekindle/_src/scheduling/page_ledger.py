@@ -84,7 +84,7 @@ class PageLedger:
             return total
         # What stands for all tokens of a prompt is of no use, see `keys`.
         reusable = request.reusable if self.sides.inside else min(request.reusable, request.prompt_length - 1)
-        pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
+        pinned = cache.pinned_prefix(request.names(self._page_size)[:reusable], request.root)
         return total - cache.pinned_pages + pinned
 
     def keys(self, sequence: Sequence) -> list[int]:
@@ -127,7 +127,7 @@ class PageLedger:
         """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        prompt = self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root
+        prompt = self.keys(sequence), sequence.names(0, sequence.known), sequence.root
         digests, in_host_memory = self.cache.to_fetch(*prompt)
         fetches = [self.cache.host_tier.fetch(digests, in_host_memory)]
         if (fetches[0] is not None or not digests) and any(map(_fetches, self.cache.sides)):
@@ -147,7 +147,7 @@ class PageLedger:
         match = _NOTHING
         cache = self.cache if sequence.generates or sequence.reusable else None
         if cache is not None:
-            match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root)
+            match = cache.match(self.keys(sequence), sequence.names(0, sequence.known), sequence.root)
         count = pages - match.on_device
         if not self.has(count + spare, match):
             return None
@@ -207,7 +207,7 @@ class PageLedger:
         stop = start + tokens
         if self._node(owner) is None or owner.computed < stop or owner.root != waiter.root:
             return
-        if not np.array_equal(owner.tokens(0, stop), waiter.tokens(0, stop)):
+        if not np.array_equal(owner.names(0, stop), waiter.names(0, stop)):
             return  # keys agreed by chance
         self.give_back(waiter)
         loan = self._lent[waiter] = Loan(owner, owner.pages[: index + 1].copy(), tokens)
@@ -228,7 +228,7 @@ class PageLedger:
         start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.known - 1)
         if not self.least_copied or self.cache is None or stop - start < self.least_copied:
             return None, 0
-        return self.cache.beginning(keys[-1] if keys else salt_key(sequence.root), sequence.tokens(start, stop))
+        return self.cache.beginning(keys[-1] if keys else salt_key(sequence.root), sequence.names(start, stop))
 
     def give_back(self, sequence: Sequence) -> None:
         """End the loan of a sequence, if it has one; it computes those tokens."""
@@ -267,7 +267,7 @@ class PageLedger:
         size = self._page_size
         pages = sequence.pages[first:last].tolist()
         published = self.cache.publish(
-            node, sequence.keys(last)[first:last], sequence.tokens(first * size, last * size), pages
+            node, sequence.keys(last)[first:last], sequence.names(first * size, last * size), pages
         )
         if published is None:
             return first, first

@@ -146,7 +146,7 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
         "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
-        "in_flight", "known", "limit", "limit_reason", "lookup", "need", "node", "num_pages", "overtaken", "page_size",
+        "in_flight", "known", "limit", "limit_reason", "lookup", "naming", "need", "node", "num_pages", "overtaken", "page_size",
         "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot",
         "status", "target", "timeline", "waits_for",
     )  # fmt: skip
@@ -163,6 +163,7 @@ class Sequence:
         self.request = request
         self.generates = request.generates
         self.holding = request.extensions.holding  # those that may keep it out of steps
+        self.naming = request.extensions.naming  # the one by which the prefix tree knows its tokens
         self.root = request.root  # the name of its root in the prefix tree
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
@@ -253,13 +254,18 @@ class Sequence:
         assert stop <= self.known, f"{self.id}: token {stop - 1} is not known yet, {self.known} are"
         return self._tokens[start:stop]
 
+    def names(self, start: int, stop: int) -> IntArray:
+        """Return what the prefix tree calls the tokens [start, stop), the first of which begins a page."""
+        tokens = self.tokens(start, stop)
+        return tokens if self.naming is None else self.naming.names(tokens, start, self.page_size)
+
     def keys(self, count: int) -> list[int]:
         """Return the lookup keys of the first `count` pages; each is computed once."""
         keys = self._keys
         if len(keys) < count:
             first, size = len(keys), self.page_size
             keys += page_keys(
-                self.tokens(first * size, count * size),
+                self.names(first * size, count * size),
                 size,
                 first=first,
                 previous=keys[-1] if keys else salt_key(self.root),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.pictures import UNNAMED
 from rekindle._src.kvcache.digest import DIGEST_SIZE, root_digest
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
@@ -96,10 +97,10 @@ def verify(identity: Identity, records: NDArray[Any], leaves: Sequence[LeafSpec]
     if not len(records):
         return
     tokens = records["tokens"]
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or (identity.vocab_size and high >= identity.vocab_size):
+    high, unnamed = int(tokens.max()), bool((tokens == UNNAMED).any())  # those below are names of pages with pictures
+    if unnamed or (identity.vocab_size and high >= identity.vocab_size):
         upper = f" and {identity.vocab_size - 1}" if identity.vocab_size else ""
-        raise StoreError(f"it has token {low if low < 0 else high}; ids are between 0{upper}")
+        raise StoreError(f"it has token {UNNAMED if unnamed else high}; ids are between 0{upper}")
     content = np.concatenate([records["parent"], np.ascontiguousarray(tokens).view(np.uint8)], axis=1)
     digests = b"".join([blake2b(row, digest_size=DIGEST_SIZE).digest() for row in content])  # type: ignore[arg-type]
     if digests != records["digest"].tobytes():

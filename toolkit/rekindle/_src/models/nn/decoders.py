@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
-from rekindle._src.models.hooks import Listener
+from rekindle._src.models.hooks import Listener, heard
 from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import (
     Attention,
@@ -383,7 +383,7 @@ class Decoder(nnx.Module):
         listeners: Sequence[Listener] = (),
     ) -> Array:
         """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
-        x, tables = self.begin(tokens, positions, lengths)
+        x, tables = self.begin(tokens, positions, lengths, listeners)
         step = ForwardPass(tables, attend, listeners)
         x = step.at("residual_before", x)
         for number, layer in enumerate(self.layers):
@@ -391,7 +391,13 @@ class Decoder(nnx.Module):
             x = here.at("residual", layer(x, here))
         return self.end(x)
 
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
+    def begin(
+        self,
+        tokens: Array,
+        positions: Array,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> tuple[Array, RopeTables]:
         """Compute the input of the first layer, and the rope tables."""
         with jax.named_scope("embed"):
             x = self.embed(tokens)
@@ -399,6 +405,7 @@ class Decoder(nnx.Module):
                 # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
                 # addition, where both are in one program, and other bits would come out than where they are in two.
                 x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
+            x = heard(listeners, "embedding", 0, x)
         return x, RopeTables(self.config, positions, lengths)
 
     def end(self, x: Array) -> Array:
@@ -481,8 +488,14 @@ class Encoder(ParallelDecoder):
         super().__init__(config, precision, block)
         self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
-        x, tables = super().begin(tokens, positions, lengths)
+    def begin(
+        self,
+        tokens: Array,
+        positions: Array,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> tuple[Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, lengths, listeners)
         return self.embed_norm(x), tables
 
 
@@ -495,8 +508,14 @@ class Gpt2(LayerNormDecoder):
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
 
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
-        x, tables = super().begin(tokens, positions)
+    def begin(
+        self,
+        tokens: Array,
+        positions: Array,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> tuple[Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, None, listeners)
         with jax.named_scope("embed"):
             return x + self.position_embed(positions), tables
 
@@ -584,8 +603,14 @@ class LayerEmbeddingDecoder(Decoder):
             self.layer_projection = Linear(rows, config.hidden_size, precision)
             self.layer_projection_norm = RMSNorm(size, config.norm_eps, precision)
 
-    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
-        x, tables = super().begin(tokens, positions, lengths)
+    def begin(
+        self,
+        tokens: Array,
+        positions: Array,
+        lengths: Array | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> tuple[Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, lengths, listeners)
         if self.layer_embed is not None:
             with jax.named_scope("layer_embeddings"):
                 tables.own = self.embeddings_of_layers(x, tokens)

@@ -14,7 +14,7 @@ from jax import Array
 
 import rekindle_kernels
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.hooks import Listener
+from rekindle._src.models.hooks import Listener, functions_at, heard
 from rekindle._src.models.nn import rope
 from rekindle._src.models.nn.linear import RMSNorm
 from rekindle_kernels import RaggedBatch
@@ -138,9 +138,7 @@ class ForwardPass:
 
     def at(self, site: str, array: Array) -> Array:
         """Name a site. Return its array as the listeners leave it."""
-        for function in self._functions(site):
-            array = function(array)
-        return array
+        return heard(self.listeners, site, self.layer, array)
 
     def output(self, site: str, half: Half, x: Array, norm: RMSNorm | None = None) -> Array:
         """Compute a half of norm(x), which is a site, for a layer that adds more to the stream than its output."""
@@ -157,5 +155,4 @@ class ForwardPass:
         return x + self.output(site, half, read, norm)
 
     def _functions(self, site: str) -> list[Callable[[Array], Array]]:
-        functions = (listener(site, self.layer) for listener in self.listeners)
-        return [function for function in functions if function is not None]
+        return functions_at(self.listeners, site, self.layer)

@@ -38,7 +38,20 @@ class RopeSpec:
     attention_factor: float = 1.0  # multiplies cos and sin
     interleaved: bool = False  # a pair is two neighbours of a head, else lies half of the rotated part apart
     part: float = 1.0  # proportional: of the frequencies; the others are 0
+    sections: tuple[int, ...] = ()  # of frequencies that turn with each coordinate of a position; see `axes`
     query_growth: float = 0.0  # queries are multiplied by 1 + growth · log(1 + ⌊position / original_length⌋)
+
+    @property
+    def axes(self) -> NDArray[np.int32]:
+        """The coordinate with which each frequency turns [F]: 0 time, 1 row, 2 column.
+
+        They take turns, time, row, column, …, for as many turns as the section of row or column has. All the rest is
+        time's. The coordinates of a token of text are all its position, so text is rotated as without sections.
+        """
+        index = np.arange(self.dim // 2)
+        axis = index % 3
+        most = np.array([0, *self.sections[1:3]])[axis] * 3
+        return np.where(index < most, axis, 0).astype(np.int32)
 
     @property
     def depends_on_length(self) -> bool:
@@ -117,13 +130,18 @@ def attention_factor(kind: str, factor: float, original_length: int, options: di
 def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, ...]:
     """Return the tables cos and sin [..., F] in float32, and the factor of queries [...] if the spec has one.
 
+    Positions are [T]; for a spec with sections, they may be coordinates [T, 3].
     `lengths` is the sequence length to assume for each token; only length-dependent kinds use it. None means
     `positions + 1`, as in decoding token by token, and the only choice under which the keys of a prefix do not
     depend on the tokens after it. Transformers assumes max(prompt length, position + 1).
     """
     import jax.numpy as jnp  # configs, which have specs, are read before JAX is imported
 
-    column = positions.astype(jnp.float32)[..., None]
+    if positions.ndim == 2:
+        assert spec.sections, "the rope has no coordinates"
+        column = positions.astype(jnp.float32)[:, spec.axes]
+    else:
+        column = positions.astype(jnp.float32)[..., None]
     frequencies: jax.Array | NDArray[np.float32] = spec.frequencies()
     if spec.depends_on_length:
         length = (positions + 1 if lengths is None else lengths)[..., None]

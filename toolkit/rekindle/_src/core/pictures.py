@@ -1,0 +1,88 @@
+"""The pictures of a prompt: where their rows stand among its tokens, and what their tokens are called in the cache.
+
+A picture takes the place of some tokens of the prompt, all of which have the same id. What is computed there depends on
+the picture, so the prefix tree must not take two pictures for the same prefix. It therefore knows the tokens of a page
+that has part of a picture by other names: numbers that are made of all tokens of the page, and of the digests of its
+pictures in full. They look like tokens to everything that compares, stores or sends pages, but they are negative, and
+those of two pages agree only if both pages have the same tokens and the same pictures. Pages without a picture are
+known by their tokens, so they are shared with prompts that have no picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from hashlib import shake_128
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.extension import Extension
+
+if TYPE_CHECKING:
+    from rekindle._src.core.records import IntArray
+
+UNNAMED = -1  # stands for a token of a picture in a page that is not full; it equals nothing
+_FIRST = -2  # the largest of a page's names
+
+
+class PictureSpan(NamedTuple):
+    """The place of a picture in its prompt."""
+
+    start: int
+    stop: int
+    digest: bytes  # of the picture, and of all else that its rows depend on but the weights
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PictureUse(Extension):
+    """Pictures stand in the prompt."""
+
+    spans: tuple[PictureSpan, ...]  # in the order of the prompt; no two of them overlap
+    rows: tuple[Any, ...]  # of each span, [1 + levels, its tokens, E]: the stream's beginning, and additions to layers
+    coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
+    offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
+    _words: dict[tuple[int, int], IntArray] = dataclasses.field(default_factory=dict, repr=False)
+
+    def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
+        stop = start + len(tokens)
+        spans = [span for span in self.spans if span.start < stop and span.stop > start]
+        if not spans:
+            return tokens
+        hidden = tokens.copy()
+        for span in spans:
+            hidden[max(0, span.start - start) : span.stop - start] = UNNAMED
+        named = hidden.copy()
+        assert start % page_size == 0, "pages are named as a whole"
+        for page in _touched(spans, start // page_size, stop // page_size, page_size):
+            place = page * page_size - start
+            named[place : place + page_size] = self._named(hidden[place : place + page_size], page, page_size)
+        return named
+
+    def _named(self, hidden: IntArray, page: int, page_size: int) -> IntArray:
+        key = page, page_size
+        words = self._words.get(key)
+        if words is None:
+            words = page_words(hidden, page * page_size, self.spans)
+            if (page + 1) * page_size <= self.spans[-1].stop:  # the tokens after it may be another sequence's
+                self._words[key] = words
+        return words
+
+
+def page_words(hidden: IntArray, start: int, spans: Sequence[PictureSpan]) -> IntArray:
+    """Return the names of a page's tokens. `hidden` are its tokens, UNNAMED in pictures; `start` is its position."""
+    content = [len(hidden).to_bytes(8, "little"), hidden.astype("<i4").tobytes()]
+    for span in spans:
+        if span.start < start + len(hidden) and span.stop > start:
+            place = np.array([span.start - start, span.stop - start, len(span.digest)], "<i8")
+            content += [place.tobytes(), span.digest]
+    words = np.frombuffer(shake_128(b"".join(content)).digest(4 * len(hidden)), "<u4")
+    return (_FIRST - (words & 0x3FFFFFFF).astype(np.int64)).astype(np.int32)
+
+
+def _touched(spans: Sequence[PictureSpan], first: int, last: int, page_size: int) -> list[int]:
+    """Return the pages [first, last) that have part of a picture."""
+    pages = set[int]()
+    for span in spans:
+        pages.update(range(max(first, span.start // page_size), min(last, (span.stop - 1) // page_size + 1)))
+    return sorted(pages)

@@ -1,0 +1,143 @@
+"""Pictures in a step: an encoder's rows in the place of the embeddings of some prompt tokens.
+
+The rows of a step's prompts travel with the step, in operands of one size, so that other pictures compile nothing. A
+request brings its rows from its admission on (`core.pictures.PictureUse`). Positions whose pages come from the cache
+need none of them.
+
+Axes: R decode rows, T prefill tokens, M the most prefill tokens of a step, E hidden size, L levels: the beginning of the
+stream, and the first layers after which rows of a picture add more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.pictures import PictureUse
+from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.programs.buckets import ProgramVariant
+from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
+from rekindle._src.programs.partitioning import ROWS
+
+
+class PictureRows(NamedTuple):
+    """The operands of steps with pictures."""
+
+    places: Any  # int32 [M]: the row of each prefill token; -1 where there is none
+    rows: Any  # [M, L, E]
+    coordinates: Any  # int32 [M, 3]: of each prefill token's position; -1 where they all are the position
+
+
+class Pictures(Feature):
+    """The rows of pictures. Each data shard has operands of its own."""
+
+    option, variant, inside, operand_layout = PictureUse, ProgramVariant.PICTURES, True, ROWS
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1) -> None:
+        assert model.pictures is not None, "it takes pictures"
+        self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
+        self._levels, self._size = 1 + model.pictures.levels, model.hidden_size
+        self._turns = any(rope.sections for rope in model.ropes)
+        self.ints = int(self._turns)
+        self._operands: PictureRows | None = None
+
+    @property
+    def operands(self) -> PictureRows:  # type: ignore[override]
+        """The rows of the step that was prepared last; before any, none."""
+        if self._operands is None:
+            self._operands = self._none(self._shards)
+        return self._operands
+
+    @property
+    def operand_shapes(self) -> Any:
+        return jax.eval_shape(lambda: self._none(1))
+
+    def _none(self, shards: int) -> PictureRows:
+        places, coordinates = np.full(shards * self._most, -1, np.int32), np.full((shards * self._most, 3), -1, np.int32)
+        return PictureRows(places, aligned((shards * self._most, self._levels, self._size), self._dtype), coordinates)
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        use = request.extensions.get(PictureUse)
+        assert use is not None, "its option"
+        return ((use.offset,) if self._turns else ()), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        rows = plan.rows if self._turns else plan.prefill  # rows that decode have positions of their own there
+        return any(PictureUse in row.request.extensions for row in rows)
+
+    def free(self) -> None:
+        self._operands = None
+
+    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
+        operands = self._none(self._shards)  # steps in flight read the others
+        for shard, plan in enumerate(plans):
+            first = token = shard * self._most
+            count = 0
+            for row in plan.prefill:
+                use = row.request.extensions.get(PictureUse)
+                if use is not None:
+                    count = self._write(operands, use, row, first, token, count)
+                token += row.length
+        self._operands = operands
+
+    def _write(self, operands: PictureRows, use: PictureUse, row: Row, first: int, token: int, count: int) -> int:
+        """Write what a prompt's tokens have, from the shard's `count`-th row on. Return the count after them."""
+        start, stop = row.start, row.start + row.length
+        for span, rows in zip(use.spans, use.rows, strict=True):
+            begin, end = max(start, span.start), min(stop, span.stop)
+            if begin < end:
+                length = end - begin
+                operands.places[token + begin - start : token + end - start] = np.arange(count, count + length)
+                part = rows[:, begin - span.start : end - span.start]
+                operands.rows[first + count : first + count + length] = np.moveaxis(part, 0, 1)
+                count += length
+        if self._turns and use.coordinates is not None:
+            known = use.coordinates[start:stop]
+            operands.coordinates[token : token + len(known)] = known
+            after = np.arange(start + len(known), stop, dtype=np.int32) + use.offset  # generated before a preemption
+            operands.coordinates[token + len(known) : token + row.length] = after[:, None]
+        return count
+
+    def unpack(self, columns: Columns) -> Any:
+        return columns.ints[:, 0] if self._turns else None
+
+    def hooks(self, inputs: StepInputs, own: Any, operands: PictureRows) -> Hooks:
+        rows = inputs.decode_rows
+        tokens = inputs.tokens.shape[0] - rows
+        places = jnp.concatenate([jnp.full(rows, -1, jnp.int32), operands.places[:tokens]])
+        index, there = jnp.maximum(places, 0), (places >= 0)[:, None]
+
+        def replaced(x: Array) -> Array:
+            with jax.named_scope("pictures"):
+                return jnp.where(there, operands.rows[index, 0].astype(x.dtype), x)
+
+        def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
+            if site == "embedding":
+                return replaced
+            if site == "residual" and layer < self._levels - 1:
+
+                def added(x: Array) -> Array:
+                    with jax.named_scope("pictures"):
+                        return x + jnp.where(there, operands.rows[index, layer + 1].astype(x.dtype), 0)
+
+                return added
+            return None
+
+        coordinates = self._coordinates(inputs, own, operands, tokens) if self._turns else None
+        return Hooks(listener if tokens else None, coordinates=coordinates)
+
+    def _coordinates(self, inputs: StepInputs, own: Any, operands: PictureRows, tokens: int) -> Array:
+        rows = inputs.decode_rows
+        decoded = inputs.positions[:rows] + own[:rows]
+        prefilled = lax.slice_in_dim(operands.coordinates, 0, tokens)
+        prefilled = jnp.where(prefilled >= 0, prefilled, inputs.positions[rows:, None])
+        return jnp.concatenate([jnp.broadcast_to(decoded[:, None], (rows, 3)), prefilled])
