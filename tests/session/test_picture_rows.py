@@ -126,7 +126,9 @@ async def test_texts_are_those_of_whole_forward_passes() -> None:
             handle.submit()
         texts = [(await handle).token_ids for handle in handles]
         assert texts[:2] == [expected, plainly(several, two, 8)]
-        assert texts[2] == (await session.generate(ids_of(3, 20), max_tokens=8, temperature=0, ignore_eos=True)).token_ids
+        assert (
+            texts[2] == (await session.generate(ids_of(3, 20), max_tokens=8, temperature=0, ignore_eos=True)).token_ids
+        )
 
 
 @anyio_test

@@ -177,6 +177,53 @@ class AdaptersLike(Protocol):
         ...
 
 
+class PicturesLike(Protocol):
+    """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
+
+    @property
+    def marker(self) -> str:
+        """The text that stands for one picture in a prompt, before it is spelled."""
+        ...
+
+    @property
+    def token(self) -> int:
+        """The id of the tokens that rows of pictures take the place of."""
+        ...
+
+    def read(self, value: Any, field: str = "images") -> PictureLike:
+        """Return the picture in a value of the caller. Raises `InvalidRequest` for anything that is none."""
+        ...
+
+    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
+        """Return a text with one token for each run of rows, from one with a marker for each picture."""
+        ...
+
+    def counts(self, picture: PictureLike) -> Sequence[int]:
+        """Return the lengths of the runs of rows of a picture."""
+        ...
+
+    def known(self, picture: PictureLike) -> bool:
+        """True if the rows of a picture are here."""
+        ...
+
+    async def encoded(self, picture: PictureLike) -> Any:
+        """Return the rows of a picture [1 + levels, rows, E]."""
+        ...
+
+    def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]) -> Any:
+        """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
+        ...
+
+
+class PictureLike(Protocol):
+    """A picture of a request, decoded or still to be decoded."""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of its content."""
+        ...
+
+
 class Backend(Protocol):
     """Runs requests. It is owned by the host's loop, on which all methods but `close` are called and return at once."""
 
@@ -253,6 +300,7 @@ class Front(NamedTuple):
     grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
     taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+    pictures: PicturesLike | None = None  # reads and encodes pictures; None: the model reads text alone
 
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""

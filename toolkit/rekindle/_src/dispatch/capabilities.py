@@ -212,10 +212,24 @@ class Capabilities:
 
     def __init__(self, *entries: Capability) -> None:
         self.entries = entries
+        self._spelling = tuple(one.spell for one in entries if _overrides(one, "spell"))
+        self._expanding = tuple(one.expand for one in entries if _overrides(one, "expand"))
         self._waiting = tuple(one.waits for one in entries if _overrides(one, "waits"))
         self._resources = tuple(one for one in entries if _overrides(one, "resource"))
         self._admitting = tuple(one for one in entries if _overrides(one, "admit"))
         self._parts = tuple(one.part for one in entries if _overrides(one, "part"))
+
+    def spelled(self, submission: Submission, front: Front) -> Submission:
+        """Return the submission with its text as it is encoded. Raise the request's error."""
+        for spell in self._spelling if submission.text is not None else ():
+            submission = submission._replace(text=spell(submission, submission.text or "", front))
+        return submission
+
+    def expanded(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
+        """Return the token ids of the prompt, in which one may stand for several. Raise the request's error."""
+        for expand in self._expanding:
+            token_ids = expand(submission, token_ids, front)
+        return token_ids
 
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if a submission has to wait before it is admitted."""

@@ -71,6 +71,14 @@ class Part:
 class Capability:
     """A capability that no request uses, and the base of all others."""
 
+    def spell(self, submission: Submission, text: str, front: Front) -> str:
+        """Return the text of the prompt as it is encoded. Raise the request's error."""
+        return text
+
+    def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
+        """Return the token ids of the prompt, in which one may stand for several. Raise the request's error."""
+        return token_ids
+
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if a submission has to wait before it is admitted, so that others go on meanwhile."""
         return False

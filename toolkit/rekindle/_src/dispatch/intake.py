@@ -99,8 +99,8 @@ class _Intake:
         states: list[OutputState] = []
         try:
             async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-                submission = await _render(submission)
-                token_ids = await tokenize(submission, front)
+                submission = capabilities.spelled(await _render(submission), front)
+                token_ids = capabilities.expanded(submission, await tokenize(submission, front), front)
             mailbox.prompt_ids = token_ids
             resources = await capabilities.resources(submission, front)
             requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)

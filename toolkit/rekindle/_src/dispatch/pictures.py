@@ -1,15 +1,99 @@
-"""Pictures as a capability of requests."""
+"""Pictures as a capability of requests: their text, their tokens, their rows, and their places in the prompt."""
 
 from __future__ import annotations
 
-from rekindle._src.core.pictures import PictureUse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core.extension import Extension
+from rekindle._src.core.pictures import PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability
+from rekindle.errors import InvalidRequest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptPictures(Extension):
+    """Of a submission: the pictures of its prompt, in their order."""
+
+    pictures: tuple[PictureLike, ...]
 
 
 class PictureIntake(Capability):
-    """Pictures in the prompt."""
+    """Pictures in the prompt. In its text each has a marker, which is spelled out; in token ids they are already."""
 
-    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: object) -> PictureUse | None:
-        return submission.extensions.get(PictureUse)
+    def spell(self, submission: Submission, text: str, front: Front) -> str:
+        given = submission.extensions.get(PromptPictures)
+        if front.pictures is None or (given is None and front.pictures.marker not in text):
+            return text
+        return front.pictures.spelled(text, () if given is None else given.pictures)
+
+    def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
+        given = submission.extensions.get(PromptPictures)
+        if given is None or front.pictures is None or submission.token_ids is not None:
+            return token_ids
+        repeats = np.ones(len(token_ids), np.int64)
+        places = np.flatnonzero(token_ids == front.pictures.token)
+        lengths = [length for picture in given.pictures for length in front.pictures.counts(picture)]
+        if len(places) != len(lengths):
+            raise _miscounted(len(places), len(lengths))
+        repeats[places] = lengths
+        return np.repeat(token_ids, repeats)
+
+    def waits(self, submission: Submission, front: Front) -> bool:
+        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        return given is not None and pictures is not None and not all(map(pictures.known, given.pictures))
+
+    async def resource(self, submission: Submission, front: Front) -> list[Any]:
+        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        if given is None or pictures is None:
+            return []
+        return [await pictures.encoded(picture) for picture in given.pictures]
+
+    def admit(
+        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[Any]
+    ) -> PictureUse | None:
+        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        if given is None:
+            return submission.extensions.get(PictureUse)
+        if pictures is None:
+            fix = "Open a model that reads pictures"
+            raise InvalidRequest("images", f"{len(given.pictures)} pictures", "can't be read by this model", fix)
+        return placed(token_ids, given.pictures, resource, pictures)
+
+
+def placed(
+    token_ids: IntArray, given: Sequence[PictureLike], rows: Sequence[Any], pictures: PicturesLike
+) -> PictureUse:
+    """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
+    places = np.flatnonzero(token_ids == pictures.token)
+    counts = [pictures.counts(picture) for picture in given]
+    if len(places) != sum(map(sum, counts)):
+        raise _miscounted(len(places), sum(map(sum, counts)))
+    runs: list[tuple[int, int]] = []
+    spans: list[PictureSpan] = []
+    parts: list[Any] = []
+    first = 0
+    for picture, lengths, own in zip(given, counts, rows, strict=True):
+        done = 0
+        for length in lengths:
+            start, stop = int(places[first]), int(places[first + length - 1]) + 1
+            if stop - start != length:
+                raise _miscounted(length, stop - start)
+            runs.append((start, stop))
+            spans.append(PictureSpan(start, stop, picture.digest))
+            parts.append(own[:, done : done + length])
+            first, done = first + length, done + length
+    coordinates, offset = pictures.use(token_ids, runs, given)
+    return PictureUse(tuple(spans), tuple(parts), coordinates, offset)
+
+
+def _miscounted(found: int, expected: int) -> InvalidRequest:
+    problem = f"do not fit the prompt, which has {found} places for them instead of {expected}"
+    return InvalidRequest(
+        "images", f"{expected} places", problem, "Leave the model's own tokens of pictures out of texts"
+    )

@@ -62,7 +62,10 @@ class Pictures(Feature):
         return jax.eval_shape(lambda: self._none(1))
 
     def _none(self, shards: int) -> PictureRows:
-        places, coordinates = np.full(shards * self._most, -1, np.int32), np.full((shards * self._most, 3), -1, np.int32)
+        places, coordinates = (
+            np.full(shards * self._most, -1, np.int32),
+            np.full((shards * self._most, 3), -1, np.int32),
+        )
         return PictureRows(places, aligned((shards * self._most, self._levels, self._size), self._dtype), coordinates)
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -17,6 +17,7 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.handle import Handle
+from rekindle._src.session.pictures import of_messages
 from rekindle._src.session.requests import sampling_of, structured_text
 from rekindle.errors import InvalidRequest
 
@@ -148,9 +149,10 @@ class ChatRequests:
         sampling_ = sampling_of(self._front, sampling, options, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
+            shown, pictures = of_messages(self._front, messages)
             prompt = chat_prompt(
                 self._front.chat,
-                messages,
+                shown,
                 model=self._front.model,
                 tools=choice.shown,
                 documents=documents,
@@ -165,7 +167,8 @@ class ChatRequests:
             reply = prompt.extensions.get(ChatReply)
             if choice.required and not free and reply is not None:
                 effective = forcing(choice, sampling_, reply.plan.format, self._front.tokenizer)
-            return Handle(self._host, self, prompt.plus(structured_text(self._front, effective)), effective)
+            prompt = prompt.plus(pictures).plus(structured_text(self._front, effective))
+            return Handle(self._host, self, prompt, effective)
 
         if not run_tools:
             return ask(messages)
@@ -199,7 +202,7 @@ class ChatRequests:
 
         prompt = chat_prompt(
             self._front.chat,
-            messages_of(messages),
+            of_messages(self._front, messages_of(messages))[0],
             model=self._front.model,
             tools=tools_of(tools),
             documents=documents,

@@ -132,7 +132,8 @@ class Handle(RequestOutput, Call[T]):
     @property
     def prompt(self) -> str | None:
         """The prompt's text, or None if it has none. A chat's text is rendered when its request is taken in."""
-        return self._mailbox.prompt if self._prompt.text is None else self._prompt.text
+        prompt = self._prompt
+        return self._mailbox.prompt if prompt.text is None else prompt.text if prompt.shown is None else prompt.shown
 
     @property
     def covered(self) -> int:

@@ -28,6 +28,7 @@ class Prompt:
     extensions: Extensions = NONE  # what is known of the request's capabilities
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
     long: bool = False  # True if rendering it takes long
+    shown: str | None = None  # the text as its caller wrote it, if it is another
 
     def plus(self, extension: Extension | None) -> Prompt:
         """Return the prompt with one extension more."""

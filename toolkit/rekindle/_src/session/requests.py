@@ -23,14 +23,17 @@ from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
+from rekindle._src.session.pictures import of_several, with_pictures
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError
 
 Completions = list[Completion]
 One = Literal[1] | None
+Images = Any  # a picture or a list of them; see `rekindle.images`
 
 
 class Requests:
@@ -48,12 +51,20 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Handle[Completion]: ...
     @overload
     def generate(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
     ) -> Handle[Completions]: ...
     @overload
     def generate(
@@ -62,6 +73,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Batch[Completion]: ...
@@ -72,6 +84,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: int,
         **options: Unpack[SamplingOptions],
     ) -> Batch[Completions]: ...
@@ -82,6 +95,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["return"],
         n: One = None,
         **options: Unpack[SamplingOptions],
@@ -93,6 +107,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["return"],
         n: int,
         **options: Unpack[SamplingOptions],
@@ -104,12 +119,14 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["raise", "return"] = "raise",
         **options: Any,
     ) -> Any:
         """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
 
-        A prompt is a string or a list of token ids. With `n` above 1 each completion is a list of n. Waits for a place
+        A prompt is a string or a list of token ids. `images` are its pictures, one or a list: each takes the place of
+        one "<image>" in the text, or they come first. With a list of prompts, `images` has an entry for each. With `n` above 1 each completion is a list of n. Waits for a place
         while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
         A prompt of a list that fails ends the whole list; with errors="return" its error stands in its place instead.
         """
@@ -122,6 +139,9 @@ class Requests:
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         text = structured_text(self._front, options_)
+        if images is not None:
+            given = of_several(images, len(prompts)) if many else [images]
+            prompts = [with_pictures(self._front, item, own) for item, own in zip(prompts, given, strict=True)]
         handles: list[Handle[Any]] = [Handle(self._host, self, item.plus(text), options_) for item in prompts]
         batch: Batch[Any] = Batch(handles, progress=shown(self._front, options_), keep_errors=errors == "return")
         return batch if many else handles[0]
@@ -133,17 +153,27 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Handle[Completion]: ...
     @overload
     def stream(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
     ) -> Handle[Completions]: ...
     @takes_options(Sampling, returns="Handle[Completion]")
-    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+    def stream(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
+    ) -> Any:
         """Iterate over it with `async for` for deltas of final text. Leaving the loop early aborts the request."""
-        return self._handle(prompt, sampling, options, scoped=True)
+        return self._handle(prompt, sampling, options, scoped=True, images=images)
 
     @overload
     def submit(
@@ -152,20 +182,30 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Handle[Completion]: ...
     @overload
     def submit(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
     ) -> Handle[Completions]: ...
     @takes_options(Sampling, returns="Handle[Completion]")
-    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+    def submit(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
+    ) -> Any:
         """Queue a request now, from any thread. Raise `QueueFull` rather than wait.
 
         Keep the handle that it returns: the request is aborted when it is dropped.
         """
-        handle = self._handle(prompt, sampling, options)
+        handle = self._handle(prompt, sampling, options, images=images)
         handle.submit()
         return handle
 
@@ -176,17 +216,27 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Handle[Completion]: ...
     @overload
     async def admit(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
     ) -> Handle[Completions]: ...
     @takes_options(Sampling, returns="Handle[Completion]")
-    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
+    async def admit(
+        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
+    ) -> Any:
         """Queue a request like `submit`, but wait while the queue is full, which slows down its producer."""
-        handle = self._handle(prompt, sampling, options)
+        handle = self._handle(prompt, sampling, options, images=images)
         await handle.admit()
         return handle
 
@@ -260,18 +310,22 @@ class Requests:
         covered: int = 0,
         reply: ChatReply | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
+        images: Images = None,
+        pictures: PromptPictures | None = None,
     ) -> Handle[Any]:
         """Return a handle that is not submitted yet.
 
         In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which
         goes on if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+        Its `pictures` are in the prompt's tokens already.
         """
         merged = sampling_of(self._front, sampling, options)
         self._host.check()
         parsed, text = parse_one(prompt), structured_text(self._front, merged)
         if text is not None and base is not None and same_structure(merged, base):
             text = dataclasses.replace(text, covered=covered)
-        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply)
+        parsed = with_pictures(self._front, parsed, images)
+        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply).plus(pictures)
         return Handle(self._host, self, parsed, merged, scoped=scoped)
 
     @overload
@@ -281,12 +335,20 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Completion: ...
     @overload
     def generate_sync(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, n: int, **options: Unpack[SamplingOptions]
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        n: int,
+        **options: Unpack[SamplingOptions],
     ) -> Completions: ...
     @overload
     def generate_sync(
@@ -295,6 +357,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: One = None,
         **options: Unpack[SamplingOptions],
     ) -> Completions: ...
@@ -305,6 +368,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: int,
         **options: Unpack[SamplingOptions],
     ) -> list[Completions]: ...
@@ -315,6 +379,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["return"],
         n: One = None,
         **options: Unpack[SamplingOptions],
@@ -326,6 +391,7 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["return"],
         n: int,
         **options: Unpack[SamplingOptions],
@@ -337,11 +403,12 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         errors: Literal["raise", "return"] = "raise",
         **options: Any,
     ) -> Any:
         """Run `generate` from code without an event loop: blocks this thread until the result is there."""
-        keywords: Any = {"errors": errors, **options}
+        keywords: Any = {"errors": errors, "images": images, **options}
         call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **keywords)  # type: ignore[arg-type]
         return call.result_sync()
 
@@ -352,12 +419,13 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         n: int | None = None,
         **options: Unpack[SamplingOptions],
     ) -> SyncStream:
         """Run `stream` from code without an event loop: `for` over it blocks this thread."""
         merged = options if n is None else {**options, "n": n}
-        return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
+        return self._handle(prompt, sampling, merged, scoped=True, images=images).stream_sync()
 
 
 def structured_text(front: Front, sampling: Sampling) -> StructuredText | None:

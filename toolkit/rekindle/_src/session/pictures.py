@@ -1,0 +1,111 @@
+"""Pictures that callers give with a prompt, or as parts of a chat's messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike
+from rekindle._src.dispatch.pictures import PromptPictures
+from rekindle._src.session.prompts import Prompt
+from rekindle.errors import InvalidRequest
+
+MARKER = "<image>"  # the place of a picture in a caller's text
+MAX_PICTURES = 64  # of one prompt
+_KINDS = {
+    "image": ("image", "url", "path", "data", "source"),
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+}
+
+
+def with_pictures(front: Front, prompt: Prompt, images: Any) -> Prompt:
+    """Return a prompt with its pictures. Each takes the place of one MARKER; without any, they come first."""
+    if images is None or prompt.error is not None:
+        return prompt
+    pictures = _reader(front, images)
+    values = images if isinstance(images, list | tuple) else [images]
+    _check_count(len(values))
+    if prompt.text is None:
+        problem = "come with token ids, which have no place for them"
+        raise InvalidRequest("images", f"{len(values)} pictures", problem, "Pass the prompt as a text")
+    if not values:
+        return prompt
+    read = tuple(pictures.read(value, "images") for value in values)
+    marks = prompt.text.count(MARKER)
+    text = prompt.text if marks else MARKER * len(read) + prompt.text
+    if marks not in (0, len(read)):
+        fix = f"Write {MARKER} once for each picture, or leave it out: then they come first"
+        raise InvalidRequest("images", f"{len(read)} pictures", f"have {marks} places in the prompt", fix)
+    text = text.replace(MARKER, pictures.marker)
+    return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read))
+
+
+def of_several(images: Any, count: int) -> Sequence[Any]:
+    """Return the pictures of each of several prompts. Raise `InvalidRequest` for another number of entries."""
+    if images is None:
+        return [None] * count
+    if not isinstance(images, list | tuple) or len(images) != count:
+        found = f"{len(images)} entries" if isinstance(images, list | tuple) else type(images).__name__
+        fix = "Pass a list with an entry for each prompt: a picture, a list of pictures, or None"
+        raise InvalidRequest("images", found, f"are not those of {count} prompts", fix)
+    return images
+
+
+def of_messages(front: Front, messages: Any) -> tuple[Any, PromptPictures | None]:
+    """Return the messages of a chat with plain parts in the place of pictures, and the pictures in their order."""
+    if not isinstance(messages, list | tuple) or not any(map(_has_parts, messages)):
+        return messages, None
+    found: list[PictureLike] = []
+    changed = [_without_pictures(front, message, found) for message in messages]
+    _check_count(len(found))
+    return changed, PromptPictures(tuple(found)) if found else None
+
+
+def _has_parts(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(content, list | tuple) and any(map(_is_picture, content))
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _KINDS
+
+
+def _without_pictures(front: Front, message: Any, found: list[PictureLike]) -> Any:
+    if not _has_parts(message):
+        return message
+    pictures = _reader(front, "a picture among the messages")
+    parts: list[Any] = []
+    for part in message["content"]:
+        if _is_picture(part):
+            found.append(pictures.read(_value(part), "messages"))
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _value(part: Mapping[str, Any]) -> Any:
+    """Return the picture in a part, as OpenAI's, Anthropic's and transformers' messages have it."""
+    for name in _KINDS[part["type"]]:
+        value = part.get(name)
+        if name == "source" and isinstance(value, Mapping):
+            if value.get("type") == "base64":
+                return f"data:{value.get('media_type', '')};base64,{value.get('data', '')}"
+            return value.get("url")
+        if value is not None:
+            return value.get("url") if isinstance(value, Mapping) else value
+    fix = "Write {'type': 'image', 'image': picture}"
+    raise InvalidRequest("messages", dict(part), "is a part without a picture", fix)
+
+
+def _reader(front: Front, value: Any) -> PicturesLike:
+    if front.pictures is None:
+        problem = f"can't be read: {front.model or 'the model'} reads text alone"
+        raise InvalidRequest("images", value, problem, "Open a model that reads pictures")
+    return front.pictures
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_PICTURES:
+        raise InvalidRequest("images", f"{count} pictures", f"are more than {MAX_PICTURES}", "Pass fewer in one prompt")
