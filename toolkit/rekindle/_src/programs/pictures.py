@@ -4,8 +4,8 @@ The rows of a step's prompts travel with the step, in operands of one size, so t
 request brings its rows from its admission on (`core.pictures.PictureUse`). Positions whose pages come from the cache
 need none of them.
 
-Axes: R decode rows, T prefill tokens, M the most prefill tokens of a step, E hidden size, L levels: the beginning of the
-stream, and the first layers after which rows of a picture add more.
+Axes: R decode rows, T prefill tokens, M the most prefill tokens of a step, E hidden size, L levels: the beginning of
+the stream, and the first layers after which rows of a picture add more.
 """
 
 from __future__ import annotations
