@@ -152,12 +152,14 @@ class ConfigKeys:
         part: float = 1.0,
         layer_type: str | None = None,
         interleaved: bool = False,
+        sections: tuple[int, int, int] | None = None,
     ) -> RopeSpec:
         """Return the rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
         family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`. The family
-        knows by itself whether pairs are `interleaved`.
+        knows by itself whether pairs are `interleaved`. In a model that takes pictures, `sections` are those of a file
+        that does not name any.
         """
         scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
@@ -188,7 +190,18 @@ class ConfigKeys:
             spec = RopeSpec(theta=base, dim=head_dim, kind=kind, factor=float(options.get("factor", 1.0)), part=part)
         else:
             spec = self.rope_spec(kind, options, int(head_dim * part), base)
-        return dataclasses.replace(spec, interleaved=interleaved)
+        if sections is not None and self.get("pictures") is not None:
+            sections = self.sections(options.get("mrope_section", sections), spec.dim // 2)
+        else:
+            sections = None
+        return dataclasses.replace(spec, interleaved=interleaved, sections=sections or ())
+
+    def sections(self, value: Any, frequencies: int) -> tuple[int, int, int]:
+        """Return the sections of a rope's frequencies. Raise `UnsupportedModel` for what is none."""
+        whole = isinstance(value, list | tuple) and len(value) == 3 and all(type(size) is int for size in value)
+        if not whole or min(value) < 0 or sum(value) != frequencies:
+            raise UnsupportedModel(f"mrope_section={value!r} are no three parts of {frequencies}. Check config.json.")
+        return value[0], value[1], value[2]
 
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         """Return the `RopeSpec` of one kind. Raise `UnsupportedModel` for a missing option that the kind needs."""

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models import families
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, PictureSpec
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle.errors import UnsupportedModel
 
@@ -87,6 +87,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it "
             "again."
         ) from error
+    if isinstance(raw.get("pictures"), int):  # as `loading.stored` finds it
+        config = dataclasses.replace(config, pictures=PictureSpec(raw["pictures"]))
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if experts > MAX_EXPERTS:
         raise UnsupportedModel(

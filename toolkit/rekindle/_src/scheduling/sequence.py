@@ -147,8 +147,8 @@ class Sequence:
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
         "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
         "in_flight", "known", "limit", "limit_reason", "lookup", "naming", "need", "node", "num_pages", "overtaken",
-        "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot",
-        "status", "target", "timeline", "waits_for",
+        "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled",
+        "sides", "slot", "status", "target", "timeline", "waits_for",
     )  # fmt: skip
 
     def __init__(

@@ -15,7 +15,8 @@ def config(keys: ConfigKeys) -> ModelConfig:
     window, slides = sliding(keys)
     bias = keys.get("attention_bias", False)
     head_dim = keys.size("head_dim")
-    return decoder(keys, head_dim=head_dim, window=window, slides=slides.__getitem__, attention_bias=bias)
+    rope = keys.rope(head_dim, sections=(24, 20, 20))  # in models that take pictures
+    return decoder(keys, head_dim=head_dim, rope=rope, window=window, slides=slides.__getitem__, attention_bias=bias)
 
 
 def moe_config(keys: ConfigKeys) -> ModelConfig:
@@ -37,7 +38,7 @@ def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
     return read_gguf(model) | model.experts() | {"norm_topk_prob": True}  # known by the architecture
 
 
-GGUF = GgufForm(architecture="qwen3", read=read_gguf)
+GGUF = GgufForm(architecture="qwen3", others=("qwen3vl",), read=read_gguf)
 MOE_GGUF = GgufForm(architecture="qwen3moe", read=read_moe_gguf)
 ALIASES = {"num_experts": "num_local_experts"}
 FAMILIES = {

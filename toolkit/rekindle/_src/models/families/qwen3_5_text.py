@@ -36,7 +36,7 @@ def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     head_dim = keys.size("head_dim")
     return {
         "head_dim": head_dim,
-        "rope": keys.rope(head_dim, partial=True, part=0.25),
+        "rope": keys.rope(head_dim, partial=True, part=0.25, sections=(11, 11, 10)),
         "recurrent": recurrent(keys),
         "attention_bias": keys.get("attention_bias", False),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
 # Keys of the whole that are true of its language model, where that one's own config leaves them out.
 _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+# Language models that differ from others by the name of their type alone, and by defaults.
+_SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "qwen3_vl_text": lambda own: {"rope_theta": 500_000.0, **own, "model_type": "qwen3"},
+}
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
@@ -31,6 +35,13 @@ MODULES = "modules.json"  # of sentence-transformers, next to a model that embed
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 
+class OtherParts(NamedTuple):
+    """What a checkpoint has in addition to its language model, such as an encoder of pictures."""
+
+    config: Mapping[str, Any]  # of the whole model
+    headers: tuple[Header, ...]  # of the other tensors, under the names that they have in the file
+
+
 class StoredCheckpoint(NamedTuple):
     """A checkpoint whose config was parsed and whose headers were read."""
 
@@ -40,6 +51,7 @@ class StoredCheckpoint(NamedTuple):
     fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
     is_gguf: bool = False
     beginnings: tuple[str, ...] = (OWN,)  # of its language models' names in the file: one, or it can't be read
+    others: OtherParts | None = None  # None if it is a language model alone
 
     @property
     def may_be_quantized(self) -> bool:
@@ -65,14 +77,16 @@ def look(model: str | Path) -> StoredCheckpoint:
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
-    found = beginnings(names)
+    found, others = beginnings(names), None
     if len(found) == 1:
-        headers = _language_model(path, headers, found[0], nested=isinstance(raw.get("text_config"), Mapping))
+        nested = isinstance(raw.get("text_config"), Mapping)
+        headers, rest = _language_model(path, headers, found[0], nested=nested)
+        others = OtherParts(raw, rest) if nested and any(header.entries for header in rest) else None
     if (path / MODULES).is_file() and not any(_HEAD in name for name in names):
         config |= {"headless": True}
     if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
         config |= {"another_head": True}
-    return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found)
+    return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found, others=others)
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +96,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         return dict(raw)
     shared = {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
     own = {name: value for name, value in text.items() if value is not None or name not in shared}
+    own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
 
@@ -110,20 +125,24 @@ def own_name(name: str, beginning: str) -> str | None:
     return OWN + name.removeprefix(beginning) if mine else None
 
 
-def _language_model(path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool) -> tuple[Header, ...]:
-    """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own.
+def _language_model(
+    path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool
+) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
+    """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own,
+    and those with the tensors of other parts.
 
-    The tensors of other parts, such as those for images, are left out of a model in which it is `nested`. Elsewhere
-    they keep their names and are differences.
+    Other parts, such as those for images, are apart from a model in which it is `nested`. Elsewhere their tensors keep
+    their names and are differences.
     """
-    kept, names, others = [], dict[str, str](), list[str]()
+    kept, apart, names, others = [], [], dict[str, str](), list[str]()
     for header in headers:
-        entries = []
+        entries, rest = [], []
         for entry in header.entries:
             name = own_name(entry.name, beginning)
             if name is None:
                 others.append(entry.name)
                 if nested:
+                    rest.append(entry)
                     continue
             name = entry.name if name is None else name
             if (other := names.setdefault(name, entry.name)) != entry.name:
@@ -132,11 +151,12 @@ def _language_model(path: Path, headers: tuple[Header, ...], beginning: str, *, 
                 )
             entries.append(entry._replace(name=name))
         kept.append(header._replace(entries=tuple(entries)))
+        apart.append(header._replace(entries=tuple(rest)))
     if nested and others and path not in _mentioned:
         _mentioned.add(path)
         towers = ", ".join(sorted({name.removeprefix(OWN).partition(".")[0] for name in others}))
         _log.warning("%s: only the language model is used; %d tensors of %s are not", path, len(others), towers)
-    return tuple(kept)
+    return tuple(kept), tuple(apart)
 
 
 def _has_another_head(headers: Iterable[Header]) -> bool:
