@@ -190,8 +190,8 @@ class PicturesLike(Protocol):
         """The id of the tokens that rows of pictures take the place of."""
         ...
 
-    def read(self, value: Any, field: str = "images") -> PictureLike:
-        """Return the picture in a value of the caller. Raises `InvalidRequest` for anything that is none."""
+    def read(self, values: Sequence[Any], field: str = "images") -> tuple[PictureLike, ...]:
+        """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
         ...
 
     def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:

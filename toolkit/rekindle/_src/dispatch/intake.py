@@ -99,8 +99,9 @@ class _Intake:
         states: list[OutputState] = []
         try:
             async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-                submission = capabilities.spelled(await _render(submission), front)
-                token_ids = capabilities.expanded(submission, await tokenize(submission, front), front)
+                submission = await _render(submission)
+                spelled = capabilities.spelled(submission, front)
+                token_ids = capabilities.expanded(spelled, await tokenize(spelled, front), front)
             mailbox.prompt_ids = token_ids
             resources = await capabilities.resources(submission, front)
             requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)

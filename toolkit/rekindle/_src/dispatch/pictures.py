@@ -28,9 +28,9 @@ class PictureIntake(Capability):
 
     def spell(self, submission: Submission, text: str, front: Front) -> str:
         given = submission.extensions.get(PromptPictures)
-        if front.pictures is None or (given is None and front.pictures.marker not in text):
+        if front.pictures is None or given is None:
             return text
-        return front.pictures.spelled(text, () if given is None else given.pictures)
+        return front.pictures.spelled(text, given.pictures)
 
     def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
         given = submission.extensions.get(PromptPictures)
@@ -59,7 +59,10 @@ class PictureIntake(Capability):
     ) -> PictureUse | None:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None:
-            return submission.extensions.get(PictureUse)
+            use = submission.extensions.get(PictureUse)
+            if use is None and pictures is not None and (token_ids == pictures.token).any():
+                raise _miscounted(int((token_ids == pictures.token).sum()), 0)
+            return use
         if pictures is None:
             fix = "Open a model that reads pictures"
             raise InvalidRequest("images", f"{len(given.pictures)} pictures", "can't be read by this model", fix)

@@ -135,6 +135,7 @@ class PictureSpec:
     """How a language model takes the rows of pictures, which an encoder computes."""
 
     levels: int = 0  # first layers after which rows of a picture add more to the stream
+    token: int | None = None  # the token whose embeddings in layers pictures have; None: that of their places
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

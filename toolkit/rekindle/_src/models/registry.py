@@ -87,8 +87,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it "
             "again."
         ) from error
-    if isinstance(raw.get("pictures"), int):  # as `loading.stored` finds it
-        config = dataclasses.replace(config, pictures=PictureSpec(raw["pictures"]))
+    if isinstance(raw.get("pictures"), dict):  # as `loading.stored` finds it
+        config = dataclasses.replace(config, pictures=PictureSpec(**raw["pictures"]))
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if experts > MAX_EXPERTS:
         raise UnsupportedModel(

@@ -30,6 +30,7 @@ from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.opening.open_request import OpenRequest, precompiles
+from rekindle._src.opening.picture_plan import PicturesPlan, pictures_plan
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
@@ -63,6 +64,7 @@ class Blueprint:
     precompile: str  # "all", "background" or "lazy"
     caches: tuple[CachePlan, ...]  # pages first
     taps: TapFacts | None  # None if nothing can be tapped
+    pictures: PicturesPlan | None = None  # None if it reads text alone
 
     @property
     def model(self) -> ModelConfig:
@@ -132,6 +134,7 @@ class Blueprint:
             "caches": [cache._asdict() for cache in self.caches],
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
+            "pictures": None if self.pictures is None else self.pictures.identity.hex(),
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
             if self.taps
@@ -184,6 +187,7 @@ def blueprint(request: OpenRequest) -> Blueprint:
         precompile,
         _caches(config, programs),
         _taps(request, graph.config, config),
+        None if isinstance(source, LoadedModel) else pictures_plan(source, config),
     )
 
 

@@ -30,6 +30,7 @@ from rekindle._src.opening.blueprint import Blueprint, blueprint
 from rekindle._src.opening.cache import SessionCache
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
+from rekindle._src.opening.pictures import SessionPictures
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
@@ -77,12 +78,15 @@ def build(request: OpenRequest) -> Front:
         cache.restore(runner, programs, request.show)
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
+        pictures = SessionPictures.open(plan, tokenizer)
+        if pictures is not None:
+            owners.enter_context(closing(pictures))
         request.show("programs")
         programs.opened()
         device = ModelDevice(plan, weights, programs, cache, runner, others)
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
-            adapters=adapters, program_wait=runner.program_wait
+            adapters=adapters, program_wait=runner.program_wait, pictures=pictures
         )
         device.owners = owners.pop_all()
         return front

@@ -45,7 +45,7 @@ class Pictures(Feature):
     def __init__(self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1) -> None:
         assert model.pictures is not None, "it takes pictures"
         self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
-        self._levels, self._size = 1 + model.pictures.levels, model.hidden_size
+        self._levels, self._size, self._token = 1 + model.pictures.levels, model.hidden_size, model.pictures.token
         self._turns = any(rope.sections for rope in model.ropes)
         self.ints = int(self._turns)
         self._operands: PictureRows | None = None
@@ -136,7 +136,8 @@ class Pictures(Feature):
             return None
 
         coordinates = self._coordinates(inputs, own, operands, tokens) if self._turns else None
-        return Hooks(listener if tokens else None, coordinates=coordinates)
+        embedded = None if self._token is None else jnp.where(places >= 0, self._token, inputs.tokens)
+        return Hooks(listener if tokens else None, coordinates=coordinates, tokens=embedded)
 
     def _coordinates(self, inputs: StepInputs, own: Any, operands: PictureRows, tokens: int) -> Array:
         rows = inputs.decode_rows

@@ -145,7 +145,8 @@ def _compute(
         unread=_unread(layout, inputs),
     )
     positions = next((hook.coordinates for hook in hooks if hook.coordinates is not None), inputs.positions)
-    hidden = model(inputs.tokens, positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
+    tokens = next((hook.tokens for hook in hooks if hook.tokens is not None), inputs.tokens)
+    hidden = model(tokens, positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
     return tuple(attend.kv), ModelOutput(model, hidden, tuple(hook.kept for hook in hooks))
 
 

@@ -27,6 +27,7 @@ from rekindle._src.serve.fields import (
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
+from rekindle._src.serve.pictures import has_pictures, is_picture, picture_part
 
 BLOCKS = Items(Shape((("type", String()),), ("type",)))
 CONTENT = Either("a string or a list of blocks", ((str, String()), (list, BLOCKS)))
@@ -220,18 +221,23 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]
 
 def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
     """Return a message for each tool result, and then one for the user's text."""
-    results, texts = [], []
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
+        if is_picture(block):
+            parts.append(picture_part(block, block_path))
+            continue
         if block["type"] != "tool_result":
-            texts.append(_member(block, "text", block_path))
+            parts.append({"type": "text", "text": _member(block, "text", block_path)})
             continue
         if not isinstance(block.get("tool_use_id"), str):
             raise wrong(f"{block_path}.tool_use_id", block.get("tool_use_id"), "is not a string", "Pass the call's id")
         content = _result(block.get("content"), f"{block_path}.content")
         content = f"Error: {content}" if block.get("is_error") else content
         results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-    return [*results, *([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])]
+    content = parts if has_pictures(parts) else "\n".join(part["text"] for part in parts)
+    return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
 
 
 def _result(content: Any, path: str) -> str:

@@ -22,6 +22,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
+from rekindle._src.serve.pictures import has_pictures, is_picture, picture_part
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -145,14 +146,26 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the messages with one text each. Refuse parts other than text by name."""
+    """Return copies of the messages with one text each, or with parts where some are pictures. Refuse other parts."""
     copies = []
     for index, message in enumerate(messages):
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
-            plain["content"] = content_text(plain["content"], f"messages[{index}].content")
+            plain["content"] = content_of(plain["content"], f"messages[{index}].content")
         copies.append(plain)
     return copies
+
+
+def content_of(parts: Sequence[Mapping[str, Any]], path: str) -> str | list[dict[str, Any]]:
+    """Return the text of content parts, joined by newlines; parts of text and of pictures, if there are pictures."""
+    if not has_pictures(parts):
+        return content_text(parts, path)
+    return [
+        picture_part(part, f"{path}[{index}]")
+        if is_picture(part)
+        else {"type": "text", "text": content_text([part], f"{path}[{index}]")}
+        for index, part in enumerate(parts)
+    ]
 
 
 def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
@@ -161,7 +174,7 @@ def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
     for index, part in enumerate(parts):
         member = _TEXTS.get(part.get("type", ""))
         if member is None:
-            raise wrong(f"{path}[{index}].type", part.get("type"), "is not served", "Send text parts only")
+            raise wrong(f"{path}[{index}].type", part.get("type"), "is not served", "Send parts of text, or pictures")
         if not isinstance(part.get(member), str):
             raise wrong(f"{path}[{index}].{member}", part.get(member), "is not a string", "Pass one")
         lines.append(part[member])

@@ -11,7 +11,7 @@ from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
-from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
+from rekindle._src.serve.chat import call_chat, calls_options, content_of, content_text, events_of, tool_options
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
@@ -211,8 +211,9 @@ def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str)
     if role not in _ROLES:
         raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        content = content_text(_parts(content, f"{path}.content"), f"{path}.content")
-    if not isinstance(content, str):
+        read = content_text if role == "assistant" else content_of
+        content = read(_parts(content, f"{path}.content"), f"{path}.content")
+    elif not isinstance(content, str):
         raise wrong(f"{path}.content", content, "is neither a string nor a list of parts", "Pass one of them")
     if role != "assistant":
         messages.append({"role": role, "content": content})

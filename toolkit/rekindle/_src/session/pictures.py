@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike
+from rekindle._src.dispatch.backend import Front, PicturesLike
 from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.session.prompts import Prompt
 from rekindle.errors import InvalidRequest
 
 MARKER = "<image>"  # the place of a picture in a caller's text
-MAX_PICTURES = 64  # of one prompt
 _KINDS = {
     "image": ("image", "url", "path", "data", "source"),
     "image_url": ("image_url",),
@@ -26,13 +25,12 @@ def with_pictures(front: Front, prompt: Prompt, images: Any) -> Prompt:
         return prompt
     pictures = _reader(front, images)
     values = images if isinstance(images, list | tuple) else [images]
-    _check_count(len(values))
     if prompt.text is None:
         problem = "come with token ids, which have no place for them"
         raise InvalidRequest("images", f"{len(values)} pictures", problem, "Pass the prompt as a text")
     if not values:
         return prompt
-    read = tuple(pictures.read(value, "images") for value in values)
+    read = pictures.read(values)
     marks = prompt.text.count(MARKER)
     text = prompt.text if marks else MARKER * len(read) + prompt.text
     if marks not in (0, len(read)):
@@ -57,10 +55,10 @@ def of_messages(front: Front, messages: Any) -> tuple[Any, PromptPictures | None
     """Return the messages of a chat with plain parts in the place of pictures, and the pictures in their order."""
     if not isinstance(messages, list | tuple) or not any(map(_has_parts, messages)):
         return messages, None
-    found: list[PictureLike] = []
-    changed = [_without_pictures(front, message, found) for message in messages]
-    _check_count(len(found))
-    return changed, PromptPictures(tuple(found)) if found else None
+    reader = _reader(front, "a picture among the messages")
+    found: list[Any] = []
+    changed = [_without_pictures(message, found) for message in messages]
+    return changed, PromptPictures(reader.read(found, "messages"))
 
 
 def _has_parts(message: Any) -> bool:
@@ -72,14 +70,13 @@ def _is_picture(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
-def _without_pictures(front: Front, message: Any, found: list[PictureLike]) -> Any:
+def _without_pictures(message: Any, found: list[Any]) -> Any:
     if not _has_parts(message):
         return message
-    pictures = _reader(front, "a picture among the messages")
     parts: list[Any] = []
     for part in message["content"]:
         if _is_picture(part):
-            found.append(pictures.read(_value(part), "messages"))
+            found.append(_value(part))
             part = {"type": "image"}
         parts.append(part)
     return {**message, "content": parts}
@@ -104,8 +101,3 @@ def _reader(front: Front, value: Any) -> PicturesLike:
         problem = f"can't be read: {front.model or 'the model'} reads text alone"
         raise InvalidRequest("images", value, problem, "Open a model that reads pictures")
     return front.pictures
-
-
-def _check_count(count: int) -> None:
-    if count > MAX_PICTURES:
-        raise InvalidRequest("images", f"{count} pictures", f"are more than {MAX_PICTURES}", "Pass fewer in one prompt")

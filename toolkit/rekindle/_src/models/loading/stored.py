@@ -14,7 +14,7 @@ from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.tensor_files import Header
-from rekindle.errors import CheckpointError
+from rekindle.errors import CheckpointError, UnsupportedModel
 
 _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
@@ -24,6 +24,7 @@ _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_wor
 _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3_vl_text": lambda own: {"rope_theta": 500_000.0, **own, "model_type": "qwen3"},
 }
+_BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
@@ -80,8 +81,10 @@ def look(model: str | Path) -> StoredCheckpoint:
     found, others = beginnings(names), None
     if len(found) == 1:
         nested = isinstance(raw.get("text_config"), Mapping)
-        headers, rest = _language_model(path, headers, found[0], nested=nested)
-        others = OtherParts(raw, rest) if nested and any(header.entries for header in rest) else None
+        pictures = pictures_of(raw) if nested else None
+        headers, rest = _language_model(path, headers, found[0], nested=nested, alone=pictures is None)
+        if pictures is not None and any(header.entries for header in rest):
+            others, config = OtherParts(raw, rest), config | {"pictures": pictures}
     if (path / MODULES).is_file() and not any(_HEAD in name for name in names):
         config |= {"headless": True}
     if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
@@ -99,6 +102,26 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
+
+
+def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how a model's text takes the rows of pictures, as `PictureSpec`; None if it reads text alone here."""
+    if raw.get("vision_config") is None:
+        return None
+    from rekindle._src.models.vision.registry import vision_config  # other models don't need it
+
+    text = raw.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    both_ways = raw.get("model_type") in _BOTH_WAYS or text.get("use_bidirectional_attention") is not None
+    try:
+        if both_ways:
+            raise UnsupportedModel("tokens of a picture see later ones of it, which is not implemented")
+        config = vision_config(raw)
+    except UnsupportedModel as error:
+        _log.warning("pictures can't be read: %s", error)
+        return None
+    token = text.get("pad_token_id") if text.get("hidden_size_per_layer_input") else None
+    return None if config is None else {"levels": len(config.deepstack), "token": token}
 
 
 def beginnings(names: Iterable[str]) -> tuple[str, ...]:
@@ -126,13 +149,13 @@ def own_name(name: str, beginning: str) -> str | None:
 
 
 def _language_model(
-    path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool
+    path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool, alone: bool
 ) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
     """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own,
     and those with the tensors of other parts.
 
     Other parts, such as those for images, are apart from a model in which it is `nested`. Elsewhere their tensors keep
-    their names and are differences.
+    their names and are differences. It is said if the language model is used `alone`.
     """
     kept, apart, names, others = [], [], dict[str, str](), list[str]()
     for header in headers:
@@ -152,7 +175,7 @@ def _language_model(
             entries.append(entry._replace(name=name))
         kept.append(header._replace(entries=tuple(entries)))
         apart.append(header._replace(entries=tuple(rest)))
-    if nested and others and path not in _mentioned:
+    if alone and nested and others and path not in _mentioned:
         _mentioned.add(path)
         towers = ", ".join(sorted({name.removeprefix(OWN).partition(".")[0] for name in others}))
         _log.warning("%s: only the language model is used; %d tensors of %s are not", path, len(others), towers)

@@ -1,0 +1,59 @@
+"""How a session reads pictures, as a value: the processor and the encoder that its checkpoint describes."""
+
+from __future__ import annotations
+
+import logging
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.images.processor import PictureProcessor
+from rekindle._src.images.registry import processor_of_files
+from rekindle._src.models.loading.checkpoint import CheckpointPlan
+from rekindle._src.models.loading.stored import MAX_CONFIG
+from rekindle._src.models.loading.tensor_files import read_json
+from rekindle._src.models.vision.registry import vision_config
+from rekindle._src.models.vision.tower import AbstractTower, abstract_tower
+from rekindle._src.models.vision.weights import TowerTensors, tower_tensors
+
+log = logging.getLogger("rekindle.engine")
+
+
+class PicturesPlan(NamedTuple):
+    """All that is known of pictures before the first one comes."""
+
+    processor: PictureProcessor
+    tower: AbstractTower
+    tensors: TowerTensors  # where its weights are
+    identity: bytes  # a digest of all that rows of a picture depend on but its pixels
+
+
+def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan | None:
+    """Return how a checkpoint's pictures are read; None if it reads text alone. Raise typed errors for damage."""
+    others, folder = source.found.stored.others, source.found.folder
+    if others is None or source.graph.config.pictures is None or config.processes > 1:
+        return None
+    preprocessor, processor = (_json(folder / f"{name}_config.json") for name in ("preprocessor", "processor"))
+    if preprocessor is None and processor is None:
+        log.warning("%s reads text alone: it has no preprocessor_config.json, which says how pictures are cut", folder)
+        return None
+    vision = vision_config(others.config)
+    assert vision is not None, "its config says so"
+    entries = {entry.name: entry for header in others.headers for entry in header.entries}
+    tensors = tower_tensors(vision, entries, str(folder))
+    tower = abstract_tower(vision, source.graph.precision.weights)
+    reader = processor_of_files(preprocessor, processor, others.config)
+    parts = (source.fingerprint, repr(reader), repr(tower.graph))
+    identity = sha256(b"".join(framed(part.encode()) for part in parts)).digest()
+    return PicturesPlan(reader, tower, tensors, identity)
+
+
+def framed(part: bytes) -> bytes:
+    """Return a part with its length before it."""
+    return len(part).to_bytes(8, "little") + part
+
+
+def _json(path: Path) -> Any:
+    """Return the content of a JSON file of the checkpoint; None if there is none."""
+    return read_json(path, dict, MAX_CONFIG) if path.is_file() else None

@@ -1,0 +1,301 @@
+"""The pictures of a session: read, planned, decoded and encoded in a thread of their own, and their rows kept.
+
+An encoder computes the rows of a picture once. They are kept in host memory, the least recently used ones leave first,
+and on disk, so that a prompt whose pages left the cache needs no encoder. Steps go on while a picture is encoded.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.config import cache_folder
+from rekindle._src.core.records import IntArray
+from rekindle._src.core.store import Store
+from rekindle._src.dispatch.threads import OneShot
+from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
+from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
+from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
+from rekindle._src.models.vision.weights import read_tower
+from rekindle._src.opening.blueprint import Blueprint
+from rekindle._src.opening.picture_plan import PicturesPlan, framed
+from rekindle._src.programs.encoder import EncoderPrograms
+from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+
+FOLDER = "pictures"  # in a cache folder
+SHARE = 8  # of host memory and of disk that rows may have: a part in so many
+Rows = NDArray[Any]  # [1 + levels, tokens, E]
+log = logging.getLogger("rekindle.engine")
+
+
+class GivenPicture:
+    """A picture of a request: what it becomes is known from its size; it is decoded when it is encoded."""
+
+    __slots__ = ("_digest", "plan", "source")
+
+    def __init__(self, source: EncodedPicture | Picture, plan: PicturePlan) -> None:
+        self.source, self.plan = source, plan
+        self._digest: bytes | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of its pixels, and of how they are encoded."""
+        assert self._digest is not None, "its rows are asked for first"
+        return self._digest
+
+    def decode(self, identity: bytes) -> Picture:
+        """Return the pixels, which are decoded once."""
+        picture = self.source = self.source.decode()
+        self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
+        return picture
+
+
+class KeptRows:
+    """Rows of pictures by digest, in host memory and on disk."""
+
+    def __init__(self, most: int, store: Store | None) -> None:
+        self._most, self._store, self._size = most, store, 0
+        self._rows: OrderedDict[bytes, Rows] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, digest: bytes) -> Rows | None:
+        """Return rows that are in host memory or on disk."""
+        with self._lock:
+            rows = self._rows.get(digest)
+            if rows is not None:
+                self._rows.move_to_end(digest)
+                return rows
+        rows = self._stored(digest)
+        if rows is not None:
+            self._hold(digest, rows)
+        return rows
+
+    def put(self, digest: bytes, rows: Rows) -> None:
+        """Keep rows."""
+        self._hold(digest, rows)
+        if self._store is not None:
+            content = io.BytesIO()
+            np.save(content, rows.view(np.uint16) if rows.dtype.itemsize == 2 else rows)
+            try:
+                self._store.put(digest.hex(), content.getvalue())
+            except OSError as error:
+                log.warning("the rows of a picture could not be stored: %s", error)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in host memory."""
+        return self._size
+
+    def _hold(self, digest: bytes, rows: Rows) -> None:
+        with self._lock:
+            if digest not in self._rows:
+                self._rows[digest] = rows
+                self._size += rows.nbytes
+            while self._size > self._most and len(self._rows) > 1:
+                _, oldest = self._rows.popitem(last=False)
+                self._size -= oldest.nbytes
+
+    def _stored(self, digest: bytes) -> Rows | None:
+        if self._store is None:
+            return None
+        try:
+            content = self._store.get(digest.hex())
+            return None if content is None else np.load(io.BytesIO(content), allow_pickle=False)
+        except (OSError, ValueError) as error:
+            log.warning("the stored rows of a picture can't be read: %s", error)
+            return None
+
+
+class Encoder:
+    """The encoder of a session. Its weights are read when the first picture comes."""
+
+    def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
+        self._plan, self._programs = plan, programs
+        self._made: EncoderPrograms | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, patches: PicturePatches) -> Rows:
+        """Return the rows of a picture [1 + levels, tokens, E]."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            floats, images, first = patches.floats(), list[ImagePatches](), 0
+            for view in patches.plan.views:
+                count = view.rows * view.columns
+                images.append(ImagePatches(floats[first : first + count], PatchGrid(view.rows, view.columns)))
+                first += count
+            return self._made(images)
+
+    @property
+    def compilations(self) -> int:
+        """The number of programs that were compiled."""
+        return 0 if self._made is None else self._made.compilations
+
+    def _make(self) -> EncoderPrograms:
+        programs, config = self._programs, self._programs.config
+        kept = ExecutableStore(cache_folder(config.cache_dir) / "programs")
+        key = digest({**programs.fields, "pictures": repr(self._plan.tower.graph)})
+        name = programs.name or programs.model.model_type
+        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
+        return EncoderPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
+
+
+class SessionPictures:
+    """Reads and encodes the pictures of requests. Its methods may be called in any thread."""
+
+    def __init__(
+        self,
+        processor: PictureProcessor,
+        encode: Callable[[PicturePatches], Rows],
+        kept: KeptRows,
+        *,
+        identity: bytes,
+        token: int,
+        merge: int = 0,
+    ) -> None:
+        """`identity` names all that rows depend on but pixels; `token` is the id in whose place they stand.
+
+        `merge` is how many patches a row has along each side where ropes have coordinates, else 0.
+        """
+        self._processor, self._encode, self._kept = processor, encode, kept
+        self._identity, self.token, self._merge = identity, token, merge
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
+        self._running: dict[bytes, Future[Rows]] = {}
+        self.encoded_pictures = 0
+
+    @classmethod
+    def open(cls, plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures | None:
+        """Return what reads the pictures of a session; None if its model reads text alone."""
+        pictures = plan.pictures
+        if pictures is None or not tokenizer.has_text:
+            return None
+        ids = tokenizer.encode(pictures.processor.image_token, add_special_tokens=False)
+        if len(ids) != 1:
+            log.warning("pictures can't be read: the tokenizer has no token %s", pictures.processor.image_token)
+            return None
+        config, merge = plan.config, 0
+        if any(rope.sections for rope in plan.model.ropes):
+            merge = pictures.tower.graph.config.merge
+        store = None
+        if config.disk_memory:
+            folder = cache_folder(config.cache_dir) / FOLDER
+            store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
+        kept = KeptRows(config.host_memory // SHARE, store)
+        encoder = Encoder(pictures, plan.programs)
+        return cls(pictures.processor, encoder, kept, identity=pictures.identity, token=ids[0], merge=merge)
+
+    @property
+    def compilations(self) -> int:
+        """The number of the encoder's programs that were compiled."""
+        return getattr(self._encode, "compilations", 0)
+
+    @property
+    def marker(self) -> str:
+        """The text that stands for one picture in a prompt."""
+        processor = self._processor
+        return processor.before + processor.marker + processor.after
+
+    def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
+        """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
+        plan = self._processor.plan
+        return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
+
+    def spelled(self, text: str, pictures: Sequence[GivenPicture]) -> str:
+        """Return a text with one token for each run of rows, from one with a marker for each picture."""
+        parts = text.split(self._processor.marker)
+        if len(parts) != len(pictures) + 1:
+            problem = f"do not fit the text, which has {len(parts) - 1} places for them"
+            fix = f"Leave {self._processor.marker!r} out of texts: it stands for a picture"
+            raise InvalidRequest("images", f"{len(pictures)} pictures", problem, fix)
+        whole = [parts[0]]
+        for part, picture in zip(parts[1:], pictures, strict=True):
+            expansion = self._processor.expansion(picture.plan)
+            whole += [one.token if isinstance(one, TokenRun) and self._stands(one) else _text(one) for one in expansion]
+            whole.append(part)
+        return "".join(whole)
+
+    def counts(self, picture: GivenPicture) -> list[int]:
+        """Return the lengths of the runs of rows of a picture."""
+        expansion = self._processor.expansion(picture.plan)
+        return [one.count for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
+
+    def known(self, picture: GivenPicture) -> bool:
+        """True if the rows of a picture are at hand."""
+        return False  # to tell, it has to be decoded
+
+    async def encoded(self, picture: GivenPicture) -> Rows:
+        """Return the rows of a picture [1 + levels, rows, E]."""
+        reply: OneShot[Rows] = OneShot()
+
+        def done(future: Future[Rows]) -> None:
+            error = future.exception()
+            if error is None:
+                reply.put(future.result())
+            else:
+                reply.fail(error)
+
+        self._worker.submit(self._rows, picture).add_done_callback(done)
+        return await reply.get()
+
+    def _rows(self, picture: GivenPicture) -> Rows:
+        pixels = picture.decode(self._identity)
+        rows = self._kept.get(picture.digest)
+        if rows is None:
+            rows = self._encode(self._processor.patches(pixels))
+            self.encoded_pictures += 1
+            self._kept.put(picture.digest, rows)
+        return rows
+
+    def use(
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]
+    ) -> tuple[IntArray | None, int]:
+        """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
+        if not self._merge:
+            return None, 0
+        views = [view for picture in pictures for view in picture.plan.views]
+        return coordinates_of(len(token_ids), runs, [(view.rows, view.columns) for view in views], self._merge)
+
+    def close(self) -> None:
+        """End the thread once it has encoded what it has begun."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _stands(self, run: TokenRun) -> bool:
+        return run.token == self._processor.image_token
+
+
+def _text(part: str | TokenRun) -> str:
+    return part if isinstance(part, str) else part.token * part.count
+
+
+def coordinates_of(
+    length: int, runs: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int]], merge: int
+) -> tuple[IntArray, int]:
+    """Return the coordinates [length, 3] of a prompt's tokens, and what to add to positions after it.
+
+    A token of text has its position three times. A row of a picture has that of the picture's first row, plus its own
+    row and column; text goes on after the longer side.
+    """
+    coordinates = np.empty((length, 3), np.int32)
+    place = position = 0
+    for (start, stop), (rows, columns) in zip(runs, grids, strict=True):
+        coordinates[place:start] = (np.arange(start - place) + position)[:, None]
+        position += start - place
+        height, width = rows // merge, columns // merge
+        index = np.arange(stop - start)
+        coordinates[start:stop] = position + np.stack([0 * index, index // width, index % width], axis=1)
+        position += max(height, width)
+        place = stop
+    coordinates[place:] = (np.arange(length - place) + position)[:, None]
+    return coordinates, int(coordinates.max()) + 1 - length if length else 0
