@@ -219,7 +219,9 @@ MMPROJ: dict[str, tuple[dict[str, Any], str]] = {
         "qwen3-vl",
     ),
     "gemma3": ({"image_size": 896, "patch_size": 14, "projector.scale_factor": 4}, "gemma3"),
-    "gemma4v": ({"patch_size": 16, "projector.scale_factor": 3, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}, "gemma4"),
+    "gemma4v": (
+        {"patch_size": 16, "projector.scale_factor": 3, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}, "gemma4",
+    ),
     "gemma4uv": ({"image_mean": [0.0] * 3, "image_std": [1.0] * 3}, "gemma4 unified"),
     "idefics3": (
         {"image_size": 512, "patch_size": 16, "projector.scale_factor": 4, "preproc_image_size": 2048}, "smolvlm2",
@@ -236,7 +238,7 @@ def test_an_mmproj_file_builds_the_processor_of_the_checkpoints_files(projector:
     assert set(MMPROJ) == set(PROJECTORS)
     assert processor_of_mmproj({"clip.projector_type": projector, **metadata}) == ALL[name].open()
     assert processor_of_mmproj({"clip.vision.projector_type": projector, **arrays}) == ALL[name].open()
-    with pytest.raises(UnsupportedModel, match="patch_size=0 in the mmproj file|image_size=0"):
+    with pytest.raises(UnsupportedModel, match=r"patch_size=0 in the mmproj file|image_size=0"):
         processor_of_mmproj(
             {"clip.projector_type": projector, "clip.vision.patch_size": 0, "clip.vision.image_size": 0}
         )
@@ -247,7 +249,9 @@ def test_engines_differ_in_the_tokens_of_a_picture() -> None:
     assert processor_of_mmproj(keys).plan(8, 8).tokens == 64
     assert processor_of_mmproj(keys, tokens=(8, 4096)).plan(8, 8).tokens == 9
     assert processor_of_mmproj(keys, tokens=(8, 4096)).plan(4096, 4096).tokens == 4096
-    with pytest.raises(UnsupportedModel, match="internvl.*in the mmproj file is not implemented. Implemented: qwen3vl"):
+    with pytest.raises(
+        UnsupportedModel, match=r"internvl.*in the mmproj file is not implemented. Implemented: qwen3vl"
+    ):
         processor_of_mmproj({"clip.projector_type": "internvl"})
 
 
