@@ -109,7 +109,8 @@ def test_a_plan_is_arithmetic_and_says_what_comes(name: str, monkeypatch: pytest
         patch.setitem(__import__("sys").modules, "PIL", None)  # importing Pillow would raise
         plans = {size: processor.plan(*size) for size in (*SIZES, *MORE_SIZES)}
     for size, plan in plans.items():
-        runs = [part.count for part in processor.expansion(plan) if part[0] == processor.image_token and len(part) == 2]
+        parts = processor.expansion(plan)
+        runs = [part.times for part in parts if isinstance(part, TokenRun) and part.token == processor.image_token]
         assert runs == [view.tokens for view in plan.views], size
         assert plan.tokens == text_of(processor.expansion(plan)).count(processor.image_token) == sum(runs)
         assert (plan.width, plan.height) == size

@@ -74,7 +74,7 @@ class TokenRun(NamedTuple):
     """A token as often as it stands in a row."""
 
     token: str
-    count: int
+    times: int
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PictureProcessor(abc.ABC):
 
 def text_of(expansion: tuple[str | TokenRun, ...]) -> str:
     """Return an expansion as the text that transformers' processor writes."""
-    return "".join(part if isinstance(part, str) else part.token * part.count for part in expansion)
+    return "".join(part if isinstance(part, str) else part.token * part.times for part in expansion)
 
 
 def refused_size(width: int, height: int, problem: str, index: int | None) -> InvalidRequest:

@@ -39,9 +39,9 @@ class ProcessorSettings:
         value = self._keys.get(name)
         if value is None:
             return default
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= value <= most:
-            raise self.wrong(name, f"is no whole number from {least:,} to {most:,}")
-        return int(value)
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most:
+            return int(value)
+        raise self.wrong(name, f"is no whole number from {least:,} to {most:,}")
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         """Return a number within bounds."""

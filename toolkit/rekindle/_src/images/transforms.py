@@ -59,7 +59,7 @@ class PixelLevels:
         factor = settings.number("rescale_factor", 1 / 255, 1e-9, 1e3)
         mean = settings.channels("image_mean", mean, -1000.0)
         std = settings.channels("image_std", std, 1e-6)
-        return cls(factor if scales else None, *((mean, std) if normalizes else (None, None)), fused)
+        return cls(factor if scales else None, mean if normalizes else None, std if normalizes else None, fused)
 
     def table(self) -> Floats:
         """Return the floats of all bytes, [3, 256]."""
@@ -96,4 +96,4 @@ def patches_channels_last(pixels: Pixels, patch: int) -> Codes:
 
 def positions_by_row(rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the row and the column of each patch, row by row, [patches, 2]."""
-    return np.stack(np.indices((rows, columns), dtype=np.int32), axis=-1).reshape(-1, 2)
+    return np.moveaxis(np.indices((rows, columns), dtype=np.int32), 0, -1).reshape(-1, 2)
