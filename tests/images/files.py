@@ -70,6 +70,7 @@ def ordinary() -> dict[str, bytes]:
         "jpeg": encoded(colour, "JPEG"), "jpeg grey": encoded(grey, "JPEG"),
         "jpeg progressive": encoded(colour, "JPEG", progressive=True),
         "jpeg cmyk": encoded(colour.convert("CMYK"), "JPEG"), "jpeg turned": with_orientation(colour, "JPEG", 6),
+        "jpeg of two pictures": encoded(colour, "MPO", save_all=True, append_images=[grey.convert("RGB")]),
         "webp": encoded(colour, "WEBP"), "webp lossless": encoded(clear, "WEBP", lossless=True),
         "webp turned": with_orientation(colour, "WEBP", 8),
         "gif": encoded(palette, "GIF"), "gif clear": encoded(palette, "GIF", transparency=2),

@@ -23,14 +23,14 @@ from images.cases import (
     picture,
 )
 from rekindle._src.images import (
-    FAMILIES,
-    PROJECTORS,
+    Picture,
     PicturePlan,
     TokenRun,
     processor_of_files,
     processor_of_mmproj,
     text_of,
 )
+from rekindle._src.images.registry import FAMILIES, PROJECTORS
 from rekindle.errors import InvalidRequest, UnsupportedModel
 
 ALL = {**CASES, **TORCHVISION}
@@ -127,8 +127,6 @@ def test_positions_say_which_part_of_the_picture_a_patch_is() -> None:
     side = 84  # whole blocks within the bounds of pixels: nothing is resized
     places = np.indices((side, side)).astype(np.uint8)
     pixels = np.stack([places[0], places[1], np.zeros((side, side), np.uint8)], axis=-1)
-    from rekindle._src.images import Picture
-
     patches = processor.patches(Picture.of(np.ascontiguousarray(pixels)))
     firsts = np.stack([patches.codes[:, patches.channels == channel][:, 0] for channel in (0, 1)], axis=-1)
     np.testing.assert_array_equal(firsts, patches.positions * 14)
@@ -140,8 +138,8 @@ def test_a_ratio_that_the_model_can_not_read_is_refused_by_its_size_alone(width:
     with pytest.raises(
         InvalidRequest, match=rf"images\[2\]='{width}×{height}': one side is more than 200 times"
     ) as error:
-        CASES["qwen3-vl"].open().plan(width, height, index=2)
-    assert (error.value.field, error.value.index) == ("images", 2)
+        CASES["qwen3-vl"].open().plan(width, height, field="images[2]")
+    assert error.value.field == "images[2]"
 
 
 @pytest.mark.parametrize("name", ALL)

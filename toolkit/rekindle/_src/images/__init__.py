@@ -4,7 +4,6 @@ It needs Pillow, which the extra `images` installs, and imports it where a pictu
 """
 
 from rekindle._src.images.picture import (
-    DEFAULT_LIMITS,
     EncodedPicture,
     Picture,
     PictureLimits,
@@ -21,10 +20,22 @@ from rekindle._src.images.processor import (
     TokenRun,
     text_of,
 )
-from rekindle._src.images.registry import FAMILIES, PROJECTORS, processor_of_files, processor_of_mmproj
+from rekindle._src.images.registry import processor_of_files, processor_of_mmproj
 
 __all__ = [
-    "DEFAULT_LIMITS", "FAMILIES", "PROJECTORS", "EncodedPicture", "Picture", "PictureLimits", "PicturePatches",
-    "PicturePlan", "PictureProcessor", "PictureView", "TokenRun", "decode_uri", "open_bytes", "open_picture",
-    "open_pictures", "processor_of_files", "processor_of_mmproj", "text_of",
-]  # fmt: skip
+    "EncodedPicture",
+    "Picture",
+    "PictureLimits",
+    "PicturePatches",
+    "PicturePlan",
+    "PictureProcessor",
+    "PictureView",
+    "TokenRun",
+    "decode_uri",
+    "open_bytes",
+    "open_picture",
+    "open_pictures",
+    "processor_of_files",
+    "processor_of_mmproj",
+    "text_of",
+]

@@ -103,7 +103,7 @@ class Gemma3Pictures(PictureProcessor):
         keys = {"size": {"height": side, "width": side}, "image_seq_length": max(1, side // patch // kernel) ** 2}
         return cls._of_mmproj(clip, keys, {"vision_config": {"image_size": side, "patch_size": patch}})
 
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         crops = self.scan.crops(width, height) if self.scan is not None else ()
         view = PictureView(self.height, self.width, self.height // self.patch, self.width // self.patch, self.tokens)
         return PicturePlan(width, height, (view,) * (1 + len(crops)))

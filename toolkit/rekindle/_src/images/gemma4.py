@@ -65,7 +65,7 @@ class Gemma4Pictures(PictureProcessor):
         """The pixels of a token's side."""
         return self.patch * self.pool
 
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         budget = self.most_tokens * self.pool**2 * self.patch**2  # pixels
         factor = math.sqrt(budget / (height * width))
         new_height = math.floor(factor * height / self.side) * self.side
@@ -75,7 +75,7 @@ class Gemma4Pictures(PictureProcessor):
         elif new_width == 0:
             new_height, new_width = min(height // width, self.most_tokens) * self.side, self.side
         if not 0 < new_height * new_width <= budget:
-            raise refused_size(width, height, f"it has no size within {self.most_tokens} tokens", index)
+            raise refused_size(width, height, f"it has no size within {self.most_tokens} tokens", field)
         rows, columns = new_height // self.patch, new_width // self.patch
         return PicturePlan(
             width, height, (PictureView(new_height, new_width, rows, columns, rows * columns // self.pool**2),)
@@ -107,8 +107,8 @@ class Gemma4UnifiedPictures(Gemma4Pictures):
 
     fused: ClassVar[bool] = True
 
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
-        plan = super().plan(width, height, index=index)
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
+        plan = super().plan(width, height, field=field)
         view = plan.views[0]
         rows, columns = view.height // self.side, view.width // self.side
         return PicturePlan(width, height, (PictureView(view.height, view.width, rows, columns, rows * columns),))

@@ -47,7 +47,7 @@ class HeaderProblem(Exception):
 
 
 class ImageHeader(NamedTuple):
-    """What an image file says of itself: its stored size in pixels, and the EXIF orientation, from 1 to 8."""
+    """The format of an image file, its stored size in pixels, and its EXIF orientation, from 1 to 8."""
 
     format: str
     width: int
@@ -246,8 +246,8 @@ def _bmp(data: bytes) -> ImageHeader:
 
 
 def _tiff(data: bytes) -> ImageHeader:
-    tags, following = _tiff_tags(data)
-    if following:
+    tags, end = _tiff_tags(data)
+    if any(data[end : end + 4]):
         raise HeaderProblem("is a TIFF of several pages", _STILL)
     if _WIDTH not in tags or _HEIGHT not in tags:
         raise HeaderProblem("is a TIFF without its size", _AGAIN)
@@ -262,7 +262,7 @@ def _tiff(data: bytes) -> ImageHeader:
 
 
 def _tiff_tags(data: bytes) -> tuple[dict[int, int], int]:
-    """Return the first directory's tags that are one whole number, and where the next directory is, or 0."""
+    """Return the first directory's tags that are one whole number, and where the place of the next directory is."""
     order = "little" if data[:2] == b"II" else "big"
     at = _whole(data, 4, 4, order)
     count = _whole(data, at, 2, order)
@@ -277,7 +277,7 @@ def _tiff_tags(data: bytes) -> tuple[dict[int, int], int]:
             raise HeaderProblem("is a TIFF whose tags are larger than the file", _AGAIN)
         if number == 1 and kind in (3, 4):
             tags[tag] = _whole(data, entry + 8, _TIFF_SIZES[kind], order)
-    return tags, _whole(data, at + 2 + 12 * count, 4, order)
+    return tags, at + 2 + 12 * count
 
 
 def _exif_orientation(exif: bytes) -> int:

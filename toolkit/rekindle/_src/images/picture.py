@@ -21,7 +21,7 @@ import numpy as np
 
 from rekindle._src.core.names import path_problem
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.images.headers import FORMATS, HeaderProblem, ImageHeader, read_header
+from rekindle._src.images.headers import HeaderProblem, ImageHeader, read_header
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class EncodedPicture:
         return self.header.upright[1]
 
     def decode(self) -> Picture:
-        """Return the picture. Raises `InvalidRequest` if the file is broken. A JPEG of 4096 × 4096 takes 0.6 seconds."""
+        """Return the picture; a JPEG of 4096 × 4096 takes 0.6 s. Raises `InvalidRequest` if the file is broken."""
         pillow, header = _pillow(), self.header
         broken = HeaderProblem(f"is a {header.format} that can't be decoded", "Save or download it again")
         with self.place:
@@ -169,7 +169,6 @@ class _Place:
     """The argument that a picture came in, and what it is: `with place` names both in the errors of its block."""
 
     field: str
-    index: int | None
     shown: str
 
     def __enter__(self) -> None:
@@ -177,11 +176,11 @@ class _Place:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, HeaderProblem):
-            raise InvalidRequest(self.field, self.shown, error.problem, error.fix, self.index) from None
+            raise InvalidRequest(self.field, self.shown, error.problem, error.fix) from None
 
 
 def open_picture(
-    source: object, *, field: str = "images", index: int | None = None, limits: PictureLimits = DEFAULT_LIMITS
+    source: object, *, field: str = "images", limits: PictureLimits = DEFAULT_LIMITS
 ) -> EncodedPicture | Picture:
     """Return what `source` shows, with its size: files are not decoded yet, what is in memory is.
 
@@ -191,37 +190,37 @@ def open_picture(
     that it stands at. 16 bits a channel are reduced to their upper 8. An array is [height, width], or that with 1, 3 or
     4 channels last, of uint8, uint16, bool, or floats from 0 to 1; its layout is never guessed. No URL is fetched.
 
-    Raises `InvalidRequest`, which names `field` and `index`, and `MissingExtra` without Pillow.
+    Raises `InvalidRequest`, which names `field`, such as `messages[0].content[1]`, and `MissingExtra` without Pillow.
     """
     if isinstance(source, EncodedPicture | Picture):
         return source
     if isinstance(source, str):
         if source[:5].lower() == "data:":
-            return decode_uri(source, field=field, index=index, limits=limits)
+            return decode_uri(source, field=field, limits=limits)
         if "://" in source[:64]:
-            place = _Place(field, index, source[:100])
+            place = _Place(field, source[:100])
             with place:
                 raise HeaderProblem("is a URL, and nothing is fetched", "Pass the path or the bytes of an image file")
     if isinstance(source, str | Path):
-        return _from_path(source, field, index, limits)
+        return _from_path(source, field, limits)
     if isinstance(source, bytes | bytearray | memoryview):
-        return open_bytes(bytes(source), field=field, index=index, limits=limits)
+        return open_bytes(bytes(source), field=field, limits=limits)
     kind = type(source).__name__
     if _is_a("PIL.Image", "Image", source):
         image: Any = source
-        place = _Place(field, index, f"PIL image of mode {image.mode}, {image.width}×{image.height}")
+        place = _Place(field, f"PIL image of mode {image.mode}, {image.width}×{image.height}")
         with place:
             return _from_pil(image, limits)
     if isinstance(source, np.ndarray) and source.dtype != object:
-        with _Place(field, index, f"array of {source.dtype}, {'×'.join(map(str, source.shape)) or 'no axes'}"):
+        with _Place(field, f"array of {source.dtype}, {'×'.join(map(str, source.shape)) or 'no axes'}"):
             return Picture.of(_from_array(source, limits))
     figure = _figure(source)
-    place = _Place(field, index, kind)
+    place = _Place(field, kind)
     with place:
         if figure is None:
             raise HeaderProblem("is no image", _KINDS)
         data = _drawn(figure, limits)
-    return open_bytes(data, field=field, index=index, limits=limits).decode()
+    return open_bytes(data, field=field, limits=limits).decode()
 
 
 def open_pictures(
@@ -231,11 +230,12 @@ def open_pictures(
     pictures: list[EncodedPicture | Picture] = []
     pixels = 0
     for index, source in enumerate(sources):
-        place = _Place(field, index, type(source).__name__)
+        name = f"{field}[{index}]"
+        place = _Place(name, type(source).__name__)
         with place:
             if index >= limits.count:
                 raise HeaderProblem(f"is one too many: at most {limits.count} pictures are read", "Pass fewer")
-        picture = open_picture(source, field=field, index=index, limits=limits)
+        picture = open_picture(source, field=name, limits=limits)
         pixels += picture.width * picture.height
         with place:
             if pixels > limits.total_pixels:
@@ -247,11 +247,9 @@ def open_pictures(
     return tuple(pictures)
 
 
-def open_bytes(
-    data: bytes, *, field: str = "images", index: int | None = None, limits: PictureLimits = DEFAULT_LIMITS
-) -> EncodedPicture:
+def open_bytes(data: bytes, *, field: str = "images", limits: PictureLimits = DEFAULT_LIMITS) -> EncodedPicture:
     """Return the picture of an image file's bytes, not decoded yet. Raises `InvalidRequest`."""
-    place = _Place(field, index, f"{len(data):,} bytes")
+    place = _Place(field, f"{len(data):,} bytes")
     with place:
         limits.check_bytes(len(data))
         header = read_header(data)
@@ -259,14 +257,12 @@ def open_bytes(
     return EncodedPicture(data, header, limits, place)
 
 
-def decode_uri(
-    uri: str, *, field: str = "images", index: int | None = None, limits: PictureLimits = DEFAULT_LIMITS
-) -> EncodedPicture:
+def decode_uri(uri: str, *, field: str = "images", limits: PictureLimits = DEFAULT_LIMITS) -> EncodedPicture:
     """Return the picture of a `data:` URI in base64, not decoded yet. Raises `InvalidRequest`.
 
     The file says what it is; the type in the URI has only to be one of an image.
     """
-    with _Place(field, index, uri[:60] + ("…" if len(uri) > 60 else "")):
+    with _Place(field, uri[:60] + ("…" if len(uri) > 60 else "")):
         prefix, comma, _ = uri[:_MOST_OF_PREFIX].partition(",")
         kind, *options = prefix[5:].lower().split(";")
         if not comma or prefix[:5].lower() != "data:" or options[-1:] != ["base64"] or kind.split("/")[0] != "image":
@@ -281,12 +277,12 @@ def decode_uri(
             data = base64.b64decode(text, validate=True)
         except (ValueError, binascii.Error):
             raise HeaderProblem("is not valid base64", "Encode the file's bytes by base64.b64encode") from None
-    return open_bytes(data, field=field, index=index, limits=limits)
+    return open_bytes(data, field=field, limits=limits)
 
 
-def _from_path(source: str | Path, field: str, index: int | None, limits: PictureLimits) -> EncodedPicture:
+def _from_path(source: str | Path, field: str, limits: PictureLimits) -> EncodedPicture:
     text = str(source)
-    place = _Place(field, index, text[:200])
+    place = _Place(field, text[:200])
     with place:
         problem = path_problem(text[:10_000])
         if problem is not None:
@@ -430,9 +426,3 @@ def _drawn(figure: Any, limits: PictureLimits) -> bytes:
     except Exception:
         raise HeaderProblem("can't be drawn", "Call its savefig() to see the reason") from None
     return file.getvalue()
-
-
-__all__ = [
-    "DEFAULT_LIMITS", "FORMATS", "EncodedPicture", "Picture", "PictureLimits",
-    "decode_uri", "open_bytes", "open_picture", "open_pictures",
-]  # fmt: skip

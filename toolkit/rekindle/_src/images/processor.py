@@ -1,4 +1,4 @@
-"""What all image processors have in common: a plan made by arithmetic alone, patches, and the text of an image."""
+"""The contract of image processors: a plan made by arithmetic alone, patches, and the text of an image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from rekindle._src.images.picture import Picture, Pixels
+from rekindle._src.images.picture import Picture
 from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.images.transforms import Codes, Floats
 from rekindle.errors import InvalidRequest
@@ -29,7 +29,7 @@ class PictureView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PicturePlan:
-    """What a picture of this size becomes. `views` are in the order of their patches, and of their tokens in the text.
+    """The views of a picture of this size, in the order of their patches, and of their tokens in the text.
 
     `tile_rows` and `tile_columns` are 0 where the picture is not cut into tiles.
     """
@@ -108,7 +108,7 @@ class PictureProcessor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         """Return what a picture of this size becomes. Raises `InvalidRequest` if the family can't read that size."""
 
     @abc.abstractmethod
@@ -134,10 +134,10 @@ def text_of(expansion: tuple[str | TokenRun, ...]) -> str:
     return "".join(part if isinstance(part, str) else part.token * part.times for part in expansion)
 
 
-def refused_size(width: int, height: int, problem: str, index: int | None) -> InvalidRequest:
+def refused_size(width: int, height: int, problem: str, field: str) -> InvalidRequest:
     """Return the error about a picture whose size a family can't read."""
     fix = "Crop it, or add a margin to its shorter side"
-    return InvalidRequest("images", f"{width}×{height}", problem, fix, index)
+    return InvalidRequest(field, f"{width}×{height}", problem, fix)
 
 
 def patch_channels(patch: int, *, last: bool, frames: int = 1) -> np.ndarray[Any, np.dtype[np.intp]]:
@@ -149,9 +149,3 @@ def patch_channels(patch: int, *, last: bool, frames: int = 1) -> np.ndarray[Any
 def joined(parts: list[Codes]) -> Codes:
     """Return the patches of all views in one array."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-__all__ = [
-    "PicturePatches", "PicturePlan", "PictureProcessor", "PictureView", "Pixels", "TokenRun",
-    "joined", "patch_channels", "refused_size", "text_of",
-]  # fmt: skip

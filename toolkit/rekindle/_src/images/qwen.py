@@ -66,14 +66,10 @@ class QwenPictures(PictureProcessor):
             levels=PixelLevels.read(settings, _MEAN, _STD),
         )
 
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         if max(width, height) / min(width, height) > _MOST_RATIO:
-            raise refused_size(
-                width,
-                height,
-                f"one side is more than {_MOST_RATIO} times as long as the other, which this model can't read",
-                index,
-            )
+            problem = f"one side is more than {_MOST_RATIO} times as long as the other, which this model can't read"
+            raise refused_size(width, height, problem, field)
         block = self.patch * self.merge
         new_height, new_width = round(height / block) * block, round(width / block) * block
         if new_height * new_width > self.most_pixels:

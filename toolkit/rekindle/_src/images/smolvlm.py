@@ -109,7 +109,7 @@ class SmolvlmPictures(PictureProcessor):
             width = math.ceil(int(height * ratio) / self.tile) * self.tile
         return _Sizes(first, (height, width))
 
-    def plan(self, width: int, height: int, *, index: int | None = None) -> PicturePlan:
+    def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         side = self.tile // self.patch
         view = PictureView(self.tile, self.tile, side, side, self.tokens)
         if not self.splits:
