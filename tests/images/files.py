@@ -118,6 +118,7 @@ def hostile() -> dict[str, bytes]:
         "gif of 4 billion pixels": gif[:6] + b"\xff\xff\xff\xff" + gif[10:], "gif without a frame": gif[:13] + b";",
         "gif, wide frame": gif[:gif.index(b",\0\0\0\0") + 5] + b"\xff\xff\xff\xff" + gif[gif.index(b",\0\0\0\0") + 9:],
         "gif, long comment": gif[:-1] + b"!\xfe" + (b"\xff" + bytes(255)) * 300 + b"\0" + b";",
+        "gif, padding": gif[:-1] + b"z" * 70_000 + b";",
         "gif, empty blocks": gif[:-1] + b"!\xfe" + b"\x01a" * 70_000 + b"\0;",
         "jpeg of 4 billion pixels": jpeg.replace(struct.pack(">HH", 7, 9), b"\xff\xff\xff\xff", 1),
         "jpeg, scans": jpeg[:-2] + jpeg[jpeg.index(b"\xff\xda") : -2] * 40 + b"\xff\xd9",

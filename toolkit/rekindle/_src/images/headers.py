@@ -206,8 +206,11 @@ def _webp_exif(data: bytes) -> bytes:
 def _gif(data: bytes) -> ImageHeader:
     width, height, flags = _whole(data, 6, 2), _whole(data, 8, 2), _whole(data, 10, 1)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    frames = blocks = comment = 0
+    frames = blocks = others = 0  # blocks, and bytes outside of frames
+    long = HeaderProblem(f"is a GIF of more than {_MOST_BLOCKS:,} blocks, or with a long comment", _CONVERT)
     while at < len(data) and data[at] != 0x3B:
+        if others > _MOST_COMMENT:
+            raise long
         kind, at = data[at], at + 1
         if kind == 0x2C:
             frames += 1
@@ -220,12 +223,13 @@ def _gif(data: bytes) -> ImageHeader:
         elif kind == 0x21:
             at += 1
         else:
-            continue  # padding, which decoders skip
+            others += 1
+            continue
         while at < len(data) and data[at]:
-            comment += data[at] if kind == 0x21 else 0
+            others += data[at] if kind == 0x21 else 0
             at, blocks = at + 1 + data[at], blocks + 1
-            if blocks > _MOST_BLOCKS or comment > _MOST_COMMENT:
-                raise HeaderProblem(f"is a GIF of more than {_MOST_BLOCKS:,} blocks, or with a long comment", _CONVERT)
+            if blocks > _MOST_BLOCKS or others > _MOST_COMMENT:
+                raise long
         at += 1
     if not frames:
         raise HeaderProblem("is a GIF without a frame", _AGAIN)

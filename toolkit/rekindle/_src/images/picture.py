@@ -190,6 +190,7 @@ def open_picture(
     that it stands at. 16 bits a channel are reduced to their upper 8. An array is [height, width], or that with 1, 3 or
     4 channels last, of uint8, uint16, bool, or floats from 0 to 1; its layout is never guessed. No URL is fetched.
 
+    A text from another machine is for `decode_uri`: here it might be the path of a file of this one.
     Raises `InvalidRequest`, which names `field`, such as `messages[0].content[1]`, and `MissingExtra` without Pillow.
     """
     if isinstance(source, EncodedPicture | Picture):
