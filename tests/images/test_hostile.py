@@ -1,0 +1,97 @@
+"""Hostile files are refused with a typed error that says nothing of libraries, in little time and memory."""
+
+from __future__ import annotations
+
+import base64
+import re
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from images.files import hostile, mutations
+from rekindle._src.images import Picture, PictureLimits, open_picture
+from rekindle.errors import InvalidRequest
+
+LIMITS = PictureLimits(pixels=1 << 20)
+TESTS = Path(__file__).parents[1]
+# Pillow warns of what it repairs; a session leaves that to the filters of its process.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL", "ignore::RuntimeWarning:PIL")
+LEAKS = re.compile(r"0x[0-9a-f]{4,}|PIL|Error|object at|Traceback|decoder|buffer|libtiff|struct", re.IGNORECASE)
+
+
+def outcome(data: bytes) -> str:
+    """Return "read", or the reason why a file is refused; any other error is a defect."""
+    try:
+        result: Picture | InvalidRequest = open_picture(data, limits=LIMITS).decode()
+    except InvalidRequest as error:
+        result = error
+    if isinstance(result, Picture):
+        assert result.pixels.size <= 3 * LIMITS.pixels
+        return "read"
+    assert result.field == "images"
+    assert result.__cause__ is None
+    assert not LEAKS.search(str(result)), result
+    assert len(str(result)) < 400
+    return result.problem
+
+
+@pytest.mark.parametrize("name", hostile())
+def test_hostile_files_are_refused(name: str) -> None:
+    data = hostile()[name]
+    assert outcome(data) != "read"
+    if len(data) > 100_000:  # tracing takes its time
+        return
+    uri = "data:image/png;base64," + base64.b64encode(data).decode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest):
+            open_picture(uri, limits=LIMITS).decode()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20, f"{peak:,} bytes"
+
+
+def run(count: int) -> dict[str, int]:
+    reasons: dict[str, int] = {}
+    for _, data in mutations(count):
+        problem = re.sub(r"[\d,]+", "N", outcome(data))
+        reasons[problem] = reasons.get(problem, 0) + 1
+    return reasons
+
+
+def test_some_broken_files_are_refused_or_read() -> None:
+    reasons = run(60)
+    assert sum(reasons.values()) == 60
+    assert 0 < reasons["read"] < 40
+
+
+@pytest.mark.thorough
+def test_500_broken_files_take_little_time_and_memory() -> None:
+    """In a process of its own, whose largest size is that of these files alone."""
+    code = (
+        "import resource, time, warnings; warnings.simplefilter('ignore')\n"
+        "from images import test_hostile as t\n"
+        "from images.files import hostile, mutations\n"
+        "t.run(5); hostile(); list(mutations(500))\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "began = time.process_time()\n"
+        "reasons = t.run(500)\n"
+        "for data in hostile().values(): t.outcome(data)\n"
+        "after = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(after.ru_maxrss - before.ru_maxrss, time.process_time() - began, reasons)\n"
+    )
+    paths = [str(TESTS), *sys.path]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500,
+        env={"PYTHONPATH": ":".join(path for path in paths if path)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    kilobytes, seconds, _ = result.stdout.split(" ", 2)
+    assert int(kilobytes) < 200_000, "pictures of at most 1 Mi pixels"
+    assert float(seconds) < 60, "a hang, not a measurement"
+    lines = result.stderr.splitlines()  # libtiff's own, of what is broken in a TIFF
+    assert all(len(line) < 200 for line in lines)

@@ -1,0 +1,69 @@
+"""Finds the processor of a checkpoint's pictures: by its image processor's type, or by an mmproj file's projector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rekindle._src.images.gemma3 import Gemma3Pictures
+from rekindle._src.images.gemma4 import Gemma4Pictures, Gemma4UnifiedPictures
+from rekindle._src.images.lfm2 import Lfm2Pictures
+from rekindle._src.images.processor import PictureProcessor
+from rekindle._src.images.qwen import QwenPictures
+from rekindle._src.images.settings import ProcessorSettings
+from rekindle._src.images.smolvlm import SmolvlmPictures
+from rekindle.errors import UnsupportedModel
+
+FAMILIES: Mapping[str, type[PictureProcessor]] = {
+    "Qwen2VLImageProcessor": QwenPictures,
+    "Gemma3ImageProcessor": Gemma3Pictures,
+    "Gemma4ImageProcessor": Gemma4Pictures,
+    "Gemma4UnifiedImageProcessor": Gemma4UnifiedPictures,
+    "SmolVLMImageProcessor": SmolvlmPictures,
+    "Idefics3ImageProcessor": SmolvlmPictures,
+    "Lfm2VlImageProcessor": Lfm2Pictures,
+}
+PROJECTORS: Mapping[str, type[PictureProcessor]] = {
+    "qwen3vl_merger": QwenPictures,
+    "gemma3": Gemma3Pictures,
+    "gemma4v": Gemma4Pictures,
+    "gemma4uv": Gemma4UnifiedPictures,
+    "idefics3": SmolvlmPictures,
+    "lfm2": Lfm2Pictures,
+}
+
+
+def processor_of_files(preprocessor: object, processor: object = None, config: object = None) -> PictureProcessor:
+    """Return the processor of a checkpoint's pictures, from the content of its JSON files.
+
+    `preprocessor` is preprocessor_config.json, `processor` is processor_config.json, which in newer checkpoints has the
+    other one inside, and `config` is config.json; None stands for a file that is not there. Raises `UnsupportedModel`.
+    """
+    outer = ProcessorSettings({} if processor is None else processor, "processor_config.json")
+    inner = outer.part("image_processor")
+    settings = inner if "image_processor_type" in inner or preprocessor is None else ProcessorSettings(preprocessor)
+    name = settings.text("image_processor_type")
+    family = FAMILIES.get(name.removesuffix("Fast").removesuffix("Pil"))
+    if family is None:
+        raise UnsupportedModel(
+            f"image_processor_type={name!r} in {settings.where} is not implemented. Implemented: {', '.join(FAMILIES)}."
+        )
+    return family.read(settings, outer, ProcessorSettings({} if config is None else config, "config.json"))
+
+
+def processor_of_mmproj(metadata: Mapping[str, object], tokens: tuple[int, int] | None = None) -> PictureProcessor:
+    """Return the processor of an mmproj file's pictures, from its metadata; keys begin with `clip.`.
+
+    `tokens` are the least and the most tokens of a picture. They are not in the file, and engines differ in them:
+    without them they are those of the family's files for transformers. Raises `UnsupportedModel`.
+    """
+    where = "the mmproj file"
+    clip = ProcessorSettings(metadata, where)
+    name = clip.text("clip.vision.projector_type") or clip.text("clip.projector_type")
+    family = PROJECTORS.get(name)
+    if family is None:
+        raise UnsupportedModel(
+            f"clip.projector_type={name!r} in {where} is not implemented. Implemented: {', '.join(PROJECTORS)}."
+        )
+    prefix = "clip.vision."
+    keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    return family.from_mmproj(ProcessorSettings(keys, where), tokens)
