@@ -1,0 +1,55 @@
+"""The encoders of pictures that rekindle implements, by the model_type of the model that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.vision import towers
+from rekindle._src.models.vision.config import VisionConfig, VisionKeys
+from rekindle.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.manifest import Manifest
+    from rekindle._src.models.vision.family import TowerFamily
+
+MODULES = {  # the module of each in `towers`
+    "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "idefics3": "idefics3",
+    "lfm2_vl": "lfm2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3",
+}  # fmt: skip
+
+
+def tower_family(model_type: Any) -> TowerFamily:
+    """Return the encoder of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
+    if not isinstance(model_type, str) or model_type not in MODULES:
+        raise UnsupportedModel(
+            f"pictures are not implemented for model_type={str(model_type)[:80]!r}. Use one of: {', '.join(MODULES)}."
+        )
+    entry: TowerFamily = import_module(f"{towers.__name__}.{MODULES[model_type]}").TOWERS[model_type]
+    return entry
+
+
+def vision_config(model: Mapping[str, Any]) -> VisionConfig | None:
+    """Return the `VisionConfig` of a parsed config.json, of the whole model; None if it has no `vision_config`.
+
+    Raise `UnsupportedModel` for anything that is not implemented.
+    """
+    if model.get("vision_config") is None:
+        return None
+    entry = tower_family(model.get("model_type"))
+    try:
+        return entry.config(VisionKeys(model, entry.defaults, entry.aliases))
+    except UnsupportedModel:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UnsupportedModel(
+            f"vision_config has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download the "
+            "checkpoint again."
+        ) from error
+
+
+def tower_manifest(config: VisionConfig) -> Manifest:
+    """Return the sources of an encoder's parameters in a checkpoint."""
+    return tower_family(config.model_type).manifest(config)
