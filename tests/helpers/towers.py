@@ -1,4 +1,4 @@
-"""Small encoders of pictures: a config of each family, its weights as a checkpoint has them, and pictures of any size."""
+"""Small encoders of pictures: a config of each family, its weights as a checkpoint has them, and pictures."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def random_tensor(name: str, shape: Sequence[int], rng: np.random.Generator) -> 
         return -1.5 + 0.2 * values
     if last in ("input_max", "output_max"):
         return 1.5 + 0.2 * values
-    if ("norm" in name or "ln" in name) and last == "weight" or last == "std_scale":
+    if (("norm" in name or "ln" in name) and last == "weight") or last == "std_scale":
         return 1.0 + 0.2 * values
     return values * np.float32(0.2 if len(shape) < 2 else 0.3)
 

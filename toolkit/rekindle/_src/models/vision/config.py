@@ -75,7 +75,7 @@ class VisionKeys(ConfigKeys):
         vision = model.get("vision_config")
         if not isinstance(vision, Mapping):
             raise UnsupportedModel(
-                f"vision_config is {type(vision).__name__} in config.json, not an object. Download the checkpoint again."
+                f"vision_config is {type(vision).__name__} in config.json, not an object. Download it again."
             )
         text = model.get("text_config")
         self.whole_model = ConfigKeys(model)

@@ -130,7 +130,7 @@ def pack(
 
 
 def patches_of(pixels: NDArray[Any], size: int) -> ImagePatches:
-    """Cut a picture [channels, height, width] into patches, row by row, each as channels, rows and columns of pixels."""
+    """Cut a picture [channels, height, width] into patches, row by row; each is its channels, rows and columns."""
     channels, height, width = pixels.shape
     grid = PatchGrid(height // size, width // size)
     cut = pixels.reshape(channels, grid.rows, size, grid.columns, size).transpose(1, 3, 0, 2, 4)
@@ -164,21 +164,25 @@ def _around(index: NDArray[np.int32], length: int, side: int) -> tuple[NDArray[n
     return np.minimum(floor.astype(np.int64)[:, None] + np.arange(2), side - 1), weights
 
 
+def fixed_taps(
+    config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
+) -> PositionTaps:
+    """Return one row for each patch: that of its place. Raise ValueError for a picture of another size."""
+    side = config.side
+    if grid != (side, side):
+        raise ValueError(f"the encoder takes pictures of {side} × {side} patches, not {grid.rows} × {grid.columns}")
+    taps = (rows * side + columns).astype(np.int32)[:, None]
+    return PositionTaps(taps, np.ones_like(taps, np.float32))
+
+
 def bucketed_taps(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
 ) -> PositionTaps:
     """Return one row for each patch: that of the part of a square table that its place in the picture falls into."""
-    side = config.side
-    # The number of bounds that are reached, in float32, as transformers counts them.
-    bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
-    row, column = (
-        np.searchsorted(
-            bounds, np.minimum(index.astype(np.float32) * (np.float32(1) / np.float32(length)), np.float32(1 - 1e-6)),
-            side="right",
-        )
-        for index, length in ((rows, grid.rows), (columns, grid.columns))
-    )  # fmt: skip
-    taps = (row * side + column).astype(np.int32)[:, None]
+    # transformers compares roundings of these fractions, by another rule on each kind of processor: where a side is no
+    # power of two and a picture has another one, a place that is exactly on a bound may come out one lower there.
+    row, column = (index * config.side // length for index, length in ((rows, grid.rows), (columns, grid.columns)))
+    taps = (row * config.side + column).astype(np.int32)[:, None]
     return PositionTaps(taps, np.ones_like(taps, np.float32))
 
 

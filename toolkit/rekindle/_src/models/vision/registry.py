@@ -31,16 +31,19 @@ def tower_family(model_type: Any) -> TowerFamily:
     return entry
 
 
-def vision_config(model: Mapping[str, Any]) -> VisionConfig | None:
+def vision_config(model: Mapping[str, Any], out_size: int | None = None) -> VisionConfig | None:
     """Return the `VisionConfig` of a parsed config.json, of the whole model; None if it has no `vision_config`.
 
-    Raise `UnsupportedModel` for anything that is not implemented.
+    `out_size` is the hidden size of its language model, where that is known already. Raise `UnsupportedModel` for anything that is not implemented.
     """
     if model.get("vision_config") is None:
         return None
     entry = tower_family(model.get("model_type"))
+    if out_size is not None:
+        text = model.get("text_config")
+        model = {**model, "text_config": {"hidden_size": out_size, **(text if isinstance(text, Mapping) else {})}}
     try:
-        return entry.config(VisionKeys(model, entry.defaults, entry.aliases))
+        config = entry.config(VisionKeys(model, entry.defaults, entry.aliases))
     except UnsupportedModel:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -48,6 +51,12 @@ def vision_config(model: Mapping[str, Any]) -> VisionConfig | None:
             f"vision_config has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download the "
             "checkpoint again."
         ) from error
+    if out_size not in (None, config.out_size):
+        raise UnsupportedModel(
+            f"the encoder of pictures makes embeddings of {config.out_size:,} numbers, and its language model has "
+            f"{out_size:,}. Check config.json."
+        )
+    return config
 
 
 def tower_manifest(config: VisionConfig) -> Manifest:

@@ -13,7 +13,7 @@ from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_POSITIONS, VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of
-from rekindle._src.models.vision.inputs import PatchBatch, bucketed_taps
+from rekindle._src.models.vision.inputs import PatchBatch, fixed_taps
 from rekindle._src.models.vision.layers import grouped
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
@@ -35,8 +35,8 @@ def config(keys: VisionKeys) -> VisionConfig:
     across = math.isqrt(min(tokens, MAX_POSITIONS))
     if across * across != tokens or made.side % across:
         raise UnsupportedModel(
-            f"mm_tokens_per_image={tokens:,} in config.json is not a square that divides {made.side} × {made.side} patches. "
-            "Check the file."
+            f"mm_tokens_per_image={tokens:,} in config.json is not a square that divides {made.side} × {made.side} "
+            "patches. Check the file."
         )
     return dataclasses.replace(made, merge=made.side // across)
 
@@ -81,4 +81,4 @@ BEGINNINGS = tuple(
     for theirs, own in (("vision_tower.vision_model", PREFIX), ("vision_tower", PREFIX), (PROJECTOR, PROJECTOR))
     for model in ("model.", "")
 )
-TOWERS = {"gemma3": TowerFamily(config, OWN_DEFAULTS, Gemma3Tower, manifest, BEGINNINGS, bucketed_taps, mmproj=MMPROJ)}
+TOWERS = {"gemma3": TowerFamily(config, OWN_DEFAULTS, Gemma3Tower, manifest, BEGINNINGS, fixed_taps, mmproj=MMPROJ)}
