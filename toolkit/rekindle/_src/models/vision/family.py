@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
+from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.vision.config import VisionConfig, VisionKeys
 from rekindle._src.models.vision.inputs import PatchGrid, PositionTaps
@@ -83,3 +83,9 @@ def rows_of(model: GgufModel, name: str, axis: int = 0) -> int:
         problem = "is missing" if tensor is None else f"has shape {[*tensor.shape]}"
         raise CheckpointError(f"{model.header.path}: {name} {problem}. Download it again.")
     return tensor.shape[axis]
+
+
+def pixel_order(config: VisionConfig) -> HeadOrder:
+    """Return how files have the numbers of a patch, channel by channel, where a checkpoint has them pixel by pixel."""
+    pixels = config.patch_size**2
+    return HeadOrder(0, pixels, pixels * config.channels, 1)

@@ -64,8 +64,9 @@ def manifest(config: VisionConfig) -> Manifest:
 
 def read_mmproj(model: GgufModel) -> VisionConfig:
     keys = siglip_keys(model)
-    # llama.cpp knows the side of a token, 4 patches, by the architecture alone.
-    tokens = (keys["image_size"] // max(1, keys["patch_size"]) // 4) ** 2
+    # llama.cpp knows the side of a token by the architecture, unless the file has it.
+    side, merge = keys["image_size"] // max(1, keys["patch_size"]), model.integer("projector.scale_factor", 4)
+    tokens = (side // max(1, merge)) ** 2
     text = {"hidden_size": rows_of(model, "mm.input_projection.weight", 1)}
     whole = {"model_type": "gemma3", "vision_config": keys, "text_config": text, "mm_tokens_per_image": tokens}
     return config(VisionKeys(whole, OWN_DEFAULTS))

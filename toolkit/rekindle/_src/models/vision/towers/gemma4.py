@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.attention import picture_attention
 from rekindle._src.models.vision.config import MAX_POSITIONS, MAX_SIZE, VisionConfig, VisionKeys, encoder
-from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of, vision_keys
+from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, vision_keys
 from rekindle._src.models.vision.inputs import PatchBatch, no_taps
 from rekindle._src.models.vision.layers import (
     PatchPass,
@@ -209,7 +209,7 @@ def channels_last(config: VisionConfig, name: str) -> TensorRewrite | None:
     """Return how the file has a patch: its channels one after the other, where a checkpoint has them by pixel."""
     if name != "vision_tower.patch_embedder.input_proj.weight":
         return None
-    order = HeadOrder(0, config.patch_size**2, config.channels, 1)
+    order = pixel_order(config)
     return TensorRewrite(shape=(config.hidden_size, config.patch_length), columns=order)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, one
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import Linear, norm_rows, parameter
@@ -19,7 +19,7 @@ from rekindle._src.models.vision.config import (
     VisionConfig,
     VisionKeys,
 )
-from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of, with_bias
+from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, with_bias
 from rekindle._src.models.vision.inputs import PatchBatch, no_taps
 from rekindle._src.models.vision.layers import PatchPass, VisionTower
 
@@ -107,7 +107,7 @@ def read_mmproj(model: GgufModel) -> VisionConfig:
 
 def channels_last(config: VisionConfig, name: str) -> TensorRewrite | None:
     """Return how the file has a patch: its channels one after the other, where a checkpoint has them by pixel."""
-    order = HeadOrder(0, config.patch_size**2, config.channels, 1)
+    order = pixel_order(config)
     if name == "vision_embedder.patch_dense.weight":
         return TensorRewrite(columns=order)
     return TensorRewrite(rows=order) if name.startswith("vision_embedder.patch_ln1.") else None

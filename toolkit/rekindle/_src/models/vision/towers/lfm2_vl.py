@@ -5,12 +5,12 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_SIZE, VisionConfig, VisionKeys
-from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of, with_bias
+from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, with_bias
 from rekindle._src.models.vision.inputs import PatchBatch, resized_weights
 from rekindle._src.models.vision.layers import PatchMlp, joined
 from rekindle._src.models.vision.siglip import (
@@ -94,7 +94,7 @@ def channels_last(config: VisionConfig, name: str) -> TensorRewrite | None:
     """Return how the file has a patch: its channels one after the other, where a checkpoint has them by pixel."""
     if name != f"{PREFIX}.embeddings.patch_embedding.weight":
         return None
-    order = HeadOrder(0, config.patch_size**2, config.channels, 1)
+    order = pixel_order(config)
     return TensorRewrite(shape=(config.hidden_size, config.patch_length), columns=order)
 
 
