@@ -1,0 +1,184 @@
+"""The layers that encoders of pictures are built from.
+
+N patches of a bucket, T tokens, M patches of a token, E hidden size, H heads, D numbers of a head, F rotated
+frequencies, X the language model's hidden size, L levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from rekindle._src.models.nn.layers import LayerNorm
+from rekindle._src.models.nn.linear import Linear, parameter
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.vision.attention import picture_attention
+from rekindle._src.models.vision.config import VisionConfig
+from rekindle._src.models.vision.inputs import PatchBatch
+from rekindle_kernels import activate
+
+
+class Encoded(NamedTuple):
+    """The result of an encoder."""
+
+    tokens: Array  # [T, X]
+    levels: Array  # [L, T, X]: what is added to the text's first layers; L is 0 for most encoders
+
+
+class PatchPass(NamedTuple):
+    """The arrays that all layers of a pass share."""
+
+    starts: Array  # [N]
+    stops: Array  # [N]
+    rope: tuple[Array, Array] | None  # cos and sin [N, 1, …, F]
+
+
+def rope_tables(
+    batch: PatchBatch, frequencies: np.ndarray[Any, Any], *, columns_first: bool, apart: bool
+) -> tuple[Array, Array]:
+    """Return cos and sin of rows and columns times the frequencies.
+
+    They are rotated `apart`, each in its own half of a head, or as the halves of one list of frequencies.
+    """
+    axes = (batch.columns, batch.rows) if columns_first else (batch.rows, batch.columns)
+    angles = jnp.stack([axis.astype(jnp.float32)[:, None] * frequencies for axis in axes], axis=1)  # [N, 2, F]
+    angles = angles[:, None] if apart else angles.reshape(angles.shape[0], 1, -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def axial_frequencies(head_dim: int, theta: float) -> np.ndarray[Any, Any]:
+    """Return the radians per patch of one axis [D / 4], in float32 as transformers computes them."""
+    half = head_dim // 2
+    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
+    result: np.ndarray[Any, Any] = np.float32(1.0) / np.power(np.float32(theta), exponents)
+    return result
+
+
+def rotate(x: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotate heads [N, H, D]: the two numbers of a pair lie half of a rotated part apart."""
+    cos, sin = rope
+    pairs = x.reshape(*x.shape[:2], *cos.shape[2:-1], 2, cos.shape[-1]).astype(jnp.float32)
+    first, second = pairs[..., 0, :], pairs[..., 1, :]
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-2)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+class PositionTable(nnx.Module):
+    """A table of positions [R, E], read at the taps of a batch, or with weights for all of its rows."""
+
+    def __init__(self, config: VisionConfig, precision: Precision) -> None:
+        self.weight = parameter((config.positions, config.hidden_size), precision.weights)
+
+    def __call__(self, batch: PatchBatch) -> Array:
+        """Return the positions of a batch's patches [N, E], float32."""
+        table, weights = self.weight[...], jnp.asarray(batch.weights)
+        taps = jnp.asarray(batch.taps)
+        if not taps.shape[1]:
+            return jnp.dot(weights, table.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        total = weights[:, 0, None] * table[taps[:, 0]]
+        for tap in range(1, taps.shape[1]):
+            total = total + weights[:, tap, None] * table[taps[:, tap]]
+        return total.astype(jnp.float32)
+
+
+class FusedPatchAttention(nnx.Module):
+    """Attention among a picture's patches, whose q, k and v are one matrix."""
+
+    def __init__(self, config: VisionConfig, precision: Precision) -> None:
+        E, H, D = config.hidden_size, config.num_heads, config.head_dim
+        self.qkv = Linear(3 * H * D, E, precision, bias=True)
+        self.out = Linear(E, H * D, precision, bias=True)
+        self.heads, self.head_dim = H, D
+
+    def __call__(self, x: Array, shared: PatchPass) -> Array:
+        qkv = self.qkv(x).reshape(x.shape[0], 3, self.heads, self.head_dim)
+        q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
+        if shared.rope is not None:
+            q, k = rotate(q, shared.rope), rotate(k, shared.rope)
+        with jax.named_scope("attend"):
+            y = picture_attention(q, k, v, shared.starts, shared.stops, self.head_dim**-0.5)
+        return self.out(y.reshape(x.shape[0], -1).astype(x.dtype))
+
+
+class PatchMlp(nnx.Module):
+    """An MLP without a gate, with biases."""
+
+    def __init__(
+        self, sizes: tuple[int, int, int], activation: str, precision: Precision, *, bias: bool = True
+    ) -> None:
+        inputs, inner, outputs = sizes
+        self.up = Linear(inner, inputs, precision, bias=bias)
+        self.down = Linear(outputs, inner, precision, bias=bias)
+        self.activation = activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(activate(self.up(x), self.activation))
+
+
+class PatchBlock(nnx.Module):
+    """A layer with norms before attention and MLP."""
+
+    def __init__(self, config: VisionConfig, precision: Precision) -> None:
+        E = config.hidden_size
+        self.attention_norm = LayerNorm(E, config.norm_eps)
+        self.attention = FusedPatchAttention(config, precision)
+        self.mlp_norm = LayerNorm(E, config.norm_eps)
+        self.mlp = PatchMlp((E, config.intermediate_size, E), config.activation, precision)
+
+    def __call__(self, x: Array, shared: PatchPass) -> Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), shared)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.mlp_norm(x))
+
+
+class VisionTower(nnx.Module):
+    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does.
+
+    A caller that must not be held up by a large picture runs them one by one, as programs of their own: all layers have
+    the same shapes, so that they share one.
+    """
+
+    layers: Sequence[Callable[[Array, PatchPass], Array]]
+
+    def __init__(self, config: VisionConfig, precision: Precision) -> None:
+        self.config, self.stream = config, precision.stream
+
+    def begin(self, batch: PatchBatch) -> tuple[Array, PatchPass]:
+        """Compute the first layer's input [N, E], and what all layers share."""
+        raise NotImplementedError
+
+    def end(self, x: Array, batch: PatchBatch) -> Array:
+        """Compute the last layer's output [N, E] → tokens [T, X]."""
+        raise NotImplementedError
+
+    def level(self, number: int, x: Array, batch: PatchBatch) -> Array:
+        """Compute a level [T, X] of the result from the output [N, E] of the layer `config.deepstack[number]`."""
+        raise NotImplementedError
+
+    def __call__(self, batch: PatchBatch) -> Encoded:
+        x, shared = self.begin(batch)
+        levels = []
+        for number, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer {number}"):
+                x = layer(x, shared)
+            if number in self.config.deepstack:
+                levels.append(self.level(len(levels), x, batch))
+        tokens = self.end(x, batch)
+        return Encoded(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
+
+
+def grouped(x: Array, batch: PatchBatch) -> Array:
+    """Return the patches of each token [T, M, E]."""
+    return x[jnp.asarray(batch.members)]
+
+
+def joined(x: Array, batch: PatchBatch) -> Array:
+    """Return the patches of each token, one after the other, as one row [T, M · E]."""
+    return grouped(x, batch).reshape(batch.tokens, -1)
