@@ -30,6 +30,7 @@ def attend(
     kv_len: Array,
     sinks: Array | None,
     options: AttentionOptions,
+    sees: Array | None = None,
 ) -> Array:
     """Return attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
     group = q.shape[1] // keys.shape[1]
@@ -42,10 +43,12 @@ def attend(
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
     visible = jnp.broadcast_to(at[None, :] < kv_len, (len(positions), len(at)))
     if options.causal:
-        visible &= at[None, :] <= positions[:, None]
+        limit = positions + 1 if sees is None else jnp.maximum(positions + 1, sees)
+        visible &= at[None, :] < limit[:, None]
     if options.sliding_window is not None:
         visible &= at[None, :] > positions[:, None] - options.sliding_window
-        visible &= at[None, :] < positions[:, None] + options.sliding_window
+        if not options.causal:
+            visible &= at[None, :] < positions[:, None] + options.sliding_window
     logits = jnp.where(visible[None], logits, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))
@@ -74,7 +77,7 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         if options.sliding_window is not None:  # pages before the first query's window may be anyone's
             owned = (jnp.arange(len(keys)) > kv_len - count - options.sliding_window)[:, None, None]
             keys, values = jnp.where(owned, keys, 0), jnp.where(owned, values, 0)
-        result = attend(q, keys, values, positions, kv_len, inputs.sinks, options)
+        result = attend(q, keys, values, positions, kv_len, inputs.sinks, options, inputs.sees)
         inside = (token >= first) & (token < first + count) & (kv_len > 0)
         return jnp.where(inside[:, None, None], result, out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from helpers.kernel_cases import CASES, Case, build, tolerance
 from helpers.thorough import by_default
 from rekindle_kernels import AttentionOptions, LayerKV, paged_attention
+from rekindle_kernels.ops.attention import ATTENTION, AttentionCall
 from rekindle_kernels.xla import attention as xla
 
 BY_NAME = {case.name: case for case in CASES}
@@ -94,3 +96,23 @@ def test_int8_attention_keeps_the_tail_of_many_small_weights(length: int) -> Non
     running = xla.absorb(xla.start(q.shape, None), q, block, None, AttentionOptions(decode_rows=1, scale=1.0))
     want = ((length - 1) / 255 - 1) / ((length - 1) / 255 + 1)
     np.testing.assert_allclose(xla.finish(running)[0, 0, 0], want, rtol=0, atol=5e-3)  # each weight to 1/(127 · 254)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_parts_of_a_picture_see_each_other(window: int | None) -> None:
+    """Queries see keys after them, up to the end of their picture; the others see none."""
+    prefill = ((70, 90), (33, 33))
+    case = Case("pictures", decode=(17, 5), prefill=prefill, padding=3, sliding_window=window, heads=4, kv_heads=2)
+    problem = build(case, poison=window is None)
+    sees = np.zeros(problem.inputs.q.shape[0], np.int32)
+    sees[2 + 4 : 2 + 64] = 84  # of the first prompt, positions 24 to 84
+    sees[2 + 70 : 2 + 70 + 20] = 20  # of the second, positions 0 to 20
+    inputs = replace(problem.inputs, sees=jnp.asarray(sees))
+    found = np.asarray(paged_attention(inputs, problem.options, implementation="xla"))
+    expected = np.asarray(paged_attention(inputs, problem.options, implementation="reference"))
+    np.testing.assert_allclose(found[problem.used], expected[problem.used], atol=2e-5)
+    before = np.asarray(paged_attention(problem.inputs, problem.options, implementation="reference"))
+    same = np.isclose(before, expected, atol=1e-6).all((1, 2))
+    assert same[:6].all() and not same[6 : 6 + 59].any() and same[65 : 72].all()
+    chosen = ATTENTION.choose(AttentionCall.of(inputs, problem.options), None)
+    assert chosen.name == "xla", "no other one knows of pictures"

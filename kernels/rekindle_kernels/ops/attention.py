@@ -114,7 +114,7 @@ ATTENTION = Registry("attention")  # run(inputs, options) -> [T, H, D]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("q", "kv", "page_table", "kv_lens", "cu_q_lens", "num_prefills", "sinks", "unread"),
+    data_fields=("q", "kv", "page_table", "kv_lens", "cu_q_lens", "num_prefills", "sinks", "unread", "sees"),
     meta_fields=(),
 )
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,9 @@ class AttentionInputs:
     # int32 [], the number of tokens at the start of the first prefill sequence whose results are not used: an
     # implementation may leave them undefined
     unread: Array | None = None
+    # int32 [T], the position of the first key that a prefill query does not see, where that is after the next one: the
+    # parts of a picture see each other. Decode rows see no later keys.
+    sees: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ class AttentionCall:
     sinks: bool = False
     deterministic: bool = False
     value_size: int | None = None
-    causal: bool = True
+    causal: bool = True  # no query sees the keys after it
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
@@ -196,7 +199,7 @@ class AttentionCall:
             sinks=inputs.sinks is not None,
             deterministic=options.deterministic,
             value_size=options.value_size,
-            causal=options.causal,
+            causal=options.causal and inputs.sees is None,
         )
 
 

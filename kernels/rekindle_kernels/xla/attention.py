@@ -320,7 +320,8 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     ends = jnp.cumsum(-(-q_lens // queries))  # work list: blocks of queries, numbered through the sequences
     q = jnp.pad(q, ((0, queries), (0, 0), (0, 0)))  # so that the last block's slice does not slide back
     by_head = None if sinks is None else jnp.repeat(sinks.reshape(K, G), queries, axis=1)
-    # A query at position p sees keys before p + ahead.
+    later = None if inputs.sees is None else jnp.pad(inputs.sees[R:], (0, queries))
+    # A query at position p sees keys before p + ahead, or before `later`.
     ahead = 1 if options.causal else options.sliding_window or page_table.shape[1] * kv.page_size
 
     def step(item: Array, out: Array) -> Array:
@@ -331,7 +332,10 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         local_q = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * options.scale
         local_q = local_q.reshape(queries, K, G, D).transpose(1, 2, 0, 3).reshape(1, K, G * queries, D)
         position = kv_len - q_lens[s] + begin + jnp.arange(queries)
-        last_key = jnp.minimum(position[-1] + ahead, kv_len)
+        limit = position + ahead
+        if later is not None:
+            limit = jnp.maximum(limit, lax.dynamic_slice_in_dim(later, token, queries))
+        last_key = jnp.minimum(position[-1] + ahead if later is None else jnp.max(limit), kv_len)
         first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
 
         def absorb_keys(index: Array, running: SoftmaxState, all_seen: bool = False) -> SoftmaxState:
@@ -341,7 +345,7 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
             if all_seen:
                 return absorb(running, local_q, block, None, options)
             at = index * keys + jnp.arange(keys)
-            seen = (at < position[:, None] + ahead) & (at < kv_len)
+            seen = (at < limit[:, None]) & (at < kv_len)
             if options.sliding_window is not None:
                 seen &= at > position[:, None] - options.sliding_window
             seen = jnp.broadcast_to(seen[None], (G, queries, keys)).reshape(1, 1, G * queries, keys)

@@ -44,6 +44,11 @@ class Extension:
         """Return how many leading tokens of the prompt may have pages from the cache: of others, results are read."""
         return prompt_length
 
+    def cut(self, start: int, length: int, room: int) -> int:
+        """Return how many tokens from `start` on a step computes that would compute `length`, and has `room` for more;
+        0 if it has to be a later step. Asked only if a class overrides it."""
+        return length
+
     def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
         """Return what the prefix tree calls the request's `tokens`, the first of which is at `start`: that of a page.
 
@@ -59,7 +64,7 @@ class Extension:
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 
-    __slots__ = ("altered", "by_position", "generates", "holding", "naming")
+    __slots__ = ("altered", "by_position", "cutting", "generates", "cutting", "holding", "naming")
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
@@ -67,6 +72,7 @@ class Extensions(dict[type[Extension], Extension]):
         self.generates: bool = True
         self.by_position: bool = False
         self.holding: tuple[Extension, ...] = ()  # those that may hold the request
+        self.cutting: tuple[Extension, ...] = ()  # those that decide where its prompt is cut
         self.naming: Extension | None = None  # the one by which the prefix tree knows its tokens, if one does
         for extension in self.values():
             self.altered += extension.altered
@@ -74,6 +80,8 @@ class Extensions(dict[type[Extension], Extension]):
             self.by_position = self.by_position or extension.by_position
             if type(extension).held is not Extension.held:
                 self.holding += (extension,)
+            if type(extension).cut is not Extension.cut:
+                self.cutting += (extension,)
             if type(extension).names is not Extension.names:
                 assert self.naming is None, "two extensions name the tokens of one request"
                 self.naming = extension

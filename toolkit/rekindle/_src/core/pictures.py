@@ -42,7 +42,17 @@ class PictureUse(Extension):
     rows: tuple[Any, ...]  # of each span, [1 + levels, its tokens, E]: the stream's beginning, and additions to layers
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
     offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
+    whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none
     _words: dict[tuple[int, int], IntArray] = dataclasses.field(default_factory=dict, repr=False)
+
+    def cut(self, start: int, length: int, room: int) -> int:
+        stop = start + length
+        inside = next((span for span in self.spans if span.start < stop < span.stop), None) if self.whole else None
+        if inside is None:
+            return length
+        if inside.start > start:
+            return inside.start - start
+        return inside.stop - start if inside.stop - start <= room else 0
 
     def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
         stop = start + len(tokens)

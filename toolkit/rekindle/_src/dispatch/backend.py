@@ -186,6 +186,11 @@ class PicturesLike(Protocol):
         ...
 
     @property
+    def whole(self) -> bool:
+        """True if a step computes all tokens of a picture or none."""
+        ...
+
+    @property
     def token(self) -> int:
         """The id of the tokens that rows of pictures take the place of."""
         ...

@@ -66,7 +66,14 @@ class PictureIntake(Capability):
         if pictures is None:
             fix = "Open a model that reads pictures"
             raise InvalidRequest("images", f"{len(given.pictures)} pictures", "can't be read by this model", fix)
-        return placed(token_ids, given.pictures, resource, pictures)
+        use = placed(token_ids, given.pictures, resource, pictures)
+        most = front.config.max_tokens_per_step - front.config.max_requests
+        longest = max((span.stop - span.start for span in use.spans), default=0)
+        if use.whole and longest > most:
+            problem = f"has {longest} tokens, which are computed in one step, and that has room for {most}"
+            fix = f"Open with max_tokens_per_step={longest + front.config.max_requests} or more"
+            raise InvalidRequest("images", "a picture", problem, fix)
+        return use
 
 
 def placed(
@@ -92,7 +99,7 @@ def placed(
             parts.append(own[:, done : done + length])
             first, done = first + length, done + length
     coordinates, offset = pictures.use(token_ids, runs, given)
-    return PictureUse(tuple(spans), tuple(parts), coordinates, offset)
+    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole)
 
 
 def _miscounted(found: int, expected: int) -> InvalidRequest:

@@ -136,6 +136,7 @@ class PictureSpec:
 
     levels: int = 0  # first layers after which rows of a picture add more to the stream
     token: int | None = None  # the token whose embeddings in layers pictures have; None: that of their places
+    both_ways: str = "no"  # in which layers a picture's tokens see later ones of it: "windows", "all"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +206,11 @@ class ModelConfig:
                     f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={heads}. "
                     "Check config.json."
                 )
+
+    def sees_pictures_both_ways(self, layer: int) -> bool:
+        """True if the tokens of a picture see each other in a layer, whatever their order."""
+        kind = "no" if self.pictures is None else self.pictures.both_ways
+        return kind == "all" or (kind == "windows" and self.attention[layer].sliding_window is not None)
 
     def computes_as(self, other: ModelConfig) -> bool:
         """True if both compute the same of equal weights: files of trainers may name another dtype or other ends."""

@@ -164,13 +164,15 @@ class SessionPictures:
         identity: bytes,
         token: int,
         merge: int = 0,
+        whole: bool = False,
     ) -> None:
         """`identity` names all that rows depend on but pixels; `token` is the id in whose place they stand.
 
-        `merge` is how many patches a row has along each side where ropes have coordinates, else 0.
+        `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With
+        `whole`, a step computes all tokens of a picture.
         """
         self._processor, self._encode, self._kept = processor, encode, kept
-        self._identity, self.token, self._merge = identity, token, merge
+        self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
         self._running: dict[bytes, Future[Rows]] = {}
         self.encoded_pictures = 0
@@ -194,7 +196,17 @@ class SessionPictures:
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
         encoder = Encoder(pictures, plan.programs)
-        return cls(pictures.processor, encoder, kept, identity=pictures.identity, token=ids[0], merge=merge)
+        spec = plan.model.pictures
+        assert spec is not None, "it has a plan for them"
+        return cls(
+            pictures.processor,
+            encoder,
+            kept,
+            identity=pictures.identity,
+            token=ids[0],
+            merge=merge,
+            whole=spec.both_ways != "no",
+        )
 
     @property
     def compilations(self) -> int:

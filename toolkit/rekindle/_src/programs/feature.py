@@ -181,6 +181,7 @@ class Hooks(NamedTuple):
     deltas: Deltas = NO_DELTAS
     kept: Any = None  # an object for `Feature.output`
     coordinates: Array | None = None  # int32 [R + T, 3]: of the tokens' positions, for ropes that have some
+    sees: Array | None = None  # int32 [R + T], as in `AttentionInputs`
     tokens: Array | None = None  # [R + T]: the tokens that are embedded, where these are others than those of the step
 
 

@@ -119,9 +119,11 @@ class PagedAttention:
         *,
         deterministic: bool = False,
         unread: Array | None = None,
+        sees: Array | None = None,
     ) -> None:
-        """Take the step's pages and paging. `unread` is that of `AttentionInputs`, for the last layer's call."""
-        self.kv, self._deterministic, self._unread = list(kv), deterministic, unread
+        """Take the step's pages and paging. `unread` and `sees` are those of `AttentionInputs`: the first is for the
+        last layer's call, the second for the layers in which a picture's tokens see each other."""
+        self.kv, self._deterministic, self._unread, self._sees = list(kv), deterministic, unread, sees
         self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
@@ -138,7 +140,11 @@ class PagedAttention:
             pages = write_kv(pages, k, v, page_ids, step.offsets)
             self.kv[layer] = entry._replace(windows=pages) if apart else entry._replace(pages=pages)
         unread = self._unread if layer == self._model.num_layers - 1 else None
-        inputs = AttentionInputs(q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread)
+        both_ways = self._sees is not None and self._model.sees_pictures_both_ways(layer)
+        inputs = AttentionInputs(
+            q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread,
+            sees=self._sees if both_ways else None,
+        )  # fmt: skip
         options = AttentionOptions(
             self._rows,
             spec.scale,

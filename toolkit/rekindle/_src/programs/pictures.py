@@ -35,6 +35,7 @@ class PictureRows(NamedTuple):
     places: Any  # int32 [M]: the row of each prefill token; -1 where there is none
     rows: Any  # [M, L, E]
     coordinates: Any  # int32 [M, 3]: of each prefill token's position; -1 where they all are the position
+    sees: Any  # int32 [M]: the end of each prefill token's picture, where its tokens see each other; else 0
 
 
 class Pictures(Feature):
@@ -46,6 +47,7 @@ class Pictures(Feature):
         assert model.pictures is not None, "it takes pictures"
         self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
         self._levels, self._size, self._token = 1 + model.pictures.levels, model.hidden_size, model.pictures.token
+        self._both_ways = model.pictures.both_ways != "no"
         self._turns = any(rope.sections for rope in model.ropes)
         self.ints = int(self._turns)
         self._operands: PictureRows | None = None
@@ -62,11 +64,10 @@ class Pictures(Feature):
         return jax.eval_shape(lambda: self._none(1))
 
     def _none(self, shards: int) -> PictureRows:
-        places, coordinates = (
-            np.full(shards * self._most, -1, np.int32),
-            np.full((shards * self._most, 3), -1, np.int32),
-        )
-        return PictureRows(places, aligned((shards * self._most, self._levels, self._size), self._dtype), coordinates)
+        count = shards * self._most
+        rows = aligned((count, self._levels, self._size), self._dtype)
+        places, coordinates = np.full(count, -1, np.int32), np.full((count, 3), -1, np.int32)
+        return PictureRows(places, rows, coordinates, np.zeros(count, np.int32))
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
         use = request.extensions.get(PictureUse)
@@ -100,6 +101,7 @@ class Pictures(Feature):
             if begin < end:
                 length = end - begin
                 operands.places[token + begin - start : token + end - start] = np.arange(count, count + length)
+                operands.sees[token + begin - start : token + end - start] = span.stop
                 part = rows[:, begin - span.start : end - span.start]
                 operands.rows[first + count : first + count + length] = np.moveaxis(part, 0, 1)
                 count += length
@@ -137,7 +139,10 @@ class Pictures(Feature):
 
         coordinates = self._coordinates(inputs, own, operands, tokens) if self._turns else None
         embedded = None if self._token is None else jnp.where(places >= 0, self._token, inputs.tokens)
-        return Hooks(listener if tokens else None, coordinates=coordinates, tokens=embedded)
+        sees = None
+        if self._both_ways and tokens:
+            sees = jnp.concatenate([jnp.zeros(rows, jnp.int32), operands.sees[:tokens]])
+        return Hooks(listener if tokens else None, coordinates=coordinates, sees=sees, tokens=embedded)
 
     def _coordinates(self, inputs: StepInputs, own: Any, operands: PictureRows, tokens: int) -> Array:
         rows = inputs.decode_rows

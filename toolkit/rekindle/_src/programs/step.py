@@ -143,6 +143,7 @@ def _compute(
         implementation,
         deterministic=fixed,
         unread=_unread(layout, inputs),
+        sees=next((hook.sees for hook in hooks if hook.sees is not None), None),
     )
     positions = next((hook.coordinates for hook in hooks if hook.coordinates is not None), inputs.positions)
     tokens = next((hook.tokens for hook in hooks if hook.tokens is not None), inputs.tokens)

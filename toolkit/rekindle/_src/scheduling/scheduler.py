@@ -221,6 +221,9 @@ class Scheduler:
             if admitted.held:
                 continue
             length = 1 if admitted.decodes else self._sides.cut(admitted, budget)
+            for extension in admitted.cutting if length else ():
+                room = self.limits.max_tokens_per_step - len(decode) - sum(row.length for row in prefill_rows)
+                length = extension.cut(admitted.planned, length, room)
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
             if not self._ready_rows.takes(admitted, length):

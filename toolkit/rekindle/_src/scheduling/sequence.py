@@ -144,7 +144,7 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "cutting", "drafter",
         "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
         "in_flight", "known", "limit", "limit_reason", "lookup", "naming", "need", "node", "num_pages", "overtaken",
         "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled",
@@ -163,6 +163,7 @@ class Sequence:
         self.request = request
         self.generates = request.generates
         self.holding = request.extensions.holding  # those that may keep it out of steps
+        self.cutting = request.extensions.cutting  # those that decide where its prompt is cut
         self.naming = request.extensions.naming  # the one by which the prefix tree knows its tokens
         self.root = request.root  # the name of its root in the prefix tree
         self.arrived = arrived  # order of submission

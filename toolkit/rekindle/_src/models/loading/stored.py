@@ -112,16 +112,16 @@ def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
     text = raw.get("text_config")
     text = text if isinstance(text, Mapping) else {}
-    both_ways = raw.get("model_type") in _BOTH_WAYS or text.get("use_bidirectional_attention") is not None
+    both_ways = "all" if raw.get("model_type") in _BOTH_WAYS else "no"
+    if text.get("use_bidirectional_attention") == "vision":
+        both_ways = "windows"
     try:
-        if both_ways:
-            raise UnsupportedModel("tokens of a picture see later ones of it, which is not implemented")
         config = vision_config(raw)
     except UnsupportedModel as error:
         _log.warning("pictures can't be read: %s", error)
         return None
     token = text.get("pad_token_id") if text.get("hidden_size_per_layer_input") else None
-    return None if config is None else {"levels": len(config.deepstack), "token": token}
+    return None if config is None else {"levels": len(config.deepstack), "token": token, "both_ways": both_ways}
 
 
 def beginnings(names: Iterable[str]) -> tuple[str, ...]:
