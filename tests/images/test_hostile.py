@@ -13,6 +13,7 @@ import pytest
 
 from images.files import hostile, mutations
 from rekindle._src.images import Picture, PictureLimits, open_picture
+from rekindle._src.images.headers import HeaderProblem, read_header
 from rekindle.errors import InvalidRequest
 
 LIMITS = PictureLimits(pixels=1 << 20)
@@ -53,6 +54,39 @@ def test_hostile_files_are_refused(name: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 8 << 20, f"{peak:,} bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("svg", "is SVG"),
+        ("svg, xml", "is SVG"),
+        ("heic", "is HEIC"),
+        ("web page", "is a web page"),
+        ("png, 300 chunks", "more than 256 chunks"),
+        ("png, two headers", "two headers"),
+        ("png, animated", "is an animated PNG"),
+        ("gif, animated", "is an animated GIF"),
+        ("gif, long comment", "long comment"),
+        ("gif, empty blocks", "long comment"),
+        ("gif, padding", "long comment"),
+        ("webp, animated", "is an animated WebP"),
+        ("jpeg, scans", r"of \d+ scans; at most 64"),
+        ("jpeg, segments", "more than 1,024 segments"),
+        ("jpeg, 17 MB before its pixels", "more than 16,777,216 bytes before its pixels"),
+        ("jpeg, EXIF", "more than 1,048,576 bytes of EXIF"),
+        ("bmp, compressed", "is a compressed BMP"),
+        ("tiff, pages", "of several pages"),
+        ("tiff, endless pages", "of several pages"),
+        ("tiff, tiles", "tiles are larger than the picture"),
+        ("tiff, overlapping tags", "tags are larger than the file"),
+        ("tiff, 60,000 tags", "of 60,000 tags; at most 256"),
+        ("tiff, odd compression", "a compression that is not read"),
+    ],
+)
+def test_what_costs_a_decoder_time_is_refused_by_the_header(name: str, problem: str) -> None:
+    with pytest.raises(HeaderProblem, match=problem):
+        read_header(hostile()[name])
 
 
 def run(count: int) -> dict[str, int]:

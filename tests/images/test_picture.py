@@ -118,6 +118,7 @@ def test_types_of_arrays() -> None:
         bytes_[:, ::-1][:, ::-1],
     ):
         np.testing.assert_array_equal(read(array).pixels, bytes_)
+    assert read(np.array([[0, 0.001, 0.5, 0.999, 1]])).pixels[0, :, 0].tolist() == [0, 0, 128, 255, 255], "rounded"
     np.testing.assert_array_equal(read(np.eye(3, dtype=bool)).pixels[:, :, 1], np.eye(3) * 255)
 
 
