@@ -113,6 +113,6 @@ def test_parts_of_a_picture_see_each_other(window: int | None) -> None:
     np.testing.assert_allclose(found[problem.used], expected[problem.used], atol=2e-5)
     before = np.asarray(paged_attention(problem.inputs, problem.options, implementation="reference"))
     same = np.isclose(before, expected, atol=1e-6).all((1, 2))
-    assert same[:6].all() and not same[6 : 6 + 59].any() and same[65 : 72].all()
+    assert same[:6].all() and not same[6 : 6 + 59].any() and same[65:72].all()
     chosen = ATTENTION.choose(AttentionCall.of(inputs, problem.options), None)
     assert chosen.name == "xla", "no other one knows of pictures"

@@ -19,7 +19,7 @@ pillow = pytest.importorskip("PIL.Image")
 
 COUNT = 32
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 48, "max_model_len": 512, "page_size": 16,
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 96, "max_model_len": 512, "page_size": 16,
     "device_pages": 120, "precompile": "lazy", "seed": 0, "quiet": True,
 }  # fmt: skip
 GREEDY: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
@@ -27,9 +27,9 @@ SIZES = ((128, 96), (1, 1), (3, 90), (333, 41))  # width, height
 
 
 @pytest.fixture(scope="module", params=[*small.CASES])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, small.made(request.param, folder)
+    return request.param, folder, small.made(request.param, folder)
 
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:
@@ -40,15 +40,15 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
-async def test_the_same_tokens(case: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, theirs = case
+async def test_the_same_tokens(case: tuple[str, Path, Any], tmp_path: Path) -> None:
+    name, folder, theirs = case
     async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path)) as session:
         for seed, (width, height) in enumerate(SIZES):
             pixels = small.picture(seed, width, height)
             done = await session.generate("What is <image>?", images=[pixels], **GREEDY)
-            expected = small.greedy(theirs, list(done.prompt_token_ids), [pixels], COUNT)
+            expected = small.greedy(name, theirs, list(done.prompt_token_ids), [pixels], COUNT)
             assert list(done.token_ids) == expected, (width, height)
-        await together(session, theirs)
+        await together(name, session, theirs)
     async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path), restore="auto") as session:
         done = await session.generate("What is <image>?", images=[png(pixels)], **GREEDY)
         assert list(done.token_ids) == expected, "after a restart"
@@ -56,7 +56,7 @@ async def test_the_same_tokens(case: tuple[Path, Any], tmp_path: Path) -> None:
         assert pictures.encoded_pictures == 0 and pictures.compilations == 0, "its rows were on disk"
 
 
-async def together(session: Session, theirs: Any) -> None:
+async def together(name: str, session: Session, theirs: Any) -> None:
     """Several pictures, in chats, along with texts, in chunks, from the cache."""
     one, two, three = (small.picture(40 + seed, 160, 128) for seed in range(3))
     messages: list[dict[str, Any]] = [
@@ -69,11 +69,11 @@ async def together(session: Session, theirs: Any) -> None:
         handle.submit()
     for handle, pictures in ((first, [one]), (both, [two, three]), (text, [])):
         done = await handle
-        assert list(done.token_ids) == small.greedy(theirs, list(done.prompt_token_ids), pictures, COUNT)
+        assert list(done.token_ids) == small.greedy(name, theirs, list(done.prompt_token_ids), pictures, COUNT)
     messages += [first.completion().message, {"role": "user", "content": [{"type": "image", "image": png(two)}]}]
     done = await session.chat(messages, **GREEDY)
-    assert list(done.token_ids) == small.greedy(theirs, list(done.prompt_token_ids), [one, two], COUNT)
+    assert list(done.token_ids) == small.greedy(name, theirs, list(done.prompt_token_ids), [one, two], COUNT)
     again = await session.generate("<image> and <image>: why?", images=[two, three], **GREEDY)
-    assert list(again.token_ids) == small.greedy(theirs, list(again.prompt_token_ids), [two, three], COUNT)
+    assert list(again.token_ids) == small.greedy(name, theirs, list(again.prompt_token_ids), [two, three], COUNT)
     other = await session.generate("<image> and <image>: why?", images=[three, two], **GREEDY)
-    assert list(other.token_ids) == small.greedy(theirs, list(other.prompt_token_ids), [three, two], COUNT)
+    assert list(other.token_ids) == small.greedy(name, theirs, list(other.prompt_token_ids), [three, two], COUNT)

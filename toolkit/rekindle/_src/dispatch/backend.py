@@ -177,6 +177,15 @@ class AdaptersLike(Protocol):
         ...
 
 
+class PictureLike(Protocol):
+    """A picture of a request, decoded or still to be decoded."""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of its content, known once its rows are."""
+        ...
+
+
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
 
@@ -199,33 +208,24 @@ class PicturesLike(Protocol):
         """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
         ...
 
-    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
+    def spelled(self, text: str, pictures: Sequence[Any]) -> str:
         """Return a text with one token for each run of rows, from one with a marker for each picture."""
         ...
 
-    def counts(self, picture: PictureLike) -> Sequence[int]:
+    def counts(self, picture: Any) -> Sequence[int]:
         """Return the lengths of the runs of rows of a picture."""
         ...
 
-    def known(self, picture: PictureLike) -> bool:
+    def known(self, picture: Any) -> bool:
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: PictureLike) -> Any:
+    async def encoded(self, picture: Any) -> Any:
         """Return the rows of a picture [1 + levels, rows, E]."""
         ...
 
-    def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]) -> Any:
+    def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:
         """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
-        ...
-
-
-class PictureLike(Protocol):
-    """A picture of a request, decoded or still to be decoded."""
-
-    @property
-    def digest(self) -> bytes:
-        """The digest of its content."""
         ...
 
 

@@ -241,7 +241,7 @@ class SessionPictures:
     def counts(self, picture: GivenPicture) -> list[int]:
         """Return the lengths of the runs of rows of a picture."""
         expansion = self._processor.expansion(picture.plan)
-        return [one.count for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
+        return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
     def known(self, picture: GivenPicture) -> bool:
         """True if the rows of a picture are at hand."""
@@ -288,7 +288,7 @@ class SessionPictures:
 
 
 def _text(part: str | TokenRun) -> str:
-    return part if isinstance(part, str) else part.token * part.count
+    return part if isinstance(part, str) else part.token * part.times
 
 
 def coordinates_of(

@@ -236,8 +236,8 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dic
         content = _result(block.get("content"), f"{block_path}.content")
         content = f"Error: {content}" if block.get("is_error") else content
         results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-    content = parts if has_pictures(parts) else "\n".join(part["text"] for part in parts)
-    return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
+    whole = parts if has_pictures(parts) else "\n".join(part["text"] for part in parts)
+    return [*results, *([{"role": role, "content": whole}] if parts or not results else [])]
 
 
 def _result(content: Any, path: str) -> str:

@@ -26,6 +26,7 @@ def is_picture(part: Mapping[str, Any]) -> bool:
 
 def picture_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the part that a session takes. Raises `ApiError`, or `InvalidRequest` for what is no picture."""
+    uri: Any
     if part["type"] == "image":
         place, uri = f"{path}.source", _anthropic(part.get("source"), f"{path}.source")
     else:
