@@ -20,8 +20,8 @@ from rekindle._src.models.vision.inputs import (
     patches_of,
     resized_weights,
 )
-from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.models.vision.layers import Encoded
+from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.models.vision.steps import EncoderPrograms, encode_in_steps, rows_for
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 

@@ -34,17 +34,18 @@ def picture_attention(q: Array, k: Array, v: Array, starts: Array, stops: Array,
     k, v = _padded(k, block), _padded(v, block)
     starts, stops = starts.reshape(-1, tile), stops.reshape(-1, tile)
 
-    def head(heads: tuple[Array, Array, Array]) -> Array:
-        query, key, value = heads
-        rows = (query.reshape(-1, tile, query.shape[-1]), starts, stops)
-        return lax.map(lambda part: _tile(*part, key, value, block), rows).reshape(query.shape)
+    def head(query: Array, key: Array, value: Array) -> Array:
+        def rows(part: tuple[Array, Array, Array]) -> Array:
+            return _tile(*part, keys=key, values=value, block=block)
 
-    by_head = tuple(x.swapaxes(0, 1) for x in (q, k, v))
-    result = lax.map(head, by_head) if cpu else jax.vmap(head)(by_head)
+        return lax.map(rows, (query.reshape(-1, tile, query.shape[-1]), starts, stops)).reshape(query.shape)
+
+    by_head = [x.swapaxes(0, 1) for x in (q, k, v)]
+    result = lax.map(lambda heads: head(*heads), by_head) if cpu else jax.vmap(head)(*by_head)
     return result.swapaxes(0, 1)[:queries]
 
 
-def _tile(query: Array, start: Array, stop: Array, keys: Array, values: Array, block: int) -> Array:
+def _tile(query: Array, start: Array, stop: Array, *, keys: Array, values: Array, block: int) -> Array:
     """Compute one head of a tile's queries [Q, D], block of keys by block."""
     precision, real = exact_precision(query, keys), stop > start
     first = jnp.min(jnp.where(real, start, keys.shape[0])) // block

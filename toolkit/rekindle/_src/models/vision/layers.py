@@ -192,7 +192,7 @@ class VisionTower(nnx.Module):
 
     def __call__(self, batch: PatchBatch) -> Encoded:
         x, shared = self.begin(batch)
-        levels = []
+        levels = list[Array]()
         for number, layer in enumerate(self.layers):
             with jax.named_scope(f"layer {number}"):
                 x = layer(x, shared)

@@ -63,7 +63,7 @@ def encode_in_steps(
     rows = min(rows, count)
     x, shared = programs.begin(leaves, batch)
     yield None
-    levels = []
+    levels = list[Array]()
     shape = (count, config.num_heads, config.head_dim)
     # The last rows are computed again with those before, so that every step has the same number.
     firsts = [*range(0, count - rows, rows), count - rows]
