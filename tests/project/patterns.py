@@ -48,6 +48,14 @@ def _ignored() -> list[str]:
     return ["|".join(f"(?:{one})" for one in sorted(ignored))]
 
 
+def _ignored_of_towers() -> list[str]:
+    """The patterns of tensors that no encoder of pictures reads."""
+    from helpers.towers import MODELS, config_of
+    from rekindle._src.models.vision.registry import tower_manifest
+
+    return sorted({pattern for name in MODELS for pattern in tower_manifest(config_of(name)).ignored})
+
+
 PATTERNS: dict[str, dict[str, Text]] = {
     "kernels/rekindle_kernels/deprecated.py": {
         "_FILTER": US("a warning of a package", "a line", lambda: [KNOWN]),
@@ -92,6 +100,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/models/nn/packing.py": {
         r"int4|(int[68]|fp4|iq4)-\d": US("the name of a packing", "a name"),
         r"(int|fp|iq)([468])(?:-(\d+))?(-min)?(-f32|-k)?": US("the name of a packing", "a name"),
+    },
+    "toolkit/rekindle/_src/models/vision/mmproj.py": {"_NUMBER": US("a parameter's name", "a name")},
+    "toolkit/rekindle/_src/models/vision/weights.py": {
+        "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored_of_towers),
     },
     "toolkit/rekindle/_src/models/registry.py": {"[^a-z0-9]": STRANGER("a config's model_type", "MAX_CONFIG")},
     "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},

@@ -20,7 +20,9 @@ from rekindle._src.models.vision.inputs import (
     patches_of,
     resized_weights,
 )
+from rekindle._src.models.vision.layers import Encoded
 from rekindle._src.models.vision.registry import vision_config
+from rekindle._src.models.vision.steps import EncoderPrograms, encode_in_steps, rows_for
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
@@ -69,7 +71,7 @@ def test_memory_of_attention_does_not_grow_with_the_square_of_a_picture() -> Non
 
 
 def test_neighbours_in_a_bucket_change_nothing_and_compile_nothing() -> None:
-    """A picture has the same tokens and levels to the last bit alone, first or last, whatever shapes the others have."""
+    """A picture has the same tokens and levels to the last bit alone, first or last, whatever the others are."""
     config = shallow()
     encoder = SmallEncoder(config, random_tensors(config))
     one, other = random_picture(config, 2, 6, seed=1), random_picture(config, 8, 2, seed=2)
@@ -81,16 +83,8 @@ def test_neighbours_in_a_bucket_change_nothing_and_compile_nothing() -> None:
     assert encoder.encode._cache_size() == 1
     changed = ImagePatches(one.patches[::-1].copy(), one.grid)
     assert not np.allclose(encoder([changed], 48)[0], alone[0])
-
-
-def test_a_larger_bucket_and_another_aspect_ratio() -> None:
-    config = shallow()
-    encoder = SmallEncoder(config, random_tensors(config))
-    picture = random_picture(config, 2, 8)
-    for one, other in zip(encoder([picture]), encoder([picture], 48), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
-    tall = ImagePatches(picture.patches, PatchGrid(8, 2))
-    assert not np.allclose(encoder([tall])[0], encoder([picture])[0], atol=1e-3), "positions are not used"
+    tall = ImagePatches(one.patches, PatchGrid(6, 2))
+    assert not np.allclose(encoder([tall], 48)[0], alone[0], atol=1e-3), "positions are not used"
 
 
 @pytest.mark.thorough
@@ -163,3 +157,25 @@ def test_patches_are_cut_channel_by_channel() -> None:
     cut = patches_of(pixels, 2)
     assert cut.grid == (2, 3)
     np.testing.assert_array_equal(cut.patches[4].reshape(3, 2, 2), pixels[:, 2:4, 2:4])
+
+
+def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
+    config = vision_config({**SHALLOW, "vision_config": {**QWEN, "depth": 2, "deepstack_visual_indexes": [0]}})
+    assert config is not None
+    encoder = SmallEncoder(config, random_tensors(config))
+    pictures = [random_picture(config, 4, 6), random_picture(config, 2, 2, seed=1)]
+    batch, programs = encoder.batch(pictures, 36), EncoderPrograms(encoder.tower.graph)
+    *steps, encoded = encode_in_steps(programs, encoder.leaves, batch, 16)
+    assert isinstance(encoded, Encoded)
+    assert steps == [None] * (1 + 2 * 2 * 3 + 1)  # two programs for each of three parts of both layers, and a level
+    whole = encoder.encode(encoder.leaves, batch)
+    np.testing.assert_allclose(encoded.tokens, whole.tokens, atol=2e-5)
+    np.testing.assert_allclose(encoded.levels, whole.levels, atol=2e-5)
+    assert programs.project._cache_size() == programs.mix._cache_size() == 1
+
+
+def test_rows_of_a_step_follow_the_bucket() -> None:
+    graph = abstract_tower(shallow()).graph
+    few, many = rows_for(graph, 1 << 16, 1e8), rows_for(graph, 1 << 12, 1e8)
+    assert 16 <= few < many <= 1 << 12
+    assert rows_for(graph, 64, 1e12) == 64

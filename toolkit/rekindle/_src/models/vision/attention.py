@@ -1,6 +1,6 @@
 """Attention among the patches of a picture, in both directions, in memory that does not grow with the picture's square.
 
-N patches, H heads, D numbers of a head, Q rows of a tile, B keys of a block.
+N patches, M queries, H heads, D numbers of a head, Q rows of a tile, K keys of a block.
 
 A tile of queries goes over the blocks of keys that its pictures have, and over no others: padding and the other
 pictures of a bucket cost nothing. Measured on two cores with AVX2 (12 heads of 64, float32): one product of all queries
@@ -9,8 +9,6 @@ On a CPU heads follow each other, so that a tile's scores stay in its cache; els
 """
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -23,56 +21,62 @@ _NEVER = -1e30  # a score that has no weight; finite, so that rows without any k
 
 
 def picture_attention(q: Array, k: Array, v: Array, starts: Array, stops: Array, scale: float) -> Array:
-    """Compute q, k, v [N, H, D] → [N, H, D]: patch i attends to patches starts[i] to stops[i]; to none, it is 0.
+    """Compute q [M, H, D], k and v [N, H, D] → [M, H, D]: query i attends to patches starts[i] to stops[i].
 
-    Scores and their softmax are float32.
+    The result is 0 for queries that attend to none. Scores and their softmax are float32.
     """
-    count = q.shape[0]
-    tile, block = _part(count, TILE), _part(count, BLOCK)
-    size = math.lcm(tile, block)
-    padding = -count % size
-    wide = current_platform() == "cpu"
-    q, k, v = (jnp.pad(x.astype(jnp.float32) if wide else x, ((0, padding), (0, 0), (0, 0))) for x in (q, k, v))
-    starts, stops = (jnp.pad(x, (0, padding)).reshape(-1, tile) for x in (starts, stops))
+    queries, count = q.shape[0], k.shape[0]
+    tile, block = _part(queries, TILE), _part(count, BLOCK)
+    cpu = current_platform() == "cpu"
+    if cpu:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    q, starts, stops = (_padded(x, tile) for x in (q * jnp.asarray(scale, q.dtype), starts, stops))
+    k, v = _padded(k, block), _padded(v, block)
+    starts, stops = starts.reshape(-1, tile), stops.reshape(-1, tile)
 
-    def head(heads: tuple[Array, Array, Array]) -> Array:
-        queries, keys, values = heads
-        precision = exact_precision(queries, keys)
-
+    def head(query: Array, key: Array, value: Array) -> Array:
         def rows(part: tuple[Array, Array, Array]) -> Array:
-            query, start, stop = part
-            real = stop > start
-            first = jnp.min(jnp.where(real, start, count)) // block
-            last = (jnp.max(jnp.where(real, stop, 0)) + block - 1) // block
+            return _tile(*part, keys=key, values=value, block=block)
 
-            def add(at: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                most, total, sum_ = sums
-                key, value = (lax.dynamic_slice_in_dim(x, at * block, block) for x in (keys, values))
-                scores = lax.dot_general(
-                    query, key, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32
-                ) * jnp.float32(scale)
-                place = at * block + jnp.arange(block, dtype=jnp.int32)[None]
-                seen = (place >= start[:, None]) & (place < stop[:, None])
-                new = jnp.maximum(most, jnp.max(jnp.where(seen, scores, _NEVER), axis=1, keepdims=True))
-                shares = jnp.where(seen, jnp.exp(scores - new), 0.0)
-                kept = jnp.exp(most - new)
-                weighed = lax.dot_general(
-                    shares.astype(value.dtype), value, (((1,), (0,)), ((), ())), precision,
-                    preferred_element_type=jnp.float32,
-                )  # fmt: skip
-                return new, total * kept + jnp.sum(shares, axis=1, keepdims=True), sum_ * kept + weighed
+        return lax.map(rows, (query.reshape(-1, tile, query.shape[-1]), starts, stops)).reshape(query.shape)
 
-            empty = jnp.zeros((tile, 1), jnp.float32)
-            sums = (empty + _NEVER, empty, jnp.zeros(query.shape, jnp.float32))
-            _, total, sum_ = lax.fori_loop(first, last, add, sums)
-            return sum_ / jnp.maximum(total, 1e-30)
+    by_head = [x.swapaxes(0, 1) for x in (q, k, v)]
+    result = lax.map(lambda heads: head(*heads), by_head) if cpu else jax.vmap(head)(*by_head)
+    return result.swapaxes(0, 1)[:queries]
 
-        parts = lax.map(rows, (queries.reshape(-1, tile, queries.shape[-1]), starts, stops))
-        return parts.reshape(queries.shape)
 
-    by_head = tuple(x.swapaxes(0, 1) for x in (q, k, v))
-    result = lax.map(head, by_head) if wide else jax.vmap(head)(by_head)
-    return result.swapaxes(0, 1)[:count]
+def _tile(query: Array, start: Array, stop: Array, *, keys: Array, values: Array, block: int) -> Array:
+    """Compute one head of a tile's queries [Q, D], block of keys by block."""
+    precision, real = exact_precision(query, keys), stop > start
+    first = jnp.min(jnp.where(real, start, keys.shape[0])) // block
+    last = (jnp.max(jnp.where(real, stop, 0)) + block - 1) // block
+
+    def add(at: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        most, total, weighed = sums
+        key, value = (lax.dynamic_slice_in_dim(x, at * block, block) for x in (keys, values))
+        scores = _product(query, key, 1, precision)
+        place = at * block + jnp.arange(block, dtype=jnp.int32)[None]
+        seen = (place >= start[:, None]) & (place < stop[:, None])
+        new = jnp.maximum(most, jnp.max(jnp.where(seen, scores, _NEVER), axis=1, keepdims=True))
+        shares = jnp.where(seen, jnp.exp(scores - new), 0.0)
+        kept = jnp.exp(most - new)
+        added = _product(shares.astype(value.dtype), value, 0, precision)
+        return new, total * kept + jnp.sum(shares, axis=1, keepdims=True), weighed * kept + added
+
+    empty = jnp.zeros((query.shape[0], 1), jnp.float32)
+    sums = (empty + _NEVER, empty, jnp.zeros(query.shape, jnp.float32))
+    _, total, weighed = lax.fori_loop(first, last, add, sums)
+    return weighed / jnp.maximum(total, 1e-30)
+
+
+def _product(x: Array, y: Array, axis: int, precision: lax.Precision | None) -> Array:
+    """Return x [Q, K] · y, contracted over this axis of y, as float32."""
+    return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32)
+
+
+def _padded(x: Array, size: int) -> Array:
+    """Return x with zeros after its rows, up to a multiple of `size`."""
+    return jnp.pad(x, ((0, -x.shape[0] % size), *((0, 0) for _ in x.shape[1:])))
 
 
 def _part(count: int, most: int) -> int:

@@ -6,7 +6,7 @@ frequencies, X the language model's hidden size, L levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +87,32 @@ class PositionTable(nnx.Module):
         return total.astype(jnp.float32)
 
 
+class PatchHeads(NamedTuple):
+    """The heads of patches, normed and rotated."""
+
+    q: Array  # [N, H, D]
+    k: Array
+    v: Array
+
+
+class PatchLayer(nnx.Module):
+    """A layer: `project`, then `mix`, each of which takes any number of patches at a time.
+
+    All layers of an encoder have the same shapes, so that one program of each serves all of them.
+    """
+
+    def project(self, x: Array, shared: PatchPass) -> PatchHeads:
+        """Compute the heads of patches from their hidden states [N, E]."""
+        raise NotImplementedError
+
+    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+        """Compute the layer's output for patches [N, E] with queries q [N, H, D], among the keys and values of all."""
+        raise NotImplementedError
+
+    def __call__(self, x: Array, shared: PatchPass) -> Array:
+        return self.mix(x, *self.project(x, shared), shared)
+
+
 class FusedPatchAttention(nnx.Module):
     """Attention among a picture's patches, whose q, k and v are one matrix."""
 
@@ -96,14 +122,16 @@ class FusedPatchAttention(nnx.Module):
         self.out = Linear(E, H * D, precision, bias=True)
         self.heads, self.head_dim = H, D
 
-    def __call__(self, x: Array, shared: PatchPass) -> Array:
+    def project(self, x: Array, shared: PatchPass) -> PatchHeads:
         qkv = self.qkv(x).reshape(x.shape[0], 3, self.heads, self.head_dim)
         q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
         if shared.rope is not None:
             q, k = rotate(q, shared.rope), rotate(k, shared.rope)
-        with jax.named_scope("attend"):
-            y = picture_attention(q, k, v, shared.starts, shared.stops, self.head_dim**-0.5)
-        return self.out(y.reshape(x.shape[0], -1).astype(x.dtype))
+        return PatchHeads(q, k, v)
+
+    def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+        y = picture_attention(q, k, v, shared.starts, shared.stops, self.head_dim**-0.5)
+        return self.out(y.reshape(q.shape[0], -1).astype(q.dtype))
 
 
 class PatchMlp(nnx.Module):
@@ -121,7 +149,7 @@ class PatchMlp(nnx.Module):
         return self.down(activate(self.up(x), self.activation))
 
 
-class PatchBlock(nnx.Module):
+class PatchBlock(PatchLayer):
     """A layer with norms before attention and MLP."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
@@ -131,21 +159,21 @@ class PatchBlock(nnx.Module):
         self.mlp_norm = LayerNorm(E, config.norm_eps)
         self.mlp = PatchMlp((E, config.intermediate_size, E), config.activation, precision)
 
-    def __call__(self, x: Array, shared: PatchPass) -> Array:
-        with jax.named_scope("attention"):
-            x = x + self.attention(self.attention_norm(x), shared)
+    def project(self, x: Array, shared: PatchPass) -> PatchHeads:
+        with jax.named_scope("project"):
+            return self.attention.project(self.attention_norm(x), shared)
+
+    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+        with jax.named_scope("attend"):
+            x = x + self.attention.attend(q, k, v, shared)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
 
 
 class VisionTower(nnx.Module):
-    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does.
+    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does. `steps.py` runs them apart."""
 
-    A caller that must not be held up by a large picture runs them one by one, as programs of their own: all layers have
-    the same shapes, so that they share one.
-    """
-
-    layers: Sequence[Callable[[Array, PatchPass], Array]]
+    layers: Sequence[PatchLayer]
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         self.config, self.stream = config, precision.stream
@@ -164,7 +192,7 @@ class VisionTower(nnx.Module):
 
     def __call__(self, batch: PatchBatch) -> Encoded:
         x, shared = self.begin(batch)
-        levels = []
+        levels = list[Array]()
         for number, layer in enumerate(self.layers):
             with jax.named_scope(f"layer {number}"):
                 x = layer(x, shared)

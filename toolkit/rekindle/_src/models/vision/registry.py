@@ -34,7 +34,8 @@ def tower_family(model_type: Any) -> TowerFamily:
 def vision_config(model: Mapping[str, Any], out_size: int | None = None) -> VisionConfig | None:
     """Return the `VisionConfig` of a parsed config.json, of the whole model; None if it has no `vision_config`.
 
-    `out_size` is the hidden size of its language model, where that is known already. Raise `UnsupportedModel` for anything that is not implemented.
+    `out_size` is the hidden size of its language model, where that is known already. Raise `UnsupportedModel` for
+    anything that is not implemented.
     """
     if model.get("vision_config") is None:
         return None

@@ -18,6 +18,8 @@ from rekindle._src.models.vision.config import MAX_POSITIONS, MAX_SIZE, VisionCo
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, vision_keys
 from rekindle._src.models.vision.inputs import PatchBatch, no_taps
 from rekindle._src.models.vision.layers import (
+    PatchHeads,
+    PatchLayer,
     PatchPass,
     VisionTower,
     axial_frequencies,
@@ -92,14 +94,15 @@ class NormedPatchAttention(nnx.Module):
         self.heads, self.head_dim, self.eps = H, D, config.norm_eps
         self.implementation = precision.implementation
 
-    def __call__(self, x: Array, shared: PatchPass) -> Array:
+    def project(self, x: Array, shared: PatchPass) -> PatchHeads:
         assert shared.rope is not None, "heads are rotated"
         q, k, v = (part.limited(x).reshape(-1, self.heads, self.head_dim) for part in (self.q, self.k, self.v))
         q, k = rotate(self.q_norm(q), shared.rope), rotate(self.k_norm(k), shared.rope)
-        v = norm_rows(v, None, self.eps, self.implementation)
-        with jax.named_scope("attend"):
-            y = picture_attention(q, k, v, shared.starts, shared.stops, 1.0)
-        return self.out.limited(y.reshape(x.shape[0], -1).astype(x.dtype))
+        return PatchHeads(q, k, norm_rows(v, None, self.eps, self.implementation))
+
+    def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+        y = picture_attention(q, k, v, shared.starts, shared.stops, 1.0)
+        return self.out.limited(y.reshape(q.shape[0], -1).astype(q.dtype))
 
 
 class ClippedGatedMlp(nnx.Module):
@@ -115,7 +118,7 @@ class ClippedGatedMlp(nnx.Module):
         return self.down.limited(gated(self.gate.limited(x), self.activation, self.up.limited(x)))
 
 
-class PostNormedPatchBlock(nnx.Module):
+class PostNormedPatchBlock(PatchLayer):
     """A layer with norms before and after attention and MLP."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
@@ -125,9 +128,13 @@ class PostNormedPatchBlock(nnx.Module):
         self.attention = NormedPatchAttention(config, precision)
         self.mlp = ClippedGatedMlp(config, precision)
 
-    def __call__(self, x: Array, shared: PatchPass) -> Array:
-        with jax.named_scope("attention"):
-            x = x + self.attention_out_norm(self.attention(self.attention_norm(x), shared))
+    def project(self, x: Array, shared: PatchPass) -> PatchHeads:
+        with jax.named_scope("project"):
+            return self.attention.project(self.attention_norm(x), shared)
+
+    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+        with jax.named_scope("attend"):
+            x = x + self.attention_out_norm(self.attention.attend(q, k, v, shared))
         with jax.named_scope("mlp"):
             return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
 
