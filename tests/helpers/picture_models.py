@@ -11,8 +11,13 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from helpers import checkpoints
+from helpers.towers import random_tensors
+from rekindle._src.models.loading.stored import text_config
+from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.text.tokenizer_limits import byte_of_character
 
 FIRST = 256  # the id of the first special token
@@ -253,3 +258,26 @@ def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], cou
         out = model.generate(input_ids=ids, **inputs, do_sample=False, max_new_tokens=count)
     generated: list[int] = out[0, len(token_ids) :].tolist()
     return generated
+
+
+MODEL_TYPES = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5", "gemma3": "gemma3"}
+TEXT_TYPES = {"qwen3-vl": "qwen3_vl_text", "qwen3.5": "qwen3_5_text", "gemma3": "gemma3_text"}
+
+
+def written(name: str, folder: Path, seed: int = 0) -> Path:
+    """A model's folder with random weights, made without transformers."""
+    case = CASES[name]
+    raw = {"model_type": MODEL_TYPES[name], **case.config}
+    text = {"model_type": TEXT_TYPES[name], "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **raw["text_config"]}
+    raw["text_config"] = text
+    vision = vision_config(raw)
+    assert vision is not None
+    state = {
+        f"model.language_{name}" if name.startswith("model.") else name: tensor
+        for name, tensor in checkpoints.tensors(text_config(raw), seed).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state | random_tensors(vision, seed), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+    write_texts(folder, case)
+    return folder

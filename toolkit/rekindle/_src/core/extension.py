@@ -64,7 +64,7 @@ class Extension:
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 
-    __slots__ = ("altered", "by_position", "cutting", "generates", "cutting", "holding", "naming")
+    __slots__ = ("altered", "by_position", "cutting", "generates", "holding", "naming")
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)

@@ -1,0 +1,145 @@
+"""Pictures in prompts, as a session's callers give them: every form, in texts, chats and lists; errors name the fix."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import picture_models as small
+from rekindle import Session
+from rekindle.errors import InvalidRequest
+
+pillow = pytest.importorskip("PIL.Image")
+anyio_test = pytest.mark.anyio
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 48, "max_model_len": 256, "page_size": 16,
+    "device_pages": 80, "precompile": "lazy", "seed": 0, "quiet": True,
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.written("qwen3-vl", tmp_path_factory.mktemp("qwen3-vl"))
+
+
+@pytest.fixture
+async def session(folder: Path, tmp_path: Path) -> AsyncIterator[Session]:
+    async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path)) as opened:
+        yield opened
+
+
+def png(pixels: np.ndarray[Any, Any]) -> bytes:
+    stream = io.BytesIO()
+    pillow.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def encoded(session: Session) -> int:
+    pictures: Any = session._front.pictures
+    count: int = pictures.encoded_pictures
+    return count
+
+
+@anyio_test
+async def test_every_form_of_a_picture_is_the_same_picture(session: Session, tmp_path: Path) -> None:
+    pixels = small.picture(1, 96, 64)
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(pixels))
+    uri = "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
+    first = await session.generate("<image> What do you see in this picture?", images=pixels, **GREEDY)
+    assert first.prompt_token_ids.count(small.CASES["qwen3-vl"].id_of("<|image_pad|>")) == 6
+    for form in ([pixels], png(pixels), path, str(path), pillow.fromarray(pixels), uri):
+        done = await session.generate("<image> What do you see in this picture?", images=form, **GREEDY)
+        assert done.token_ids == first.token_ids and done.usage.cached_tokens > 0
+    assert encoded(session) == 1
+    other = await session.generate("<image> What do you see in this picture?", images=pixels[::-1], **GREEDY)
+    assert encoded(session) == 2 and other.usage.cached_tokens == 0
+
+
+@anyio_test
+async def test_pictures_come_first_or_where_they_are_marked(session: Session) -> None:
+    one, two = small.picture(1, 64, 64), small.picture(2, 64, 64)
+    first = await session.generate("what?", images=[one], **GREEDY)
+    assert first.token_ids == (await session.generate("<image>what?", images=[one], **GREEDY)).token_ids
+    assert first.prompt_token_ids[0] == small.CASES["qwen3-vl"].id_of("<|vision_start|>")
+    both = session.generate(["<image>a<image>b", "no picture", "c"], images=[[one, two], None, two], **GREEDY)
+    texts = [done.token_ids for done in await both]
+    assert texts[0] == (await session.generate("<image>a<image>b", images=[one, two], **GREEDY)).token_ids
+    assert texts[1] == (await session.generate("no picture", **GREEDY)).token_ids
+    assert texts[2] == (await session.generate("c", images=two, **GREEDY)).token_ids
+    assert texts[0] != (await session.generate("<image>a<image>b", images=[two, one], **GREEDY)).token_ids
+
+
+@anyio_test
+async def test_chats_take_parts_and_a_second_question_computes_only_the_question(session: Session) -> None:
+    part = {"type": "image", "image": small.picture(1, 96, 96)}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    first = await session.chat(messages, **GREEDY)
+    messages += [first.message, {"role": "user", "content": "And why?"}]
+    second = await session.chat(messages, **GREEDY)
+    whole = len(first.prompt_token_ids) + len(first.token_ids)
+    assert second.usage.cached_tokens >= whole // 16 * 16 - 16 and encoded(session) == 1
+
+
+@anyio_test
+async def test_rows_are_kept_on_disk(folder: Path, tmp_path: Path) -> None:
+    pixels = small.picture(1, 96, 64)
+    options = OPTIONS | {"cache_dir": str(tmp_path)}
+    async with rekindle.open(folder, **options) as session:
+        first = await session.generate("what?", images=pixels, **GREEDY)
+    async with rekindle.open(folder, **options, prefix_cache=False) as session:
+        again = await session.generate("what?", images=pixels, **GREEDY)
+        assert again.token_ids == first.token_ids and encoded(session) == 0
+
+
+@anyio_test
+async def test_no_program_is_made_for_a_size_that_came_before(session: Session) -> None:
+    pictures: Any = session._front.pictures
+    for seed, (width, height) in enumerate(((128, 128), (128, 192), (256, 128), (256, 192), (256, 256))):
+        await session.generate("what?", images=small.picture(seed, width, height), **GREEDY)
+    programs, steps = pictures.compilations, session.stats().compilations
+    for seed, (width, height) in enumerate(((65, 33), (40, 90), (200, 190), (1, 1), (9, 130), (131, 77)), start=9):
+        await session.generate("what?", images=small.picture(seed, width, height), **GREEDY)
+    assert (pictures.compilations, session.stats().compilations) == (programs, steps)
+
+
+@anyio_test
+async def test_what_is_wrong_is_refused_by_name(session: Session) -> None:
+    pixels = small.picture(1, 64, 64)
+    wrong: list[tuple[str, Any, str]] = [
+        ("<image><image>", [pixels], "2 places"),
+        ("a", "/nowhere/picture.png", "is no file"),
+        ("a", b"no picture", "images"),
+        ("a", [object()], "is no image"),
+        ("a", small.picture(1, 5000, 2), "200 times"),
+        ("a", "https://example.org/a.png", "nothing is fetched"),
+    ]
+    for prompt, images, problem in wrong:
+        with pytest.raises(InvalidRequest, match=problem):
+            await session.generate(prompt, images=images, **GREEDY)
+    with pytest.raises(InvalidRequest, match="2 prompts"):
+        session.generate(["a", "b"], images=[pixels], **GREEDY)
+    with pytest.raises(InvalidRequest, match="places"):
+        await session.generate("<|image_pad|>", **GREEDY)
+    with pytest.raises(InvalidRequest, match="places"):
+        await session.generate("<|image_pad|>", images=[pixels], **GREEDY)
+    with pytest.raises(InvalidRequest, match="token ids"):
+        session.generate([1, 2, 3], images=[pixels], **GREEDY)
+    assert (await session.generate("a", **GREEDY)).token_ids
+
+
+@anyio_test
+async def test_a_model_of_text_refuses_pictures() -> None:
+    async with rekindle.open("tiny", max_model_len=64, quiet=True, precompile="lazy") as session:
+        with pytest.raises(InvalidRequest, match="reads text alone"):
+            session.generate("a", images=[small.picture(1, 8, 8)])
+        with pytest.raises(InvalidRequest, match="reads text alone"):
+            session.chat([{"role": "user", "content": [{"type": "image", "image": small.picture(1, 8, 8)}]}])
