@@ -46,6 +46,7 @@ class OpenOptions(TypedDict, total=False):
     host_memory: int | None
     disk_memory: int | None
     capture_memory: int | None
+    projector: str | os.PathLike[str] | None
     cache_dir: str | os.PathLike[str] | None
     shared_cache: str | os.PathLike[str] | None
     restore: str | None
@@ -132,6 +133,7 @@ class EngineConfig(html.Record):
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
         capture_memory (256 MiB): bytes of host memory for captures with keep=True; 0 keeps none.
+        projector (None): GGUF file (mmproj) that reads pictures for a model in GGUF; None is the only one next to it.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
             where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) that machines share as a second cache, after cache_dir;
@@ -172,6 +174,7 @@ class EngineConfig(html.Record):
     host_memory: int = option(1 << 30, Whole(0), also=("serve",))
     disk_memory: int = option(4 << 30, Whole(0), also=("serve",))
     capture_memory: int = option(256 << 20, Whole(0))
+    projector: str | None = option(None, Text(path=True), also=("serve",))
     cache_dir: str | None = option(None, Text(path=True), also=("command",))
     shared_cache: str | None = option(None, Text(path=True), also=("command",))
     restore: str | None = option(None, Text(), also=("serve",))

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 
@@ -30,7 +30,6 @@ from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.opening.open_request import OpenRequest, precompiles
-from rekindle._src.opening.picture_plan import PicturesPlan, pictures_plan
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
@@ -39,6 +38,9 @@ from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import check_places
 from rekindle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rekindle._src.opening.picture_plan import PicturesPlan
 
 
 class CachePlan(NamedTuple):
@@ -187,8 +189,17 @@ def blueprint(request: OpenRequest) -> Blueprint:
         precompile,
         _caches(config, programs),
         _taps(request, graph.config, config),
-        None if isinstance(source, LoadedModel) else pictures_plan(source, config),
+        None if isinstance(source, LoadedModel) else _pictures(source, config),
     )
+
+
+def _pictures(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan | None:
+    """Return how pictures are read; None for a checkpoint without them, as most are."""
+    if source.found.stored.others is None:
+        return None
+    from rekindle._src.opening.picture_plan import pictures_plan  # it imports a lot
+
+    return pictures_plan(source, config)
 
 
 def _check_snapshot(config: EngineConfig) -> None:
@@ -214,6 +225,7 @@ def _described(request: OpenRequest) -> CheckpointPlan:
             divided=config.mesh is not None,
             seen=None if request.ahead is None else request.ahead.seen,
             device_memory=config.device_memory,
+            projector=config.projector,
         )
     finally:
         shown.hidden = False

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -30,7 +31,6 @@ from rekindle._src.opening.blueprint import Blueprint, blueprint
 from rekindle._src.opening.cache import SessionCache
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
-from rekindle._src.opening.pictures import SessionPictures
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
@@ -39,6 +39,9 @@ from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, unavailable_reason
+
+if TYPE_CHECKING:
+    from rekindle._src.opening.pictures import SessionPictures
 
 log = logging.getLogger("rekindle.engine")
 
@@ -78,9 +81,7 @@ def build(request: OpenRequest) -> Front:
         cache.restore(runner, programs, request.show)
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
-        pictures = SessionPictures.open(plan, tokenizer)
-        if pictures is not None:
-            owners.enter_context(closing(pictures))
+        pictures = None if plan.pictures is None else owners.enter_context(closing(_pictures(plan, tokenizer)))
         request.show("programs")
         programs.opened()
         device = ModelDevice(plan, weights, programs, cache, runner, others)
@@ -90,6 +91,12 @@ def build(request: OpenRequest) -> Front:
         )
         device.owners = owners.pop_all()
         return front
+
+
+def _pictures(plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures:
+    from rekindle._src.opening.pictures import SessionPictures  # most models read text alone
+
+    return SessionPictures.open(plan, tokenizer)
 
 
 def attach_caches(config: EngineConfig) -> None:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.images.processor import PictureProcessor
-from rekindle._src.images.registry import processor_of_files
+from rekindle._src.images.registry import processor_of_files, processor_of_mmproj
 from rekindle._src.models.loading.checkpoint import CheckpointPlan
+from rekindle._src.models.loading.fingerprint import folder_fingerprint
 from rekindle._src.models.loading.stored import MAX_CONFIG
 from rekindle._src.models.loading.tensor_files import read_json
 from rekindle._src.models.vision.registry import vision_config
@@ -34,6 +35,15 @@ def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan 
     others, folder = source.found.stored.others, source.found.folder
     if others is None or source.graph.config.pictures is None or config.processes > 1:
         return None
+    if others.projector is not None:
+        from rekindle._src.models.loading.gguf.header import read_header  # other formats don't need it
+        from rekindle._src.models.loading.gguf.source import gguf_header
+        from rekindle._src.models.vision.mmproj import read_mmproj
+
+        header = read_header(others.projector)
+        tensors, file = read_mmproj(others.projector), gguf_header(header)
+        reader = processor_of_mmproj(header.metadata)
+        return _plan(source, reader, tensors, folder_fingerprint({}, (file,)))
     preprocessor, processor = (_json(folder / f"{name}_config.json") for name in ("preprocessor", "processor"))
     if preprocessor is None and processor is None:
         log.warning("%s reads text alone: it has no preprocessor_config.json, which says how pictures are cut", folder)
@@ -42,9 +52,13 @@ def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan 
     assert vision is not None, "its config says so"
     entries = {entry.name: entry for header in others.headers for entry in header.entries}
     tensors = tower_tensors(vision, entries, str(folder))
-    tower = abstract_tower(vision, source.graph.precision.weights)
-    reader = processor_of_files(preprocessor, processor, others.config)
-    parts = (source.fingerprint, repr(reader), repr(tower.graph))
+    return _plan(source, processor_of_files(preprocessor, processor, others.config), tensors, "")
+
+
+def _plan(source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensors, encoder: str) -> PicturesPlan:
+    """Return the plan of a reader and an encoder; `encoder` names the file that has it, if it is another one."""
+    tower = abstract_tower(tensors.config, source.graph.precision.weights)
+    parts = (source.fingerprint, encoder, repr(reader), repr(tower.graph))
     identity = sha256(b"".join(framed(part.encode()) for part in parts)).digest()
     return PicturesPlan(reader, tower, tensors, identity)
 

@@ -109,6 +109,7 @@ def describe(
     seen: StoredCheckpoint | None = None,
     unpack: bool | None = None,
     device_memory: int | None = None,
+    projector: str | None = None,
 ) -> CheckpointPlan:
     """Check a folder or hub id, and describe the model that `load` would return for it. Nothing is written.
 
@@ -116,10 +117,10 @@ def describe(
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
     matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
     there is room for them in addition to pages of `device_memory`. `seen` is the result of `look`, if there is one
-    already.
+    already; `projector` is that of it.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
-    seen = look(model) if seen is None else seen
+    seen = look(model, projector) if seen is None else seen
     keeps_in_groups = kept_weights.keeps_groups(seen, weights, quantize)
     if not (traits().unpacks and (keeps_in_groups or quantize is not None)):
         unpack = False

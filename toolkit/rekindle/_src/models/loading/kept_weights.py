@@ -70,7 +70,8 @@ def options(
     keeps = keeps_groups(seen, dtype, quantize)
     as_stored = ("as stored", *["divided"] * divided) if keeps else ()
     as_floats = ("unpacked",) if unpacked and (keeps or quantize is not None) else ()
-    return resolved, quantize, quantize_embeddings, *as_stored, *as_floats
+    pictures = ("pictures",) if seen.is_gguf and seen.others is not None else ()
+    return resolved, quantize, quantize_embeddings, *as_stored, *as_floats, *pictures
 
 
 def place(

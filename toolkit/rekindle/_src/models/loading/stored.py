@@ -14,7 +14,7 @@ from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.hub import locate
 from rekindle._src.models.loading.tensor_files import Header
-from rekindle.errors import CheckpointError, UnsupportedModel
+from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 
 _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
@@ -37,10 +37,11 @@ MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 K
 
 
 class OtherParts(NamedTuple):
-    """What a checkpoint has in addition to its language model, such as an encoder of pictures."""
+    """What a checkpoint has in addition to its language model: an encoder of pictures."""
 
     config: Mapping[str, Any]  # of the whole model
     headers: tuple[Header, ...]  # of the other tensors, under the names that they have in the file
+    projector: Path | None = None  # a GGUF file that has all of it, in which case the others are empty
 
 
 class StoredCheckpoint(NamedTuple):
@@ -65,14 +66,25 @@ class StoredCheckpoint(NamedTuple):
         return "its metadata" if self.is_gguf else "its config.json"
 
 
-def look(model: str | Path) -> StoredCheckpoint:
-    """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
+def look(model: str | Path, projector: str | Path | None = None) -> StoredCheckpoint:
+    """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size.
+
+    `projector` is the file of a GGUF model's encoder of pictures, by default the only one next to it.
+    """
     path = checkpoint_path(locate(model))
     if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
-        return StoredCheckpoint(path, raw, headers, fingerprints.folder_fingerprint(raw, headers), is_gguf=True)
+        fingerprint = fingerprints.folder_fingerprint(raw, headers)
+        others = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
+        if others is None:
+            return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True)
+        raw, parts = _with_projector(raw, others, asked=projector is not None)
+        return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True, others=parts)
+    if projector is not None:
+        problem = "is for models in GGUF: a folder of safetensors has its encoder of pictures itself"
+        raise ConfigError("projector", str(projector), problem, "Leave it out")
     files = tensor_files.weight_files(path)
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
@@ -102,6 +114,29 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
+
+
+def _with_projector(raw: dict[str, Any], projector: Path, *, asked: bool) -> tuple[dict[str, Any], OtherParts | None]:
+    """Return a model's config with its pictures, and the file that reads them. One that was not asked for, and does not
+    fit, is left out."""
+    from rekindle._src.models.vision.mmproj import read_mmproj  # other models don't need it
+
+    try:
+        vision = read_mmproj(projector).config
+        if vision.out_size != raw.get("hidden_size"):
+            raise CheckpointError(
+                f"{projector} makes rows of {vision.out_size:,} numbers, and the model's have "
+                f"{raw.get('hidden_size'):,}: it belongs to another model."
+            )
+    except (CheckpointError, UnsupportedModel, OSError) as error:
+        if asked:
+            raise
+        _log.warning("pictures can't be read: %s", error)
+        return raw, None
+    both_ways = "all" if vision.model_type in _BOTH_WAYS else "no"
+    token = 0 if raw.get("hidden_size_per_layer_input") else None
+    pictures = {"levels": len(vision.deepstack), "token": token, "both_ways": both_ways}
+    return raw | {"pictures": pictures}, OtherParts({}, (), projector)
 
 
 def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:

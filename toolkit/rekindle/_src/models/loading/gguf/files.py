@@ -49,6 +49,12 @@ def only(names: Sequence[str], where: str, form: str) -> str | None:
     return files[0] if files else None
 
 
+def projector_of(model: Path) -> Path | None:
+    """Return the only encoder of pictures next to a model's file; None if there is none, or several."""
+    found = [path for path in model.parent.iterdir() if is_gguf(path) and "mmproj" in path.name.lower()]
+    return found[0] if len(found) == 1 and found[0] != model else None
+
+
 def in_folder(folder: Path) -> Path | None:
     """Return the only GGUF model of a folder, None if there is none. Raise `CheckpointError` if there are several."""
     name = only([path.name for path in folder.iterdir()], str(folder), f"{folder}/{{}}")

@@ -36,7 +36,7 @@ def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
     raw = config(_together(headers), tensors)
-    return raw, tuple(_header(header) for header in headers)
+    return raw, tuple(gguf_header(header) for header in headers)
 
 
 def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _together(read: Sequence[GgufHeader]) -> GgufHeader:
     return read[0]
 
 
-def _header(header: GgufHeader) -> Header:
+def gguf_header(header: GgufHeader) -> Header:
     entries = tuple(
         TensorEntry(tensor.name, header.path, tensor.kind.name, tensor.shape, tensor.offset, tensor.nbytes)
         for tensor in header.tensors
