@@ -81,7 +81,7 @@ def build(request: OpenRequest) -> Front:
         cache.restore(runner, programs, request.show)
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
-        pictures = None if plan.pictures is None else owners.enter_context(closing(_pictures(plan, tokenizer)))
+        pictures = _pictures(plan, tokenizer, owners)
         request.show("programs")
         programs.opened()
         device = ModelDevice(plan, weights, programs, cache, runner, others)
@@ -93,10 +93,14 @@ def build(request: OpenRequest) -> Front:
         return front
 
 
-def _pictures(plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures:
-    from rekindle._src.opening.pictures import SessionPictures  # most models read text alone
+def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStack) -> SessionPictures | None:
+    """Return what reads pictures; None for models that read text alone, as most do."""
+    if plan.pictures is None:
+        return None
+    from rekindle._src.opening.pictures import SessionPictures
 
-    return SessionPictures.open(plan, tokenizer)
+    pictures = SessionPictures.open(plan, tokenizer)
+    return None if pictures is None else owners.enter_context(closing(pictures))
 
 
 def attach_caches(config: EngineConfig) -> None:

@@ -32,7 +32,7 @@ from rekindle._src.programs.encoder import EncoderPrograms
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import CheckpointError, InvalidRequest
+from rekindle.errors import InvalidRequest
 
 FOLDER = "pictures"  # in a cache folder
 SHARE = 8  # of host memory and of disk that rows may have: a part in so many
@@ -178,17 +178,15 @@ class SessionPictures:
         self.encoded_pictures = 0
 
     @classmethod
-    def open(cls, plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures:
-        """Return what reads the pictures of a session whose blueprint has a plan for them."""
+    def open(cls, plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures | None:
+        """Return what reads the pictures of a session; None if its tokenizer has no token in whose place they stand."""
         pictures = plan.pictures
         assert pictures is not None, "its blueprint has a plan"
         name = pictures.processor.image_token
         ids = tokenizer.encode(name, add_special_tokens=False) if tokenizer.has_text else []
         if len(ids) != 1:
-            raise CheckpointError(
-                f"{plan.folder}: pictures stand in the place of tokens {name!r}, which its tokenizer does not have. "
-                "Download it again."
-            )
+            log.warning("pictures can't be read: the tokenizer of %s has no token %s", plan.name, name)
+            return None
         config, merge = plan.config, 0
         if any(rope.sections for rope in plan.model.ropes):
             merge = pictures.tower.graph.config.merge
