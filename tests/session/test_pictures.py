@@ -143,3 +143,13 @@ async def test_a_model_of_text_refuses_pictures() -> None:
             session.generate("a", images=[small.picture(1, 8, 8)])
         with pytest.raises(InvalidRequest, match="reads text alone"):
             session.chat([{"role": "user", "content": [{"type": "image", "image": small.picture(1, 8, 8)}]}])
+
+
+@anyio_test
+async def test_forks_go_on_after_the_same_pictures(session: Session) -> None:
+    done = await session.generate("What is <image> this?", images=[small.picture(1, 96, 64)], **GREEDY)
+    handle = session.submit("What is <image> this?", images=[small.picture(1, 96, 64)], **GREEDY)
+    await handle
+    for source in (done, handle):
+        assert (await session.fork(source, at=2)).token_ids == done.token_ids[2:]
+    assert [picture.decode(b"").width for picture in done.images] == [96]

@@ -469,6 +469,9 @@ class Completion:
     # Builds the object. Any: the signature of a public class names no private type.
     parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
     captured: Captured | None = None  # the arrays that `capture` names
+    images: tuple[Any, ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )  # the prompt's, as they were read
 
     @property
     def parsed(self) -> Any:

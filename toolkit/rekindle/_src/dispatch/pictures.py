@@ -10,9 +10,9 @@ import numpy as np
 
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.pictures import PictureSpan, PictureUse
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
-from rekindle._src.dispatch.capability import Capability
+from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle.errors import InvalidRequest
 
 
@@ -74,6 +74,22 @@ class PictureIntake(Capability):
             fix = f"Open with max_tokens_per_step={longest + front.config.max_requests} or more"
             raise InvalidRequest("images", "a picture", problem, fix)
         return use
+
+    def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
+        given = submission.extensions.get(PromptPictures)
+        return None if given is None else PictureOutput(given.pictures)
+
+
+class PictureOutput(Part):
+    """Names the prompt's pictures in the completion, so that it can be continued."""
+
+    __slots__ = ("_pictures",)
+
+    def __init__(self, pictures: tuple[PictureLike, ...]) -> None:
+        self._pictures = pictures
+
+    def completion(self, end: SequenceEnd) -> Fields:
+        return {"images": self._pictures}
 
 
 def placed(

@@ -19,6 +19,7 @@ from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Submission
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
 from rekindle._src.session.call import Call
@@ -134,6 +135,12 @@ class Handle(RequestOutput, Call[T]):
         """The prompt's text, or None if it has none. A chat's text is rendered when its request is taken in."""
         prompt = self._prompt
         return self._mailbox.prompt if prompt.text is None else prompt.text if prompt.shown is None else prompt.shown
+
+    @property
+    def images(self) -> tuple[Any, ...]:
+        """The pictures of the prompt, as they were read."""
+        given = self._prompt.extensions.get(PromptPictures)
+        return () if given is None else given.pictures
 
     @property
     def covered(self) -> int:

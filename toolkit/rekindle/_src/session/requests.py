@@ -296,7 +296,11 @@ class Requests:
         text = tokenizer.decode(prefix, skip_special_tokens=False) if tokenizer.has_text else ""
         chat = chat_of(source, text) if isinstance(source, Handle) else {}
         covered = source.covered + len(prefix)
-        handle = self._handle([*prompt_ids, *prefix], sampling, options, base=base, covered=covered, **chat)
+        images = source.images
+        pictures = PromptPictures(images) if images else None
+        handle = self._handle(
+            [*prompt_ids, *prefix], sampling, options, base=base, covered=covered, pictures=pictures, **chat
+        )
         handle.submit()
         return handle
 

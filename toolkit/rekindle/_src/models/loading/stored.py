@@ -77,11 +77,11 @@ def look(model: str | Path, projector: str | Path | None = None) -> StoredCheckp
 
         raw, headers = gguf.look(path)
         fingerprint = fingerprints.folder_fingerprint(raw, headers)
-        others = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
-        if others is None:
-            return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True)
-        raw, parts = _with_projector(raw, others, asked=projector is not None)
-        return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True, others=parts)
+        file = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
+        others: OtherParts | None = None
+        if file is not None:
+            raw, others = _with_projector(raw, file, asked=projector is not None)
+        return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True, others=others)
     if projector is not None:
         problem = "is for models in GGUF: a folder of safetensors has its encoder of pictures itself"
         raise ConfigError("projector", str(projector), problem, "Leave it out")
