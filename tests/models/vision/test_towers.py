@@ -20,7 +20,7 @@ from rekindle._src.models.vision.inputs import (
     patches_of,
     resized_weights,
 )
-from rekindle._src.models.vision.layers import Encoded
+from rekindle._src.models.vision.layers import PictureEmbeddings
 from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.models.vision.steps import EncoderPrograms, encode_in_steps, rows_for
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
@@ -166,7 +166,7 @@ def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share
     pictures = [random_picture(config, 4, 6), random_picture(config, 2, 2, seed=1)]
     batch, programs = encoder.batch(pictures, 36), EncoderPrograms(encoder.tower.graph)
     *steps, encoded = encode_in_steps(programs, encoder.leaves, batch, 16)
-    assert isinstance(encoded, Encoded)
+    assert isinstance(encoded, PictureEmbeddings)
     assert steps == [None] * (1 + 2 * 2 * 3 + 1)  # two programs for each of three parts of both layers, and a level
     whole = encoder.encode(encoder.leaves, batch)
     np.testing.assert_allclose(encoded.tokens, whole.tokens, atol=2e-5)

@@ -24,7 +24,7 @@ from rekindle._src.models.vision.inputs import PatchBatch
 from rekindle_kernels import activate
 
 
-class Encoded(NamedTuple):
+class PictureEmbeddings(NamedTuple):
     """The result of an encoder."""
 
     tokens: Array  # [T, X]
@@ -190,7 +190,7 @@ class VisionTower(nnx.Module):
         """Compute a level [T, X] of the result from the output [N, E] of the layer `config.deepstack[number]`."""
         raise NotImplementedError
 
-    def __call__(self, batch: PatchBatch) -> Encoded:
+    def __call__(self, batch: PatchBatch) -> PictureEmbeddings:
         x, shared = self.begin(batch)
         levels = list[Array]()
         for number, layer in enumerate(self.layers):
@@ -199,7 +199,7 @@ class VisionTower(nnx.Module):
             if number in self.config.deepstack:
                 levels.append(self.level(len(levels), x, batch))
         tokens = self.end(x, batch)
-        return Encoded(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
+        return PictureEmbeddings(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
 
 
 def grouped(x: Array, batch: PatchBatch) -> Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle._src.models.vision.inputs import PatchBatch
-from rekindle._src.models.vision.layers import Encoded, PatchHeads, PatchLayer, PatchPass
+from rekindle._src.models.vision.layers import PatchHeads, PatchLayer, PatchPass, PictureEmbeddings
 from rekindle._src.models.vision.tower import TowerGraph, abstract_module, merge_tower
 
 LAYER = "layers."
@@ -53,7 +53,7 @@ def rows_for(graph: TowerGraph, bucket: int, operations: float) -> int:
 
 def encode_in_steps(
     programs: EncoderPrograms, leaves: Sequence[Array], batch: PatchBatch, rows: int
-) -> Iterator[Encoded | None]:
+) -> Iterator[PictureEmbeddings | None]:
     """Encode a bucket; yield None after each step, and the result as the last item.
 
     A step begins when the next item is asked for. Its program has been started by the device when it is yielded: wait
@@ -83,7 +83,7 @@ def encode_in_steps(
             levels.append(programs.level(leaves, x, batch, number=len(levels)))
             yield None
     tokens = programs.end(leaves, x, batch)
-    yield Encoded(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
+    yield PictureEmbeddings(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
 
 
 def layer_leaves(graph: TowerGraph, leaves: Sequence[Array], number: int) -> tuple[Array, ...]:

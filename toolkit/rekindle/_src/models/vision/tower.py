@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import ImagePatches, PatchBatch, pack
-from rekindle._src.models.vision.layers import Encoded, VisionTower
+from rekindle._src.models.vision.layers import PictureEmbeddings, VisionTower
 from rekindle._src.models.vision.registry import tower_family
 
 
@@ -54,12 +54,12 @@ def merge_tower(graph: TowerGraph, leaves: Sequence[Any]) -> VisionTower:
     return cast(VisionTower, nnx.merge(definition, jax.tree.unflatten(jax.tree.structure(state), leaves)))
 
 
-def encode(graph: TowerGraph, leaves: Sequence[Array], batch: PatchBatch) -> Encoded:
+def encode(graph: TowerGraph, leaves: Sequence[Array], batch: PatchBatch) -> PictureEmbeddings:
     """Encode the pictures of a bucket. It is pure: `jax.jit(functools.partial(encode, graph))` is its program."""
     return merge_tower(graph, leaves)(batch)
 
 
-def encoder_of(graph: TowerGraph) -> Callable[[Sequence[Array], PatchBatch], Encoded]:
+def encoder_of(graph: TowerGraph) -> Callable[[Sequence[Array], PatchBatch], PictureEmbeddings]:
     """Return `encode` for a graph; it compiles once for each bucket."""
     return jax.jit(functools.partial(encode, graph))
 
