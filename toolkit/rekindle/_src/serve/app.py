@@ -71,6 +71,7 @@ def app(
     allowed_hosts: Sequence[str] = (),
     trust_request_chat_template: bool = False,
     adapter_loading: bool = False,
+    allow_urls: bool = False,
     metrics_names: Names = "rekindle",
     opened: Callable[[str], object] | None = None,
     failed: Callable[[BaseException], object] | None = None,
@@ -93,6 +94,7 @@ def app(
         trust_request_chat_template: let requests send a chat template, which is code.
         adapter_loading: let requests load adapters from folders of the server, and unload them:
             /v1/load_lora_adapter and /v1/unload_lora_adapter.
+        allow_urls: fetch pictures that requests name by http or https URLs, from public addresses alone.
         metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
@@ -116,6 +118,7 @@ def app(
         trust_templates=trust_request_chat_template,
         metrics_names=metrics_names,
         hosts=Hosts(allowed_hosts),
+        allow_urls=allow_urls,
     )
 
     @contextlib.asynccontextmanager

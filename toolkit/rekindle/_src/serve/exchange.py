@@ -33,6 +33,7 @@ from rekindle._src.serve.bodies import (
 )
 from rekindle._src.serve.bodies import dumps as dumps
 from rekindle._src.serve.errors import ApiError, refusal, unavailable, wrong
+from rekindle._src.serve.fetching import Fetcher
 from rekindle._src.serve.fields import Endpoint, UnknownFields
 from rekindle._src.serve.life import Active, Hosts, Life
 from rekindle._src.serve.logprobs import TokenNames
@@ -59,6 +60,7 @@ class Service:
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
         hosts: Hosts | None = None,
+        allow_urls: bool = False,
     ) -> None:
         self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
@@ -68,6 +70,7 @@ class Service:
         self.heartbeat = 15.0  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
         self.item_store: KeptItems = KeptItems()
+        self.fetcher: Fetcher | None = Fetcher() if allow_urls else None  # None: no URL is fetched
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[ServedSession, TokenNames]] = {}
