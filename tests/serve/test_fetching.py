@@ -260,6 +260,17 @@ def test_a_url_is_taken_apart_once() -> None:
     assert parse_url("http://8.8.8.8").target == "/" and parse_url("https://example.org:80/").port == 80
 
 
+@pytest.mark.parametrize("character", [*'\\ \t\n\r\0\x7f"<>^`{|}é。①', "%", "%0", "%g0", "\ud800"])
+def test_characters_that_have_to_be_escaped_are_refused(character: str) -> None:
+    for url in (
+        f"http://example.org/{character}",
+        f"http://example.org?{character}",
+        f"http://example.org{character}/",
+    ):
+        with pytest.raises(FetchProblem):
+            parse_url(url)
+
+
 # Redirects.
 
 

@@ -54,7 +54,8 @@ _NETWORKS = tuple(
         "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
         "224.0.0.0/3",  # multicast, reserved, broadcast
         "168.63.129.16/32",  # the host of a machine at Azure
-        "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",  # Teredo and other protocols, documents, 6to4
+        "2001::/23", "2002::/16",  # Teredo and other protocols, 6to4
+        "2001:db8::/32", "3fff::/20",  # documents
     )
 )  # fmt: skip
 # All other addresses of the sixth version are refused: unspecified, loopback, mapped, NAT64, local, multicast.

@@ -132,9 +132,9 @@ class RequestPictures:
 def _uri_of(part: Mapping[str, Any], path: str) -> tuple[str, str]:
     """Return the path of a picture's URI, and the URI. `detail` is checked and changes nothing: the model decides."""
     if part["type"] == "image":
-        place, uri = f"{path}.source", _anthropic(part.get("source"), f"{path}.source")
-        return (place if uri[:5].lower() == "data:" else f"{place}.url"), uri
-    uri, place, detail = part.get("image_url"), f"{path}.image_url", part.get("detail")
+        return _anthropic(part.get("source"), f"{path}.source")
+    uri: Any = part.get("image_url")
+    place, detail = f"{path}.image_url", part.get("detail")
     if isinstance(uri, Mapping):
         uri, place, detail = uri.get("url"), f"{place}.url", uri.get("detail", detail)
     if detail is not None and detail not in _DETAILS:
@@ -144,17 +144,17 @@ def _uri_of(part: Mapping[str, Any], path: str) -> tuple[str, str]:
     return place, uri
 
 
-def _anthropic(source: Any, path: str) -> str:
-    """Return Anthropic's source of a picture as a URI."""
+def _anthropic(source: Any, path: str) -> tuple[str, str]:
+    """Return the path and the URI of a picture in Anthropic's form."""
     if not isinstance(source, Mapping):
         raise wrong(path, source, "is not an object", "Pass {'type': 'base64', 'media_type': …, 'data': …}")
     if source.get("type") == "url":
         url = source.get("url")
         if not isinstance(url, str):
             raise wrong(f"{path}.url", url, "is not a string", "Pass a URL")
-        return url
+        return f"{path}.url", url
     kind, data = source.get("media_type"), source.get("data")
     if source.get("type") != "base64" or not isinstance(kind, str) or not isinstance(data, str):
         fix = "Pass {'type': 'base64', 'media_type': 'image/png', 'data': …}"
         raise wrong(path, source.get("type"), "is no picture in base64", fix)
-    return f"data:{kind};base64,{data}"
+    return path, f"data:{kind};base64,{data}"
