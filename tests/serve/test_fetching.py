@@ -21,9 +21,9 @@ from anyio.streams.tls import TLSListener
 
 pytest.importorskip("h11", reason="the server is the extra `serve`")
 
-from rekindle._src.serve import fetching
 from rekindle._src.serve.errors import ApiError
-from rekindle._src.serve.fetching import Fetcher, FetchProblem, FetchRules, is_public, parse_url
+from rekindle._src.serve.fetching import Fetcher, FetchRules
+from rekindle._src.serve.web_urls import NETWORKS, FetchProblem, is_public, parse_url
 
 pytestmark = pytest.mark.anyio
 CONTEXT = ssl.create_default_context()  # to make one takes a while
@@ -231,7 +231,7 @@ async def test_nothing_is_told_about_hosts_inside() -> None:
 
 def test_public_addresses_are_public_to_python_too() -> None:
     draw = random.Random(3)
-    edges = [edge for network in fetching._NETWORKS for edge in (int(network[0]), int(network[-1]))]
+    edges = [edge for network in NETWORKS for edge in (int(network[0]), int(network[-1]))]
     addresses: list[Any] = [ipaddress.IPv4Address(draw.getrandbits(32)) for _ in range(2_000)]
     addresses += [ipaddress.IPv6Address(draw.getrandbits(125) | 1 << 125) for _ in range(2_000)]
     for edge in edges:

@@ -30,6 +30,8 @@ from rekindle.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from rekindle._src.serve.fetching import Fetcher
+
 log = logging.getLogger("rekindle.server")
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
@@ -118,7 +120,7 @@ def app(
         trust_templates=trust_request_chat_template,
         metrics_names=metrics_names,
         hosts=Hosts(allowed_hosts),
-        allow_urls=allow_urls,
+        fetcher=_fetcher() if allow_urls else None,
     )
 
     @contextlib.asynccontextmanager
@@ -181,6 +183,15 @@ def app(
     starlette = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     starlette.state.rekindle = service
     return starlette
+
+
+def _fetcher() -> Fetcher:
+    """Return what fetches pictures. Raises `MissingExtra`."""
+    try:
+        from rekindle._src.serve.fetching import Fetcher
+    except ImportError as error:
+        raise MissingExtra("h11", "serve") from error
+    return Fetcher()
 
 
 class ApiKeys:

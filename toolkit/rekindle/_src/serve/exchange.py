@@ -12,7 +12,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -33,13 +33,15 @@ from rekindle._src.serve.bodies import (
 )
 from rekindle._src.serve.bodies import dumps as dumps
 from rekindle._src.serve.errors import ApiError, refusal, unavailable, wrong
-from rekindle._src.serve.fetching import Fetcher
 from rekindle._src.serve.fields import Endpoint, UnknownFields
 from rekindle._src.serve.life import Active, Hosts, Life
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
 from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
+
+if TYPE_CHECKING:
+    from rekindle._src.serve.fetching import Fetcher
 
 FINGERPRINT = f"rekindle-{VERSION}"
 
@@ -60,7 +62,7 @@ class Service:
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
         hosts: Hosts | None = None,
-        allow_urls: bool = False,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
@@ -70,7 +72,7 @@ class Service:
         self.heartbeat = 15.0  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
         self.item_store: KeptItems = KeptItems()
-        self.fetcher: Fetcher | None = Fetcher() if allow_urls else None  # None: no URL is fetched
+        self.fetcher: Fetcher | None = fetcher  # None: no URL is fetched
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[ServedSession, TokenNames]] = {}

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from rekindle._src.images import EncodedPicture, PictureLimits, decode_uri, open_bytes
 from rekindle._src.serve.errors import ApiError, wrong
 from rekindle._src.serve.exchange import Exchange
-from rekindle._src.serve.fetching import FetchProblem, WebUrl
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.models import ServedSession
+from rekindle._src.serve.web_urls import FetchProblem, WebUrl
 
 ReadPicture = Callable[[Mapping[str, Any], str], dict[str, Any]]  # from a part and its path to the part of a session
 LIMITS = PictureLimits(pixels=1 << 25, total_pixels=1 << 26)  # of a stranger's: a decoded pixel has 3 bytes
