@@ -39,7 +39,7 @@ def uncounted(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     raise wrong(f"{path}.type", part["type"], "is a picture, whose tokens are not counted here", "Send parts of text")
 
 
-class _Wanted(NamedTuple):
+class _PictureUrl(NamedTuple):
     """A picture that is to be fetched, and the part that it goes into."""
 
     url: WebUrl
@@ -58,7 +58,7 @@ class RequestPictures:
     def __init__(self, exchange: Exchange, session: ServedSession) -> None:
         self._exchange, self._reads = exchange, session.reads_pictures
         self._count = self._pixels = self._tokens = self._characters = 0
-        self._wanted: list[_Wanted] = []
+        self._wanted: list[_PictureUrl] = []
 
     @property
     def tokens(self) -> int:
@@ -80,7 +80,7 @@ class RequestPictures:
             self._characters += len(uri)
             own["image"] = self._taken(decode_uri(uri, field=place, limits=LIMITS), place)
         else:
-            self._wanted.append(_Wanted(self._allowed(uri, place), uri, place, own))
+            self._wanted.append(_PictureUrl(self._allowed(uri, place), uri, place, own))
             self._tokens += _PIXELS_PER_TOKEN
         return own
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 PORTS = {"http": 80, "https": 443}  # of the schemes
-_LONGEST = 8_192  # characters of a URL
+LONGEST_URL = 8_192  # characters of a URL
 _PLAIN = frozenset(string.ascii_letters + string.digits + "-._~!$&'()*+,;=:@/?%[]")  # what may follow the scheme
 _OF_NAMES = frozenset(string.ascii_lowercase + string.digits + "-")
 _HEX = frozenset(string.hexdigits)
@@ -63,8 +63,8 @@ class WebUrl(NamedTuple):
 
 def parse_url(text: str, ports: Iterable[int] = PORTS.values()) -> WebUrl:
     """Return a URL's parts. Raises `FetchProblem` for everything that two readers could take for two hosts."""
-    if len(text) > _LONGEST:
-        raise FetchProblem(f"has {len(text):,} characters; at most {_LONGEST:,} are read", f"Shorten it, or {SEND}")
+    if len(text) > LONGEST_URL:
+        raise FetchProblem(f"has {len(text):,} characters; at most {LONGEST_URL:,} are read", f"Shorten it, or {SEND}")
     scheme, mark, rest = text.partition("://")
     scheme = scheme.lower()
     if not mark or scheme not in PORTS:
