@@ -233,12 +233,20 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/serve/batch.py": {"json.loads": US("an answer of ours", "an answer")},
     "toolkit/rekindle/_src/serve/bodies.py": {"json.loads": STRANGER("a body", "check_values")},
     "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text in a body", "check_values")},
+    "toolkit/rekindle/_src/serve/fetching.py": {
+        "ipaddress.ip_address": STRANGER("a resolver's answer", "a DNS message")
+    },
     "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
     "toolkit/rekindle/_src/serve/listening.py": {
         "ipaddress.ip_address": US("an end of a connection", "an address"),
         "ipaddress.IPv6Address": US("a number", "128 bits"),
     },
     "toolkit/rekindle/_src/serve/server.py": {"ipaddress.ip_address": USER("the host to listen on", "an argument")},
+    "toolkit/rekindle/_src/serve/web_urls.py": {
+        "ipaddress.ip_address": STRANGER("the host of a URL", "LONGEST_URL"),
+        "ipaddress.ip_network": US("networks", "a constant"),
+        "ipaddress.IPv6Network": US("a network", "a constant"),
+    },
     "toolkit/rekindle/_src/session/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
     "toolkit/rekindle/_src/session/page_sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/session/rows.py": {

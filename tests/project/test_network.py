@@ -41,4 +41,5 @@ def test_nothing_else_uses_the_network() -> None:
         "processes/joining.py",  # open(processes=…), rekindle follow
         "replicas/on_ray.py",  # rekindle.fleet
         "core/shared_cache.py",  # an object store
+        "serve/fetching.py",  # --allow-urls
     }

@@ -190,6 +190,7 @@ def _serve(serve: Parser) -> None:
     adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
     serve.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
     serve.flag("--adapter-loading", "let requests load adapters from folders of this machine")
+    serve.flag("--allow-urls", "fetch pictures that requests name by URLs, from public addresses alone")
     steering = (
         "changes inside the first model that requests may name, safetensors of vectors; several times for several"
     )

@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_hosts=arguments.allowed_host,
         trust_request_chat_template=arguments.trust_request_chat_template,
         adapter_loading=arguments.adapter_loading,
+        allow_urls=arguments.allow_urls,
         metrics_names=arguments.metrics_names,
         opened=lambda name: print(f"{name} is ready", file=sys.stderr),
         failed=failed,

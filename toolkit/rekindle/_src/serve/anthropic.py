@@ -25,9 +25,8 @@ from rekindle._src.serve.fields import (
     refused,
     whole,
 )
-from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
-from rekindle._src.serve.pictures import has_pictures, is_picture, picture_part
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture, uncounted
 
 BLOCKS = Items(Shape((("type", String()),), ("type",)))
 CONTENT = Either("a string or a list of blocks", ((str, String()), (list, BLOCKS)))
@@ -118,9 +117,11 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     options |= structure | calls_options(fields, parallel=parallel)
-    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields), {**options, **template}))
+    pictures = RequestPictures(exchange, session)
+    messages = await exchange.run(lambda: messages_of(fields, pictures.read))
+    with exchange.takes_on(pictures.tokens) as active:
+        await pictures.fetch()
+        handle = await exchange.run(lambda: call_chat(session.chat, messages, {**options, **template}))
         generation.submit(exchange, active, [handle])
         if not fields.get("stream"):
             ((completion,),) = await generation.wait_all(exchange, active, [handle])
@@ -152,8 +153,8 @@ async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
 
 
-def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation. Refuse blocks other than text, thinking and tools by name."""
+def messages_of(fields: Mapping[str, Any], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
+    """Return the conversation. Refuse blocks other than text, pictures, thinking and tools by name."""
     messages: list[dict[str, Any]] = []
     if fields.get("system"):
         messages.append({"role": "system", "content": _text(fields["system"], "system")})
@@ -164,7 +165,7 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif message["role"] == "assistant":
             messages.append(_assistant(message["content"], path))
         else:
-            messages += _user(message["role"], message["content"], path)
+            messages += _user(message["role"], message["content"], path, read)
     return messages
 
 
@@ -219,14 +220,14 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]
     return message
 
 
-def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
+def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str, read: ReadPicture) -> list[dict[str, Any]]:
     """Return a message for each tool result, and then one for the user's text."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
         if is_picture(block):
-            parts.append(picture_part(block, block_path))
+            parts.append(read(block, block_path))
             continue
         if block["type"] != "tool_result":
             parts.append({"type": "text", "text": _member(block, "text", block_path)})

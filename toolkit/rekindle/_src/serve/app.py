@@ -30,6 +30,8 @@ from rekindle.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+    from rekindle._src.serve.fetching import Fetcher
+
 log = logging.getLogger("rekindle.server")
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
@@ -71,6 +73,7 @@ def app(
     allowed_hosts: Sequence[str] = (),
     trust_request_chat_template: bool = False,
     adapter_loading: bool = False,
+    allow_urls: bool = False,
     metrics_names: Names = "rekindle",
     opened: Callable[[str], object] | None = None,
     failed: Callable[[BaseException], object] | None = None,
@@ -93,6 +96,7 @@ def app(
         trust_request_chat_template: let requests send a chat template, which is code.
         adapter_loading: let requests load adapters from folders of the server, and unload them:
             /v1/load_lora_adapter and /v1/unload_lora_adapter.
+        allow_urls: fetch pictures that requests name by http or https URLs, from public addresses alone.
         metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
@@ -116,6 +120,7 @@ def app(
         trust_templates=trust_request_chat_template,
         metrics_names=metrics_names,
         hosts=Hosts(allowed_hosts),
+        fetcher=_fetcher() if allow_urls else None,
     )
 
     @contextlib.asynccontextmanager
@@ -178,6 +183,15 @@ def app(
     starlette = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     starlette.state.rekindle = service
     return starlette
+
+
+def _fetcher() -> Fetcher:
+    """Return what fetches pictures. Raises `MissingExtra`."""
+    try:
+        from rekindle._src.serve.fetching import Fetcher
+    except ImportError as error:
+        raise MissingExtra("h11", "serve") from error
+    return Fetcher()
 
 
 class ApiKeys:

@@ -19,10 +19,10 @@ from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import abbreviated, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
+from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
-from rekindle._src.serve.pictures import has_pictures, is_picture, picture_part
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture, uncounted
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -41,9 +41,11 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     options = {**chat_options(fields, session), **template_options(exchange, fields), **structure}
     streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
-    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: call_chat(session.chat, plain_messages(fields["messages"]), options))
+    pictures = RequestPictures(exchange, session)
+    messages = await exchange.run(lambda: plain_messages(fields["messages"], pictures.read))
+    with exchange.takes_on(pictures.tokens) as active:
+        await pictures.fetch()
+        handle = await exchange.run(lambda: call_chat(session.chat, messages, options))
         generation.submit(exchange, active, [handle])
         writer = _ChatWriter(exchange, fields, served.name, session, handle)
         if fields.get("stream"):
@@ -145,23 +147,29 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the messages with one text each, or with parts where some are pictures. Refuse other parts."""
+def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
+    """Return copies of the messages with one text each, or with parts where some are pictures. Refuse other parts.
+
+    The assistant's messages have no pictures.
+    """
     copies = []
     for index, message in enumerate(messages):
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
-            plain["content"] = content_of(plain["content"], f"messages[{index}].content")
+            parts, path = plain["content"], f"messages[{index}].content"
+            plain["content"] = (
+                content_text(parts, path) if plain["role"] == "assistant" else content_of(parts, path, read)
+            )
         copies.append(plain)
     return copies
 
 
-def content_of(parts: Sequence[Mapping[str, Any]], path: str) -> str | list[dict[str, Any]]:
+def content_of(parts: Sequence[Mapping[str, Any]], path: str, read: ReadPicture) -> str | list[dict[str, Any]]:
     """Return the text of content parts, joined by newlines; parts of text and of pictures, if there are pictures."""
     if not has_pictures(parts):
         return content_text(parts, path)
     return [
-        picture_part(part, f"{path}[{index}]")
+        read(part, f"{path}[{index}]")
         if is_picture(part)
         else {"type": "text", "text": content_text([part], f"{path}[{index}]")}
         for index, part in enumerate(parts)
@@ -321,5 +329,7 @@ def _echoed(fields: Mapping[str, Any]) -> str:
     """Return the text of the last message if the answer continues it and echoes it, else an empty string."""
     if not fields.get("echo") or not fields.get("continue_final_message"):
         return ""
-    message = plain_messages(fields["messages"][-1:])[0]
-    return str(message.get("content", ""))
+    content = fields["messages"][-1].get("content") or ""
+    if isinstance(content, str):
+        return content
+    return content_text([part for part in content if not is_picture(part)], "content")

@@ -12,7 +12,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -40,6 +40,9 @@ from rekindle._src.serve.metrics import Metrics, Names, Tracing
 from rekindle._src.serve.models import Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
 
+if TYPE_CHECKING:
+    from rekindle._src.serve.fetching import Fetcher
+
 FINGERPRINT = f"rekindle-{VERSION}"
 
 MOST_ITEMS = 10_000
@@ -59,6 +62,7 @@ class Service:
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
         hosts: Hosts | None = None,
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
@@ -68,6 +72,7 @@ class Service:
         self.heartbeat = 15.0  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
         self.item_store: KeptItems = KeptItems()
+        self.fetcher: Fetcher | None = fetcher  # None: no URL is fetched
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[ServedSession, TokenNames]] = {}

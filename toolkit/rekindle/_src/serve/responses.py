@@ -28,10 +28,10 @@ from rekindle._src.serve.fields import (
     refused,
     whole,
 )
-from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures, uncounted
 
 TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
 TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
@@ -108,9 +108,11 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     item_store = exchange.service.item_store
     shapes = LogprobShapes(exchange.service.token_names(served.name, session))
     items, exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
-    tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
-    with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: call_chat(session.chat, messages_of({**fields, "input": items}), options))
+    pictures = RequestPictures(exchange, session)
+    messages = await exchange.run(lambda: messages_of({**fields, "input": items}, pictures.read))
+    with exchange.takes_on(pictures.tokens) as active:
+        await pictures.fetch()
+        handle = await exchange.run(lambda: call_chat(session.chat, messages, options))
         generation.submit(exchange, active, [handle])
         answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
         if not fields.get("stream"):
@@ -174,7 +176,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
     return whole_items, size
 
 
-def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_of(fields: Mapping[str, Any], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
     """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
     if fields.get("instructions"):
@@ -186,7 +188,7 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         path = f"input[{index}]"
         match item.get("type", "message"):
             case "message":
-                _message(messages, item, path)
+                _message(messages, item, path, read)
             case "reasoning":
                 _assistant(messages)["reasoning_content"] = _thoughts(item, path)
             case "function_call":
@@ -201,18 +203,19 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
             case kind:
                 raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
     for message in messages:
-        if isinstance(message["content"], list):  # joined once: there may be thousands
+        if message["role"] == "assistant":  # joined once: there may be thousands
             message["content"] = "\n".join(message["content"])
     return messages
 
 
-def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
+def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str, read: ReadPicture) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
     if isinstance(content, list):
-        read = content_text if role == "assistant" else content_of
-        content = read(_parts(content, f"{path}.content"), f"{path}.content")
+        place = f"{path}.content"
+        parts = _parts(content, place)
+        content = content_text(parts, place) if role == "assistant" else content_of(parts, place, read)
     elif not isinstance(content, str):
         raise wrong(f"{path}.content", content, "is neither a string nor a list of parts", "Pass one of them")
     if role != "assistant":

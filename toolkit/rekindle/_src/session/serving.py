@@ -49,6 +49,11 @@ class ServingMethods:
         return self._front.chat_sampling or Sampling()
 
     @property
+    def reads_pictures(self) -> bool:
+        """True if a prompt may have pictures."""
+        return self._front.pictures is not None
+
+    @property
     def compiling(self) -> str:
         """The program that its steps wait for now, in words; empty if they wait for none."""
         return self._front.program_wait.describe()
@@ -73,6 +78,7 @@ class ServingMethods:
         max_queued_tokens: int = 1 << 20,
         trust_request_chat_template: bool = False,
         adapter_loading: bool = False,
+        allow_urls: bool = False,
         metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
     ) -> Call[Server]:
         """Await it to serve this session over HTTP as OpenAI's API, while cells go on using it.
@@ -97,6 +103,7 @@ class ServingMethods:
                 "max_queued_tokens": max_queued_tokens,
                 "trust_request_chat_template": trust_request_chat_template,
                 "adapter_loading": adapter_loading,
+                "allow_urls": allow_urls,
                 "metrics_names": metrics_names,
             },
             name="serve",
