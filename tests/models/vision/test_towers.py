@@ -24,12 +24,13 @@ from rekindle._src.models.vision.inputs import (
     patches_of,
     resized_weights,
 )
-from rekindle._src.models.vision.layers import PictureEmbeddings
 from rekindle._src.models.vision.registry import vision_config
-from rekindle._src.models.vision.steps import TowerStep, rows_for, tower_steps
+from rekindle._src.models.vision.steps import TowerStep, rows_for, run_steps, tower_steps
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
+
+STEPS = ["begin", "blank", "buffers", "end", "join", "level", "mix", "project"]
 
 
 def shallow() -> VisionConfig:
@@ -49,9 +50,12 @@ def plain_attention(q: NDArray, k: NDArray, v: NDArray, starts: NDArray, stops: 
     return np.einsum("hqk,hkd->qhd", shares, v)
 
 
-@pytest.mark.parametrize("lengths", [(70,), (5, 1, 64), (33, 30, 3)])
-def test_attention_in_tiles_is_that_of_one_product(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures begin and end inside of tiles and blocks; padding is zero."""
+@pytest.mark.parametrize(("lengths", "platform"), [((70,), "cpu"), ((5, 1, 64), "gpu"), ((33, 30, 3), "cpu")])
+def test_attention_in_tiles_is_that_of_one_product(
+    lengths: tuple[int, ...], platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures begin and end inside of tiles and blocks; padding is zero. On a GPU all heads are computed together."""
+    monkeypatch.setattr(attention, "current_platform", lambda: platform)
     monkeypatch.setattr(attention, "TILE", 16)
     monkeypatch.setattr(attention, "BLOCK", 32)
     count, rng = sum(lengths) + 9, np.random.default_rng(0)
@@ -163,50 +167,54 @@ def test_patches_are_cut_channel_by_channel() -> None:
     np.testing.assert_array_equal(cut.patches[4].reshape(3, 2, 2), pixels[:, 2:4, 2:4])
 
 
-class StepRunner:
-    """Runs the steps of an encoder, and counts them and their programs."""
-
-    def __init__(self) -> None:
-        self.programs: dict[str, Any] = {}
-        self.steps = 0
-
-    def __call__(self, encoder: SmallEncoder, batch: PatchBatch, rows: int) -> PictureEmbeddings:
-        steps = tower_steps(encoder.tower, encoder.leaves, batch, rows)
-        step = next(steps)
-        try:
-            while True:
-                step = steps.send(self.run(step))
-        except StopIteration as end:
-            result: PictureEmbeddings = end.value
-            return result
-
-    def run(self, step: TowerStep) -> Any:
-        self.steps += 1
-        program = self.programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
-        return program(*step.arguments)
-
-
-def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], rows: int) -> StepRunner:
-    """Compare the results of small steps with that of one program."""
-    encoder, runner = SmallEncoder(config, random_tensors(config)), StepRunner()
+def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], rows: int) -> dict[str, Any]:
+    """Compare the results of small steps with that of one program; return the programs of the steps."""
+    encoder, programs = SmallEncoder(config, random_tensors(config)), dict[str, Any]()
     pictures = [random_picture(config, *size, seed=at) for at, size in enumerate(sizes)]
     bucket = sum(picture.grid.patches for picture in pictures) + 2 * config.patches_of_token
     batch = encoder.batch(pictures, bucket)
-    ours, whole = runner(encoder, batch, rows), encoder.encode(encoder.leaves, batch)
+
+    def run(step: TowerStep) -> Any:
+        program = programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
+        return program(*step.arguments)
+
+    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, batch, rows), run)
+    whole = encoder.encode(encoder.leaves, batch)
     np.testing.assert_allclose(ours.tokens, whole.tokens, atol=2e-5)
     np.testing.assert_allclose(ours.levels, whole.levels, atol=2e-5)
-    assert all(program._cache_size() == 1 for program in runner.programs.values())
-    return runner
+    assert all(program._cache_size() == 1 for program in programs.values())
+    return programs
 
 
-def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
+def two_layers() -> VisionConfig:
     config = vision_config({**SHALLOW, "vision_config": {**QWEN, "depth": 2, "deepstack_visual_indexes": [0]}})
     assert config is not None
-    runner = small_steps(config, ((4, 6), (2, 2)), 16)
-    names = ["begin", "blank", "buffers", "end", "join", "level", "mix", "project"]
-    assert sorted(runner.programs) == names
+    return config
+
+
+@pytest.mark.thorough
+def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
+    assert sorted(small_steps(two_layers(), ((4, 6), (2, 2)), 16)) == STEPS
+
+
+def test_shapes_meet_every_program_of_a_bucket() -> None:
+    """As many steps as there are rows for, each of a program that was met before or is new to all of its kind."""
+    config = two_layers()
+    tower, counts, shapes = abstract_tower(config), dict[str, int](), set[str]()
+    batch = pack_images([random_picture(config, 4, 6), random_picture(config, 2, 2)], config, 36)
+    shaped = PatchBatch(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in batch))
+
+    def run(step: TowerStep) -> Any:
+        counts[step.name] = counts.get(step.name, 0) + 1
+        shapes.add(f"{step.name} {jax.tree.map(jnp.shape, step.arguments)}")
+        return jax.eval_shape(step.function, *step.arguments)
+
+    result = run_steps(tower_steps(tower, tower.shapes, shaped, 16), run)
+    assert sorted(counts) == STEPS
+    assert len(shapes) == len(STEPS), "a program has arguments of several shapes"
     # Three parts of 36 patches for the beginning and two programs of two layers, and of 9 tokens for level and end.
-    assert runner.steps == 1 + 3 + 2 * 2 * 3 + 2 * (1 + 3) + 1
+    assert [counts[name] for name in STEPS] == [3, 2, 1, 3, 1, 3, 6, 6]
+    assert (result.tokens.shape, result.levels.shape) == ((9, 24), (1, 9, 24))
 
 
 @pytest.mark.thorough

@@ -3,9 +3,9 @@
 N patches, M queries, H heads, D numbers of a head, Q rows of a tile, K keys of a block.
 
 A tile of queries goes over the blocks of keys that its pictures have, and over no others: padding and the other
-pictures of a bucket cost nothing. Measured on two cores with AVX2 (12 heads of 64, float32): one product of all queries
-and keys took 2.2 times as long as tiles of 512 rows with blocks of 1024 keys for 1,024 patches, and 3 times for 4,096.
-On a CPU heads follow each other, so that a tile's scores stay in its cache; elsewhere they are computed together.
+pictures of a bucket cost nothing. Measured on a processor with AVX2 (12 heads of 64, float32): one product of all
+queries and keys took 2.2 times as long as tiles of 512 rows with blocks of 1024 keys for 1,024 patches, and 3 times for
+4,096. On a CPU heads follow each other, so that a tile's scores stay in its cache; elsewhere they run together.
 """
 
 from __future__ import annotations

@@ -4,13 +4,9 @@ Each step computes some rows: patches of the first layer's input, of a layer's h
 layers and all levels share their programs, and the first row is an argument: a bucket needs few programs however deep
 the encoder is, and a step takes as long as the number of its rows says.
 
-    steps = tower_steps(tower, leaves, batch, rows)
-    step = next(steps)
-    while True:  # until StopIteration, whose value is the result
-        step = steps.send(run(step))
-
-`run` returns `step.function(*step.arguments)`, compiled. Given shapes in the place of leaves and batch, and shapes
-returned by `run`, the same loop meets every program that a bucket needs.
+`run_steps` runs them one after the other; a caller that has other things to do between them drives the generator
+itself. Given shapes in the place of leaves and batch, and shapes as results, the same loop meets every program that a
+bucket needs.
 """
 
 from __future__ import annotations
@@ -128,6 +124,19 @@ def tower_steps(
     result = yield from written("end", _end, outer, x)
     joined = yield program("join", _join, result, levels)
     return PictureEmbeddings(result, joined)
+
+
+def run_steps(
+    steps: Generator[TowerStep, Any, PictureEmbeddings], run: Callable[[TowerStep], Any]
+) -> PictureEmbeddings:
+    """Run all steps; `run` returns the result of a step's function for its arguments, or the result's shapes."""
+    try:
+        step = next(steps)
+        while True:
+            step = steps.send(run(step))
+    except StopIteration as end:
+        result: PictureEmbeddings = end.value
+        return result
 
 
 def _firsts(count: int, rows: int) -> list[np.int32]:
