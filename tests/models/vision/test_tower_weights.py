@@ -116,7 +116,7 @@ def test_kernels_of_convolutions_are_matrices_and_other_shapes_are_not_guessed()
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "gemma3", "gemma4-clipped"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_files_are_read_as_arrays_are(name: str, dtype: str, tmp_path: Path) -> None:
     """Fused, transposed, shifted and scalar tensors, and kernels of convolutions, in 16 bits as they are published."""
     config, state = config_of(name), random_tensors(config_of(name))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from rekindle._src.models.vision import attention
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import (
     ImagePatches,
+    PatchBatch,
     PatchGrid,
     bilinear_taps,
     bucketed_taps,
@@ -20,12 +24,13 @@ from rekindle._src.models.vision.inputs import (
     patches_of,
     resized_weights,
 )
-from rekindle._src.models.vision.layers import PictureEmbeddings
 from rekindle._src.models.vision.registry import vision_config
-from rekindle._src.models.vision.steps import EncoderPrograms, encode_in_steps, rows_for
+from rekindle._src.models.vision.steps import TowerStep, rows_for, run_steps, tower_steps
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
+
+STEPS = ["begin", "blank", "buffers", "end", "join", "level", "mix", "project"]
 
 
 def shallow() -> VisionConfig:
@@ -36,22 +41,25 @@ def shallow() -> VisionConfig:
 
 def plain_attention(q: NDArray, k: NDArray, v: NDArray, starts: NDArray, stops: NDArray, scale: float) -> NDArray:
     """One product of all queries and keys."""
-    place = np.arange(len(q))[None]
+    place = np.arange(k.shape[1])[None]
     seen = (place >= starts[:, None]) & (place < stops[:, None])
-    scores = np.where(seen, np.einsum("qhd,khd->hqk", q, k) * scale, -np.inf)
+    scores = np.where(seen, np.einsum("hqd,hkd->hqk", q, k) * scale, -np.inf)
     with np.errstate(invalid="ignore"):
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares = np.nan_to_num(shares / shares.sum(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", shares, v)
+    return np.einsum("hqk,hkd->qhd", shares, v)
 
 
-@pytest.mark.parametrize("lengths", [(70,), (5, 1, 64), (33, 30, 3)])
-def test_attention_in_tiles_is_that_of_one_product(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures begin and end inside of tiles and blocks; padding is zero."""
+@pytest.mark.parametrize(("lengths", "platform"), [((70,), "cpu"), ((5, 1, 64), "gpu"), ((33, 30, 3), "cpu")])
+def test_attention_in_tiles_is_that_of_one_product(
+    lengths: tuple[int, ...], platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures begin and end inside of tiles and blocks; padding is zero. On a GPU all heads are computed together."""
+    monkeypatch.setattr(attention, "current_platform", lambda: platform)
     monkeypatch.setattr(attention, "TILE", 16)
     monkeypatch.setattr(attention, "BLOCK", 32)
     count, rng = sum(lengths) + 9, np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((count, 2, 8)).astype(np.float32) for _ in range(3))
+    q, k, v = (rng.standard_normal((2, count, 8)).astype(np.float32) for _ in range(3))
     ends = np.cumsum(lengths)
     starts, stops = (np.zeros(count, np.int32) for _ in range(2))
     starts[: ends[-1]], stops[: ends[-1]] = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
@@ -62,7 +70,7 @@ def test_attention_in_tiles_is_that_of_one_product(lengths: tuple[int, ...], mon
 
 def test_memory_of_attention_does_not_grow_with_the_square_of_a_picture() -> None:
     """A picture of 4096 × 4096 has 65,536 patches of 16 pixels: one head's scores of all of them are 16 GiB."""
-    heads = jax.ShapeDtypeStruct((1 << 16, 2, 8), jnp.float32)
+    heads = jax.ShapeDtypeStruct((2, 1 << 16, 8), jnp.float32)
     places = jax.ShapeDtypeStruct((1 << 16,), jnp.int32)
     run = jax.jit(lambda *arrays: attention.picture_attention(*arrays, 1.0))
     analysis = run.lower(heads, heads, heads, places, places).compile().memory_analysis()
@@ -159,19 +167,63 @@ def test_patches_are_cut_channel_by_channel() -> None:
     np.testing.assert_array_equal(cut.patches[4].reshape(3, 2, 2), pixels[:, 2:4, 2:4])
 
 
-def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
+def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], rows: int) -> dict[str, Any]:
+    """Compare the results of small steps with that of one program; return the programs of the steps."""
+    encoder, programs = SmallEncoder(config, random_tensors(config)), dict[str, Any]()
+    pictures = [random_picture(config, *size, seed=at) for at, size in enumerate(sizes)]
+    bucket = sum(picture.grid.patches for picture in pictures) + 2 * config.patches_of_token
+    batch = encoder.batch(pictures, bucket)
+
+    def run(step: TowerStep) -> Any:
+        program = programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
+        return program(*step.arguments)
+
+    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, batch, rows), run)
+    whole = encoder.encode(encoder.leaves, batch)
+    np.testing.assert_allclose(ours.tokens, whole.tokens, atol=2e-5)
+    np.testing.assert_allclose(ours.levels, whole.levels, atol=2e-5)
+    assert all(program._cache_size() == 1 for program in programs.values())
+    return programs
+
+
+def two_layers() -> VisionConfig:
     config = vision_config({**SHALLOW, "vision_config": {**QWEN, "depth": 2, "deepstack_visual_indexes": [0]}})
     assert config is not None
-    encoder = SmallEncoder(config, random_tensors(config))
-    pictures = [random_picture(config, 4, 6), random_picture(config, 2, 2, seed=1)]
-    batch, programs = encoder.batch(pictures, 36), EncoderPrograms(encoder.tower.graph)
-    *steps, encoded = encode_in_steps(programs, encoder.leaves, batch, 16)
-    assert isinstance(encoded, PictureEmbeddings)
-    assert steps == [None] * (1 + 2 * 2 * 3 + 1)  # two programs for each of three parts of both layers, and a level
-    whole = encoder.encode(encoder.leaves, batch)
-    np.testing.assert_allclose(encoded.tokens, whole.tokens, atol=2e-5)
-    np.testing.assert_allclose(encoded.levels, whole.levels, atol=2e-5)
-    assert programs.project._cache_size() == programs.mix._cache_size() == 1
+    return config
+
+
+@pytest.mark.thorough
+def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
+    assert sorted(small_steps(two_layers(), ((4, 6), (2, 2)), 16)) == STEPS
+
+
+def test_shapes_meet_every_program_of_a_bucket() -> None:
+    """As many steps as there are rows for, each of a program that was met before or is new to all of its kind."""
+    config = two_layers()
+    tower, counts, shapes = abstract_tower(config), dict[str, int](), set[str]()
+    batch = pack_images([random_picture(config, 4, 6), random_picture(config, 2, 2)], config, 36)
+    shaped = PatchBatch(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in batch))
+
+    def run(step: TowerStep) -> Any:
+        counts[step.name] = counts.get(step.name, 0) + 1
+        shapes.add(f"{step.name} {jax.tree.map(jnp.shape, step.arguments)}")
+        return jax.eval_shape(step.function, *step.arguments)
+
+    result = run_steps(tower_steps(tower, tower.shapes, shaped, 16), run)
+    assert sorted(counts) == STEPS
+    assert len(shapes) == len(STEPS), "a program has arguments of several shapes"
+    # Three parts of 36 patches for the beginning and two programs of two layers, and of 9 tokens for level and end.
+    assert [counts[name] for name in STEPS] == [3, 2, 1, 3, 1, 3, 6, 6]
+    assert (result.tokens.shape, result.levels.shape) == ((9, 24), (1, 9, 24))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", [16, 1000])
+def test_small_steps_of_every_encoder(name: str, rows: int) -> None:
+    config = config_of(name)
+    side = config.side if config.model_type == "gemma3" else 2 * config.merge
+    small_steps(config, ((side, side), (side, side)), rows)
 
 
 def test_rows_of_a_step_follow_the_bucket() -> None:

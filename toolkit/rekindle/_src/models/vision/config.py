@@ -119,9 +119,9 @@ class VisionKeys(ConfigKeys):
             raise self.wrong(name, "true or false")
         return value
 
-    def square(self, name: str) -> int:
+    def square(self, name: str, most: int = MAX_POSITIONS) -> int:
         """Return the number of rows of a table for a square grid of positions."""
-        value = self.number(name, MAX_POSITIONS)
+        value = self.number(name, most)
         if math.isqrt(value) ** 2 != value:
             raise self.wrong(name, "the square of a whole number")
         return value
@@ -129,12 +129,11 @@ class VisionKeys(ConfigKeys):
     def layers_of(self, name: str, layers: int) -> tuple[int, ...]:
         """Return ascending numbers of layers."""
         value = self.get(name, ())
-        numbers = value if isinstance(value, list | tuple) and len(value) <= layers else (-1,)
-        if any(isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < layers for at in numbers) or list(
-            numbers
-        ) != sorted(set(numbers)):
-            raise self.wrong(name, f"ascending numbers of its {layers:,} layers")
-        return tuple(numbers)
+        if isinstance(value, list | tuple) and len(value) <= layers and all(type(at) is int for at in value):
+            numbers = tuple(sorted({at for at in value if 0 <= at < layers}))
+            if numbers == tuple(value):
+                return numbers
+        raise self.wrong(name, f"ascending numbers of its {layers:,} layers")
 
     def theta(self, default: float) -> float:
         """Return the base of rotary positions."""
@@ -156,9 +155,7 @@ def encoder(
     """Return the `VisionConfig` of a transformer, from the keys that all of them share; `fields` are the others."""
     hidden = keys.number("hidden_size", MAX_SIZE)
     count = keys.number(heads, hidden)
-    head_dim = (
-        keys.number("head_dim", MAX_SIZE) if "head_dim" in keys.raw else keys.share(heads, hidden) and hidden // count
-    )
+    head_dim = keys.number("head_dim", MAX_SIZE) if "head_dim" in keys.raw else hidden // keys.share(heads, hidden)
     common: dict[str, Any] = {
         "model_type": keys.model_type,
         "hidden_size": hidden,

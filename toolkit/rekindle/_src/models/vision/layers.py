@@ -90,7 +90,7 @@ class PositionTable(nnx.Module):
 class PatchHeads(NamedTuple):
     """The heads of patches, normed and rotated."""
 
-    q: Array  # [N, H, D]
+    q: Array  # [H, N, D], so that those of a block lie together
     k: Array
     v: Array
 
@@ -106,7 +106,7 @@ class PatchLayer(nnx.Module):
         raise NotImplementedError
 
     def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
-        """Compute the layer's output for patches [N, E] with queries q [N, H, D], among the keys and values of all."""
+        """Compute the layer's output for patches [N, E] with queries q [H, N, D], among the keys and values of all."""
         raise NotImplementedError
 
     def __call__(self, x: Array, shared: PatchPass) -> Array:
@@ -127,11 +127,11 @@ class FusedPatchAttention(nnx.Module):
         q, k, v = qkv[:, 0], qkv[:, 1], qkv[:, 2]
         if shared.rope is not None:
             q, k = rotate(q, shared.rope), rotate(k, shared.rope)
-        return PatchHeads(q, k, v)
+        return PatchHeads(*(part.swapaxes(0, 1) for part in (q, k, v)))
 
     def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
         y = picture_attention(q, k, v, shared.starts, shared.stops, self.head_dim**-0.5)
-        return self.out(y.reshape(q.shape[0], -1).astype(q.dtype))
+        return self.out(y.reshape(y.shape[0], -1).astype(q.dtype))
 
 
 class PatchMlp(nnx.Module):
@@ -171,7 +171,10 @@ class PatchBlock(PatchLayer):
 
 
 class VisionTower(nnx.Module):
-    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does. `steps.py` runs them apart."""
+    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does. `steps.py` runs them apart.
+
+    `begin` takes any patches of a batch, `end` and `level` any tokens of it.
+    """
 
     layers: Sequence[PatchLayer]
 
@@ -205,8 +208,3 @@ class VisionTower(nnx.Module):
 def grouped(x: Array, batch: PatchBatch) -> Array:
     """Return the patches of each token [T, M, E]."""
     return x[jnp.asarray(batch.members)]
-
-
-def joined(x: Array, batch: PatchBatch) -> Array:
-    """Return the patches of each token, one after the other, as one row [T, M · E]."""
-    return grouped(x, batch).reshape(batch.tokens, -1)

@@ -14,7 +14,7 @@ from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_SIDE, VisionConfig, VisionKeys, encoder
 from rekindle._src.models.vision.family import GgufModel, fused, rows_of, vision_keys, with_bias
 from rekindle._src.models.vision.inputs import PatchBatch
-from rekindle._src.models.vision.layers import PatchBlock, PatchPass, PositionTable, VisionTower
+from rekindle._src.models.vision.layers import PatchBlock, PatchPass, PositionTable, VisionTower, grouped
 
 DEFAULTS = {
     "num_channels": 3, "image_size": 224, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
@@ -55,10 +55,10 @@ class SiglipTower(VisionTower):
         return x.astype(self.stream), PatchPass(batch.starts, batch.stops, None)
 
     def end(self, x: Array, batch: PatchBatch) -> Array:
-        return self.project(self.norm(x), batch)
+        return self.project(self.norm(grouped(x, batch)))
 
-    def project(self, x: Array, batch: PatchBatch) -> Array:
-        """Compute normed patches [N, E] → tokens [T, X]."""
+    def project(self, patches: Array) -> Array:
+        """Compute the normed patches of each token [T, M, E] → tokens [T, X]."""
         raise NotImplementedError
 
 

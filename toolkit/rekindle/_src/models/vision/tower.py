@@ -74,14 +74,5 @@ def pack_images(images: Sequence[ImagePatches], config: VisionConfig, bucket: in
 def _split(config: VisionConfig, precision: Precision) -> tuple[Any, Any]:
     from flax import nnx
 
-    definition, state = nnx.split(_module(config, precision))
+    definition, state = nnx.split(tower_family(config.model_type).module(config, precision))
     return definition, state
-
-
-def _module(config: VisionConfig, precision: Precision) -> VisionTower:
-    return tower_family(config.model_type).module(config, precision)
-
-
-def abstract_module(graph: TowerGraph) -> VisionTower:
-    """Return the module of a graph with shapes for arrays."""
-    return _module(graph.config, graph.precision)

@@ -13,8 +13,7 @@ from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_POSITIONS, VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of
-from rekindle._src.models.vision.inputs import PatchBatch, fixed_taps
-from rekindle._src.models.vision.layers import grouped
+from rekindle._src.models.vision.inputs import fixed_taps
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
     SiglipTower,
@@ -49,9 +48,9 @@ class Gemma3Tower(SiglipTower):
         self.token_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.projection = Linear(config.out_size, config.hidden_size, precision)
 
-    def project(self, x: Array, batch: PatchBatch) -> Array:
-        pooled = jnp.mean(grouped(x, batch).astype(jnp.float32), axis=1)
-        return self.projection(self.token_norm(pooled).astype(x.dtype))
+    def project(self, patches: Array) -> Array:
+        pooled = jnp.mean(patches.astype(jnp.float32), axis=1)
+        return self.projection(self.token_norm(pooled).astype(patches.dtype))
 
 
 def manifest(config: VisionConfig) -> Manifest:

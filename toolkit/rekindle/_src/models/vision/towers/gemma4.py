@@ -98,11 +98,12 @@ class NormedPatchAttention(nnx.Module):
         assert shared.rope is not None, "heads are rotated"
         q, k, v = (part.limited(x).reshape(-1, self.heads, self.head_dim) for part in (self.q, self.k, self.v))
         q, k = rotate(self.q_norm(q), shared.rope), rotate(self.k_norm(k), shared.rope)
-        return PatchHeads(q, k, norm_rows(v, None, self.eps, self.implementation))
+        v = norm_rows(v, None, self.eps, self.implementation)
+        return PatchHeads(*(part.swapaxes(0, 1) for part in (q, k, v)))
 
     def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
         y = picture_attention(q, k, v, shared.starts, shared.stops, 1.0)
-        return self.out.limited(y.reshape(q.shape[0], -1).astype(q.dtype))
+        return self.out.limited(y.reshape(y.shape[0], -1).astype(q.dtype))
 
 
 class ClippedGatedMlp(nnx.Module):

@@ -9,8 +9,7 @@ from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of
-from rekindle._src.models.vision.inputs import PatchBatch, bucketed_taps
-from rekindle._src.models.vision.layers import joined
+from rekindle._src.models.vision.inputs import bucketed_taps
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
     SiglipTower,
@@ -36,8 +35,8 @@ class Idefics3Tower(SiglipTower):
         super().__init__(config, precision)
         self.projection = Linear(config.out_size, config.hidden_size * config.patches_of_token, precision)
 
-    def project(self, x: Array, batch: PatchBatch) -> Array:
-        return self.projection(joined(x, batch))
+    def project(self, patches: Array) -> Array:
+        return self.projection(patches.reshape(len(patches), -1))
 
 
 def manifest(config: VisionConfig) -> Manifest:

@@ -11,8 +11,8 @@ from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_SIZE, VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, with_bias
-from rekindle._src.models.vision.inputs import PatchBatch, resized_weights
-from rekindle._src.models.vision.layers import PatchMlp, joined
+from rekindle._src.models.vision.inputs import resized_weights
+from rekindle._src.models.vision.layers import PatchMlp
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
     SiglipTower,
@@ -40,7 +40,7 @@ def config(keys: VisionKeys) -> VisionConfig:
     return siglip(
         keys,
         whole.size("downsample_factor", 2),
-        positions=keys.square("num_patches"),
+        positions=keys.square("num_patches", 1 << 14),
         projector_size=inner,
         projector_norm=whole.get("projector_use_layernorm", True),
         projector_bias=whole.get("projector_bias", True),
@@ -62,8 +62,8 @@ class Lfm2Tower(SiglipTower):
             bias=config.projector_bias,
         )
 
-    def project(self, x: Array, batch: PatchBatch) -> Array:
-        tokens = joined(x, batch)
+    def project(self, patches: Array) -> Array:
+        tokens = patches.reshape(len(patches), -1)
         return self.projector(tokens if self.token_norm is None else self.token_norm(tokens))
 
 

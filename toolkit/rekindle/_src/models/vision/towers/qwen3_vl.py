@@ -19,7 +19,7 @@ from rekindle._src.models.vision.layers import (
     PositionTable,
     VisionTower,
     axial_frequencies,
-    joined,
+    grouped,
     rope_tables,
 )
 
@@ -65,7 +65,11 @@ class PatchMerger(nnx.Module):
         self.after = after
 
     def __call__(self, x: Array, batch: PatchBatch) -> Array:
-        return self.mlp(self.norm(joined(x, batch)) if self.after else joined(self.norm(x), batch))
+        patches = grouped(x, batch)
+        if not self.after:
+            patches = self.norm(patches)
+        tokens = patches.reshape(batch.tokens, -1)
+        return self.mlp(self.norm(tokens) if self.after else tokens)
 
 
 class QwenTower(VisionTower):
