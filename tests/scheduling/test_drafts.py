@@ -118,20 +118,6 @@ def test_no_request_gets_more_than_its_share_or_its_bound() -> None:
     assert any(sum(row.draft for row in plan.decode) == 4 for plan in plans)
 
 
-OFF: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.2}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"processors": "mine"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", OFF, ids=lambda options: next(iter(options)))
-def test_what_depends_on_tokens_sampled_before_is_not_drafted(options: dict[str, Any]) -> None:
-    reading = make_request("again and again and ", max_tokens=40, **options)
-    free = make_request("over and over and over", max_tokens=40)
-    loop = run(reading, free, model=PARROT)
-    owners = {row.request.id for plan in loop.runner.plans for row in plan.decode if row.draft}
-    assert owners == {free.id}
-
-
 def test_the_end_may_come_amid_the_drafts() -> None:
     """Ends by count, by token and by both masks: drafts past it leave no trace."""
     reasons = set()

@@ -23,6 +23,7 @@ from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
 from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
+from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
@@ -130,6 +131,7 @@ def _scheduling(
         )
         return scheduler, cache
     arrivals, schedulers = itertools.count(), list[ShardScheduler]()
+    drafters = drafters_of(limits)  # of all shards: a request that waits may go to another one
     for shard in range(shards.count):
         pool, cache = pages(shard)
         first = shard * shards.slots
@@ -143,6 +145,7 @@ def _scheduling(
                 first_slot=first,
                 arrivals=arrivals,
                 program_wait=program_wait,
+                drafters=drafters,
             )
         )
     data_scheduler = DataScheduler(schedulers)

@@ -1,0 +1,91 @@
+"""The seam of drafters: what one has to say and do, whatever its tokens come from.
+
+A drafter belongs to a session. Of each request that it drafts for, it keeps a `RequestDrafts`. Drafters are chained:
+the first one with a proposal for a row has that row. What they propose is never part of a text by itself: a draft is
+accepted if the model, with the request's own seed, chooses that very token. So a drafter needs no proof, only a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rekindle._src.core.records import Row, RowResult
+    from rekindle._src.scheduling.sequence import Sequence
+
+
+class TargetReads(NamedTuple):
+    """What a drafter reads of the model that it drafts for. Programs are traced with it, so it is known before."""
+
+    hidden: bool = False  # the final hidden state of each token
+    layers: tuple[int, ...] = ()  # the outputs of these layers
+    cache: str = ""  # the side cache of its own layers, by name
+
+
+class DraftCounts(NamedTuple):
+    """What a drafter has brought: tokens that were computed along with others, and those that the model chose, too."""
+
+    drafted: int
+    accepted: int
+
+
+class Proposal(NamedTuple):
+    """Tokens that may come next, and how likely each is accepted, provided that those before it are."""
+
+    tokens: Items[int]
+    chances: Items[float]
+
+
+class RequestDrafts:
+    """What a drafter keeps of one request, and how its drafts fared."""
+
+    __slots__ = ("accepted", "drafted")
+    words = "draft tokens"  # of its drafts, in explanations
+
+    def __init__(self) -> None:
+        self.drafted = self.accepted = 0
+
+    def push(self, token: int) -> None:
+        """Take the request's next token, which is known now."""
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count the drafts that a committed step checked."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def describe(self) -> str:
+        """Describe how its drafts fared."""
+        return f"{self.accepted} of {self.drafted} {self.words} were accepted"
+
+
+class DraftableRow(NamedTuple):
+    """A row that may have drafts."""
+
+    sequence: Sequence
+    skip: int  # tokens between the known ones and the first draft: those that steps in flight will bring
+    most: int  # drafts that it may have
+
+
+class Drafter:
+    """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
+
+    name = ""
+    reads = TargetReads()
+
+    def begin(self, sequence: Sequence) -> RequestDrafts | None:
+        """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""
+        raise NotImplementedError
+
+    def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
+        """Return a proposal for each row, the tokens after `skip` others; None where it has none."""
+        raise NotImplementedError
+
+    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """Note that a row was computed, of a prompt or of decoding, before its token is pushed."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a request has ended."""
+
+    def forget(self) -> None:
+        """Forget all texts: the session's cache was cleared."""
