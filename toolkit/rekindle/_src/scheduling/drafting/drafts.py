@@ -93,7 +93,7 @@ class Drafts:
         for sequence, row, was_right in zip(sequences, plan.rows, taken, strict=True):
             if row.draft:
                 drafted[sequence] += 1
-                accepted[sequence] += was_right
+                accepted[sequence] += bool(was_right)
         for sequence, count in drafted.items():
             assert sequence.drafter, f"{sequence.id} has drafts from nowhere"
             sequence.drafting[sequence.drafter].learn(count, accepted[sequence])
