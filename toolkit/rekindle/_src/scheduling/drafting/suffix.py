@@ -45,10 +45,11 @@ _TEXT_BYTES = 512  # of a text without its tokens
 class IndexedText:
     """A text in the index: a request's, as far as it is known."""
 
-    __slots__ = ("number", "root", "tokens")
+    __slots__ = ("number", "place", "root", "tokens")
 
     def __init__(self, number: int, root: str | None, tokens: array[int]) -> None:
         self.number, self.root, self.tokens = number, root, tokens
+        self.place = 0  # the entry of its last tokens, before it was added
 
     @property
     def bytes(self) -> int:
@@ -96,7 +97,12 @@ class SuffixIndex:
         new = keys_of(ids)[max(0, known - first - SIZE + 1) if first else 0 :]
         entries = (new ^ self.salted(root)) % self._entries
         places = np.arange(len(ids) - len(new) + 1, len(ids) + 1, dtype=np.int64)
-        np.asarray(self.table)[entries] = text.number << _PLACES | places  # of equal ones the last
+        table = np.asarray(self.table)
+        table[entries[:-1]] = text.number << _PLACES | places[:-1]  # of equal ones the last
+        if len(ids) >= SIZE:
+            last = self.entry(last_key(text.tokens), self.salted(root))
+            text.place = int(table[last])
+            table[last] = text.number << _PLACES | len(ids)
         return text
 
     def end(self, text: IndexedText) -> None:
@@ -164,6 +170,7 @@ class PastLookup(Repetition):
         self._salted, self._entries = index.salted(text.root), len(index.table)
         self.source: IndexedText | None = None  # that is followed
         self._key = last_key(self._own_tokens)
+        self._follow(text.place)
 
     def _append(self, token: int) -> int:
         self._key = key = (self._key << BITS | token) & MASK
