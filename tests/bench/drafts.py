@@ -1,13 +1,13 @@
 """What drafts bring and cost: tokens/s with a session's drafters over those without, on texts of several kinds.
 
-    python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose random]
+    python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose]
                                  [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32]
 
 No small model writes edits. So a logits processor leads each request through a text of its own, token by token, in all
 sessions alike: steps cost what they cost, and drafts fare as they would with a model that writes these texts. `edits`
 are sources of Python after a prompt with an earlier version of them, `json` are records of one form, `prose` the pages
-of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model itself
-says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range.
+of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model
+itself says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ class Texts:
                 new[place : place + rng.randrange(4)] = self._encode(" ".join(rng.sample(self._words, 2)))
             return old, self._sized(new)
         if kind == "json":
-            records = []
-            for number in range(1 + self._tokens // 20):
-                records.append(
-                    {
-                        "identifier": index * 100 + number,
-                        "title": " ".join(rng.sample(self._words, 3)),
-                        "priority": rng.choice(["low", "high", "none"]),
-                        "department": rng.choice(["sales", "research", "law"]),
-                        "summary": " ".join(rng.sample(self._words, 8)),
-                    }
-                )
+            records = [self._record(index * 100 + number) for number in range(1 + self._tokens // 20)]
             return self._encode(f"Rows of table {index} as JSON:"), self._sized(self._encode(json.dumps(records)))
         if kind == "prose":
             place = rng.randrange(len(self._prose) - 16 * self._tokens)
             return self._encode(f"Page {index}:"), self._sized(self._encode(self._prose[place:][: 16 * self._tokens]))
         return self._encode(f"Number {index}:"), [rng.randrange(10, self._first) for _ in range(self._tokens)]
+
+    def _record(self, number: int) -> dict[str, Any]:
+        sample = self._rng.sample
+        return {
+            "identifier": number,
+            "title": " ".join(sample(self._words, 3)),
+            "priority": self._rng.choice(["low", "high", "none"]),
+            "department": self._rng.choice(["sales", "research", "law"]),
+            "summary": " ".join(sample(self._words, 8)),
+        }
 
     def _encode(self, text: str) -> list[int]:
         return [token for token in self._tokenizer.encode(text) if token < self._first]
@@ -145,7 +145,9 @@ def rate(
     first = vocab - len(made)
     prompts = [[first + row, *made[row][0]] for row in rows]
     options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
-    options |= {"temperature": 1.0, "seed": rows.start} if kind == "own" else {"processors": ["led"], "temperature": 0.0}
+    options |= (
+        {"temperature": 1.0, "seed": rows.start} if kind == "own" else {"processors": ["led"], "temperature": 0.0}
+    )
     start = time.perf_counter()
     done = session.generate_sync(prompts, **options)
     seconds = time.perf_counter() - start

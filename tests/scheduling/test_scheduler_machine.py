@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
-from rekindle._src.core.config import POLICIES
-from rekindle._src.core.config import DraftSource
+from rekindle._src.core.config import POLICIES, DraftSource
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
 from rekindle.errors import OutOfPages, PromptTooLong, QueueFull

@@ -21,7 +21,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "repetition": {"logit_bias": FEW, "repetition_penalty": 1.2},
     "frequency": {"logit_bias": FEW, "frequency_penalty": 0.4, "temperature": 1.0, "seed": 5},
     "presence": {"logit_bias": FEW, "presence_penalty": 2.0, "frequency_penalty": -0.2},
-    "processor": {"processors": [LEAST.name], "logit_bias": {key: -60.0 for key in FEW}, "seed": 6},
+    "processor": {"processors": [LEAST.name], "logit_bias": dict.fromkeys(FEW, -60.0), "seed": 6},
     "both": {"processors": [LEAST.name], "frequency_penalty": 0.3, "logit_bias": FEW},
     "stop": {"stop_token_ids": [21], "min_tokens": 20, "logit_bias": FEW, "temperature": 3.0, "seed": 7},
     "adversary": {"logit_bias": FEW, "frequency_penalty": 1.5, "temperature": 5.0, "seed": 8},
@@ -38,8 +38,8 @@ async def texts(session: Session) -> dict[str, Any]:
     """The tokens of each kind of request: alone, two together, and forked."""
     found: dict[str, Any] = {}
     names = list(REQUESTS)
-    for group in ([*map(lambda name: [name], names)], [names[at : at + 2] for at in range(0, len(names), 2)]):
-        for together in group:
+    for size in (1, 2):
+        for together in (names[at : at + size] for at in range(0, len(names), size)):
             handles = [session.submit(prompt(names.index(one), 6), **BASE | REQUESTS[one]) for one in together]
             for name, handle in zip(together, handles, strict=True):
                 done = await handle

@@ -28,7 +28,7 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.drafting.drafter import DraftCounts
+from rekindle._src.scheduling.drafting.drafter import summed_counts
 from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
 from rekindle._src.scheduling.sequence import Explanation, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
@@ -288,9 +288,6 @@ def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: in
         steps=steps,
         steps_in_flight=in_flight,
         cache=summed(caches) if caches else None,
-        drafters={
-            name: DraftCounts(*map(sum, zip(*(each.drafters[name] for each in shards if name in each.drafters))))
-            for name in dict.fromkeys(name for each in shards for name in each.drafters)
-        },
+        drafters=summed_counts([shard.drafters for shard in shards]),
         shards=tuple(shards),
     )

@@ -148,10 +148,10 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
-        "drafting", "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
-        "in_flight", "known", "limit", "limit_reason", "need", "node", "num_pages", "overtaken", "page_size",
-        "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled", "sides", "slot",
-        "status", "target", "timeline", "undrafted", "waits_for",
+        "drafting", "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation",
+        "holding", "in_flight", "known", "limit", "limit_reason", "need", "node", "num_pages", "overtaken",
+        "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled",
+        "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
     )  # fmt: skip
 
     def __init__(

@@ -79,8 +79,8 @@ class StepCosts:
     def best(self, rows: int, gains: Items[float], free: int, *, measured: bool = True) -> int:
         """Return how many drafts pay in a step of `rows` others; `gains` are the chances of each, the likeliest first.
 
-        The program has room for `free` rows more. Without `measured`, no such steps are measured: with prompts, which take
-        long, a wait is a small part. There drafts have to bring each row half a token.
+        The program has room for `free` rows more. Without `measured`, no such steps are: those with prompts take long,
+        so that a wait is a small part. There drafts have to bring each row half a token.
         """
         plain = self._running.get(rows, self._step) if measured else None
         if plain is None:

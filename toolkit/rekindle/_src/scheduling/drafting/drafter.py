@@ -7,6 +7,7 @@ accepted if the model, with the request's own seed, chooses that very token. So 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,16 @@ class DraftCounts(NamedTuple):
 
     drafted: int
     accepted: int
+
+
+def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    """Return the sums by drafter."""
+    sums: dict[str, DraftCounts] = {}
+    for part in parts:
+        for name, counts in part.items():
+            before = sums.get(name, DraftCounts(0, 0))
+            sums[name] = DraftCounts(before.drafted + counts.drafted, before.accepted + counts.accepted)
+    return sums
 
 
 class Proposal(NamedTuple):

@@ -25,7 +25,7 @@ from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
-# Up to this number of rows one more row is taken to cost nothing until it is measured. Beyond it drafts replace padding.
+# Up to this number of rows one more row is taken to cost nothing, until it is measured. Further ones replace padding.
 FEW_ROWS = 8
 _LEAST_LIKELY = 0.05  # a draft that is accepted less often is none
 _MOST = 7  # drafts of a request in a step, where no option says how many

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,7 +62,8 @@ class SuffixIndex:
 
     def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
         self._entries = max(64, most_bytes // 16) | 1  # odd, or half of the places would hold most runs
-        self.table = memoryview(np.zeros(self._entries, np.int64))  # of texts and places in them; 0: of none
+        zeros: Any = np.zeros(self._entries, np.int64)  # pages of memory that are not written take none
+        self.table: memoryview[int] = memoryview(zeros)  # of texts and places in them; 0: of none
         self._most_bytes = most_bytes - self.table.nbytes
         self._live: dict[int, IndexedText] = {}  # of requests that go on
         self._ended: OrderedDict[int, IndexedText] = OrderedDict()  # the one that was used last is the last one
@@ -71,7 +72,7 @@ class SuffixIndex:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the table and of texts of requests that have ended; live ones are as long as sequences may be."""
+        """The bytes of the table and of the texts of requests that have ended; live ones add their sequences'."""
         return self.table.nbytes + self._ended_bytes
 
     def salted(self, root: str | None) -> int:
