@@ -30,6 +30,9 @@ class DraftCounts(NamedTuple):
     drafted: int
     accepted: int
 
+    def __str__(self) -> str:
+        return f"{self.accepted:,} of {self.drafted:,} accepted"
+
 
 def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
     """Return the sums by drafter."""
