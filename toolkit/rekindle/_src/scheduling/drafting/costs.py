@@ -37,6 +37,11 @@ class StepTimes:
             usual += _LATEST * (min(seconds, _SPIKE * usual) - usual)
         self._usual[rows] = usual, seen + 1, step
 
+    @property
+    def most(self) -> int:
+        """The rows of the largest step that is known; 0 if none is."""
+        return max(self._usual, default=0)
+
     def get(self, rows: int, step: int) -> float | None:
         """Return the usual time of a step with so many rows, or of the next larger one; None if none is known."""
         usual = self._usual.get(rows)
@@ -68,7 +73,10 @@ class StepCosts:
         if seconds <= 0:
             return
         (self._waiting if waited else self._running).add(rows, seconds, self._step)
-        plain = self._running.get(rows, self._step) if waited else None
+        if not waited:
+            return
+        # Where no step with so many rows or more ran otherwise, the wait includes what the further rows take.
+        plain = self._running.get(rows, self._step) or self._running.get(self._running.most, self._step)
         usual = self._waiting.get(rows, self._step)
         if plain is not None and usual is not None:
             wait = max(0.0, usual - plain)
