@@ -184,6 +184,7 @@ class ForcedTokens(Follower, RequestDrafts):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ready = False
         self._ahead: tuple[int, ...] = ()
         self.count = 0  # generated tokens that were forced
         self._before = 0.0  # seconds that it took for the token before
@@ -199,6 +200,7 @@ class ForcedTokens(Follower, RequestDrafts):
     def add(self, report: GuideReport) -> None:
         """Add the guide's report on the request's next token."""
         self._ahead = report.ahead
+        self.ready = bool(report.ahead)
         self.count += report.forced
         # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
         seconds = report.seconds - report.searched

@@ -54,11 +54,12 @@ class Proposal(NamedTuple):
 class RequestDrafts:
     """What a drafter keeps of one request, and how its drafts fared."""
 
-    __slots__ = ("accepted", "drafted")
+    __slots__ = ("accepted", "drafted", "ready")
     words = "draft tokens"  # of its drafts, in explanations
 
     def __init__(self) -> None:
         self.drafted = self.accepted = 0
+        self.ready = True  # False: its drafter has no proposal, and is not asked for one
 
     def push(self, token: int) -> None:
         """Take the request's next token, which is known now."""

@@ -123,19 +123,16 @@ class Drafts:
 
     def _proposals(self, sequences: Items[Sequence]) -> dict[Sequence, tuple[Drafter, Proposal]]:
         """Return what is proposed for each sequence, by the first drafter that proposes anything."""
-        waiting: list[Sequence] = []
         for sequence in sequences:
             if sequence.undrafted:
                 self._begin(sequence)
-            if sequence.drafting and sequence.remaining > 0:
-                waiting.append(sequence)
         found: dict[Sequence, tuple[Drafter, Proposal]] = {}
         for drafter in self._drafters:
-            rows = [
-                DraftableRow(one, one.planned - one.known, min(self._most, one.remaining))
-                for one in waiting
-                if drafter.name in one.drafting and one not in found
-            ]
+            name, rows = drafter.name, list[DraftableRow]()
+            for one in sequences:
+                drafts = one.drafting.get(name)
+                if drafts is not None and drafts.ready and one.remaining > 0 and one not in found:
+                    rows.append(DraftableRow(one, one.planned - one.known, min(self._most, one.remaining)))
             if not rows:
                 continue
             for row, proposal in zip(rows, drafter.propose(rows), strict=True):

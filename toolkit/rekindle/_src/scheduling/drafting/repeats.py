@@ -91,6 +91,7 @@ class Repetition(RequestDrafts):
     def __init__(self, chances: RepeatChances, tokens: Items[int]) -> None:
         super().__init__()
         self._chances, self._tokens = chances, tokens
+        self.ready = False
         self._earlier: Items[int] | None = None  # the text that is followed
         self._at = 0  # the place of the next token there
         self._first = self._length = 0  # tokens beyond SIZE that were the same, when it was found and now
@@ -179,6 +180,7 @@ class PromptLookup(Repetition):
         return place
 
     def _follow(self, place: int) -> None:
+        self.ready = place > 0
         self._earlier = self._own_tokens if place else None
         self._at, self._first, self._length = place, 0, 0
 

@@ -184,6 +184,7 @@ class PastLookup(Repetition):
 
     def _follow(self, place: int) -> None:
         match = self._index.find(place, self.text.root, self._own_tokens) if place else None
+        self.ready = match is not None
         if match is None:
             self.source = self._earlier = None
             return
