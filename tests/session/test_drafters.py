@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +88,21 @@ async def test_no_drafts_and_some_are_a_contradiction() -> None:
     with pytest.raises(ConfigError, match='drafts="none" for none') as caught:
         await opening(drafts="none", prompt_lookup=2)
     assert caught.value.field == "prompt_lookup"
+
+
+@pytest.mark.thorough
+@anyio_test
+@pytest.mark.parametrize("salt", [None, "a tenant"])
+async def test_a_restored_session_drafts_from_the_texts_of_the_one_before(tmp_path: Path, salt: str | None) -> None:
+    """Its prefix tree has their tokens; those of salts are left out, since only digests of them are kept."""
+    options: dict[str, Any] = {"cache_dir": tmp_path, "disk_memory": 1 << 26, "drafts": "suffix"}
+    found, drafted = [], []
+    for restore in (None, "texts", None):
+        async with opening(restore=restore, **options) as session:
+            done = await session.generate(prompt(11, 6), max_tokens=40, ignore_eos=True, salt=salt)
+            found.append(done.token_ids)
+            drafted.append(session.stats().accepted_tokens)
+            await session.save("texts")
+    assert found[0] == found[1] == found[2]
+    assert drafted[0] == drafted[2]
+    assert (drafted[1] > drafted[0] + 15) == (salt is None)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rekindle._src.core.records import Row, RowResult
+    from rekindle._src.core.records import IntArray, Row, RowResult
     from rekindle._src.scheduling.sequence import Sequence
 
 
@@ -101,6 +101,14 @@ class Drafter:
 
     def end(self, sequence: Sequence) -> None:
         """Note that a request has ended."""
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of earlier texts it keeps; 0: none."""
+        return 0
+
+    def remember(self, texts: Iterable[IntArray]) -> None:
+        """Take texts without a salt that the session's cache was restored with, the latest one last."""
 
     def forget(self) -> None:
         """Forget all texts: the session's cache was cleared."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,6 +75,11 @@ class SuffixIndex:
     def bytes(self) -> int:
         """The bytes of the table and of the texts of requests that have ended; live ones add their sequences'."""
         return self.table.nbytes + self._ended_bytes
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of texts there is room for."""
+        return self._most_bytes // 4
 
     def salted(self, root: str | None) -> int:
         """Return what is mixed into the keys of a root's runs."""
@@ -215,6 +221,14 @@ class SuffixDrafter(RepetitionDrafter):
         drafts = sequence.drafting.get(self.name)
         if isinstance(drafts, PastLookup):
             self.index.end(drafts.text)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.index.most_tokens
+
+    def remember(self, texts: Iterable[IntArray]) -> None:
+        for tokens in texts:
+            self.index.end(self.index.begin(None, tokens))
 
     def forget(self) -> None:
         self.index.clear()
