@@ -15,7 +15,7 @@ from rekindle._src.core.records import StepResult
 WAIT_COST = 1.0
 _LEAST = 0.03  # share of a step's time that drafts have to gain beyond what they cost
 _LATEST = 1 / 16  # weight of the latest step in a usual time
-_FIRST = 4  # steps whose quickest counts: a program may be compiled in one of them
+_FIRST = 4  # steps whose quickest counts, and that decide nothing: a program may be compiled in one of them
 _SPIKE = 2.0  # of the usual time, beyond which a step was held up by something else
 _OUTDATED = 2048  # steps after which a time says nothing any more
 # While the wait is unknown, drafts are tried that are likely to bring so many tokens, in one of so many steps.
@@ -42,8 +42,11 @@ class StepTimes:
         """The rows of the largest step that is known; 0 if none is."""
         return max(self._usual, default=0)
 
-    def get(self, rows: int, step: int) -> float | None:
-        """Return the usual time of a step with so many rows, or of the next larger one; None if none is known."""
+    def get(self, rows: int, step: int, *, sure: bool = False) -> float | None:
+        """Return the usual time of a step with so many rows, or of the next larger one; None if none is known.
+
+        With `sure`, none of a few steps.
+        """
         usual = self._usual.get(rows)
         if usual is None:
             larger = min((size for size in self._usual if size > rows), default=None)
@@ -52,8 +55,8 @@ class StepTimes:
             rows, usual = larger, self._usual[larger]
         if step - usual[2] > _OUTDATED:
             del self._usual[rows]
-            return self.get(rows, step)
-        return usual[0]
+            return self.get(rows, step, sure=sure)
+        return usual[0] if usual[1] >= _FIRST or not sure else None
 
 
 class StepCosts:
@@ -77,7 +80,7 @@ class StepCosts:
             return
         # Where no step with so many rows or more ran otherwise, the wait includes what the further rows take.
         plain = self._running.get(rows, self._step) or self._running.get(self._running.most, self._step)
-        usual = self._waiting.get(rows, self._step)
+        usual = self._waiting.get(rows, self._step, sure=True)
         if plain is not None and usual is not None:
             wait = max(0.0, usual - plain)
             outdated = self._wait is None or self._step - self._measured > _OUTDATED
@@ -90,7 +93,7 @@ class StepCosts:
         The program has room for `free` rows more. Without `measured`, no such steps are: those with prompts take long,
         so that a wait is a small part. There drafts have to bring each row half a token.
         """
-        plain = self._running.get(rows, self._step) if measured else None
+        plain = self._running.get(rows, self._step, sure=True) if measured else None
         if plain is None:
             count = min(len(gains), free)
             return count if sum(gains[:count]) >= _TRY_FOR * rows else 0
@@ -108,9 +111,9 @@ class StepCosts:
 
     def _seconds(self, rows: int, count: int, plain: float, wait: float, free: int) -> float:
         """Return what a step with `count` drafts is likely to take, and what they have to gain beyond that."""
-        seconds = self._waiting.get(rows + count, self._step)
+        seconds = self._waiting.get(rows + count, self._step, sure=True)
         if seconds is None:
             # Without a measurement, rows up to the size of the program cost nothing, and others as much as any.
             size = plain if count <= free else plain * (rows + count) / (rows + free)
-            seconds = (self._running.get(rows + count, self._step) or size) + wait
+            seconds = (self._running.get(rows + count, self._step, sure=True) or size) + wait
         return seconds + _LEAST * plain
