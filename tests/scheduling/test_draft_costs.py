@@ -1,4 +1,4 @@
-"""How many drafts a step gets: as many as bring more tokens a second than none would, by the times that were measured."""
+"""How many drafts a step gets: as many as bring more tokens a second than none would, by measured times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_before_the_wait_is_measured_it_is_taken_for_a_whole_step() -> None:
 def test_a_cheap_wait_lets_few_likely_drafts_pay() -> None:
     costs = measured({1: 1.0, 4: 1.0, 8: 1.1}, {2: 1.05})
     assert costs.best(4, [0.9], 4) == 1
-    assert costs.best(4, [0.5], 4) == 0, "a step of more than four rows takes a tenth longer"
+    assert costs.best(4, [0.3], 4) == 0, "and unlikely ones none"
     assert costs.best(4, [0.9, 0.9, 0.9, 0.9], 4) == 4
 
 

@@ -31,7 +31,7 @@ def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
 
 
 def _path(tree: PrefixCache, leaf: Node, found: set[Node]) -> list[Node]:
-    """Return the nodes from a leaf up to the root, or to the first one that was found; none below the root of a salt."""
+    """Return the nodes from a leaf up to the root, or to the first one in `found`; none below the root of a salt."""
     path: list[Node] = []
     node = leaf
     while node.parent is not None:

@@ -19,7 +19,7 @@ from rekindle._src.core.records import GuideReport, Pooling, Request, Row, RowRe
 from rekindle._src.core.report_kinds import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
-from rekindle._src.scheduling.drafting.drafter import Proposal, RequestDrafts
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 
 MAX_DRAFTS = 7  # drafts of one step
 _PAUSE_BELOW = 0.5  # share of accepted drafts below which a model is assumed to spell otherwise

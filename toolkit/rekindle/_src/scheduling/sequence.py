@@ -24,7 +24,7 @@ from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
-from rekindle._src.scheduling.drafting.drafter import RequestDrafts
+from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
 from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong

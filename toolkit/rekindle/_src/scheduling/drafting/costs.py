@@ -17,7 +17,7 @@ _LEAST = 0.03  # share of a step's time that drafts have to gain beyond what the
 _LATEST = 1 / 16  # weight of the latest step in a usual time
 _FIRST = 4  # steps whose quickest counts, and that decide nothing: a program may be compiled in one of them
 _SPIKE = 2.0  # of the usual time, beyond which a step was held up by something else
-_OUTDATED = 2048  # steps after which a time says nothing any more
+_OUTDATED, _LOOKED_AT = 2048, 256  # steps after which a time says nothing any more, and after which that is seen
 # While the wait is unknown, drafts are tried that are likely to bring so many tokens, in one of so many steps.
 _TRY_FOR, _TRY_EVERY = 0.5, 16
 
@@ -27,6 +27,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._usual: dict[int, tuple[float, int, int]] = {}  # with how many steps it is of, and the latest of them
+        self._sure: dict[int, float] = {}  # of those that are of several steps
 
     def add(self, rows: int, seconds: float, step: int) -> None:
         """Add a step."""
@@ -36,27 +37,33 @@ class StepTimes:
         else:
             usual += _LATEST * (min(seconds, _SPIKE * usual) - usual)
         self._usual[rows] = usual, seen + 1, step
+        if seen + 1 >= _FIRST:
+            self._sure[rows] = usual
+        if step % _LOOKED_AT == 0:
+            for size in [size for size, (*_, latest) in self._usual.items() if step - latest > _OUTDATED]:
+                del self._usual[size]
+                self._sure.pop(size, None)
 
-    @property
-    def most(self) -> int:
-        """The rows of the largest step that is known; 0 if none is."""
-        return max(self._usual, default=0)
+    def get(self, rows: int) -> float | None:
+        """Return the usual time of a step with so many rows; None if no step with as many or more is known.
 
-    def get(self, rows: int, step: int, *, sure: bool = False) -> float | None:
-        """Return the usual time of a step with so many rows, or of the next larger one; None if none is known.
-
-        With `sure`, none of a few steps.
+        Between two sizes that are known it is taken to grow evenly.
         """
-        usual = self._usual.get(rows)
-        if usual is None:
-            larger = min((size for size in self._usual if size > rows), default=None)
-            if larger is None:
-                return None
-            rows, usual = larger, self._usual[larger]
-        if step - usual[2] > _OUTDATED:
-            del self._usual[rows]
-            return self.get(rows, step, sure=sure)
-        return usual[0] if usual[1] >= _FIRST or not sure else None
+        known = self._sure
+        if rows in known:
+            return known[rows]
+        larger = min((size for size in known if size > rows), default=None)
+        if larger is None:
+            return None
+        smaller = max((size for size in known if size < rows), default=None)
+        if smaller is None:
+            return known[larger]
+        share = (rows - smaller) / (larger - smaller)
+        return known[smaller] + share * max(0.0, known[larger] - known[smaller])
+
+    def most(self) -> float | None:
+        """Return the usual time of the largest step that is known."""
+        return self._sure[max(self._sure)] if self._sure else None
 
 
 class StepCosts:
@@ -79,8 +86,8 @@ class StepCosts:
         if not waited:
             return
         # Where no step with so many rows or more ran otherwise, the wait includes what the further rows take.
-        plain = self._running.get(rows, self._step) or self._running.get(self._running.most, self._step)
-        usual = self._waiting.get(rows, self._step, sure=True)
+        plain = self._running.get(rows) or self._running.most()
+        usual = self._waiting.get(rows)
         if plain is not None and usual is not None:
             wait = max(0.0, usual - plain)
             outdated = self._wait is None or self._step - self._measured > _OUTDATED
@@ -93,12 +100,14 @@ class StepCosts:
         The program has room for `free` rows more. Without `measured`, no such steps are: those with prompts take long,
         so that a wait is a small part. There drafts have to bring each row half a token.
         """
-        plain = self._running.get(rows, self._step, sure=True) if measured else None
+        plain = self._running.get(rows) if measured else None
         if plain is None:
             count = min(len(gains), free)
             return count if sum(gains[:count]) >= _TRY_FOR * rows else 0
         known = self._wait is not None and self._step - self._measured <= _OUTDATED
         wait = self._wait if known and self._wait is not None else WAIT_COST * plain
+        if known and (rows + sum(gains)) * plain < rows * ((1.0 + _LEAST) * plain + wait):
+            return 0  # as in most steps: a step with drafts takes as long as one without, and waits
         best, most, expected = 0, rows / plain, 0.0
         for count, gain in enumerate(gains, start=1):
             expected += gain
@@ -111,9 +120,9 @@ class StepCosts:
 
     def _seconds(self, rows: int, count: int, plain: float, wait: float, free: int) -> float:
         """Return what a step with `count` drafts is likely to take, and what they have to gain beyond that."""
-        seconds = self._waiting.get(rows + count, self._step, sure=True)
+        seconds = self._waiting.get(rows + count)
         if seconds is None:
             # Without a measurement, rows up to the size of the program cost nothing, and others as much as any.
             size = plain if count <= free else plain * (rows + count) / (rows + free)
-            seconds = (self._running.get(rows + count, self._step, sure=True) or size) + wait
+            seconds = (self._running.get(rows + count) or size) + wait
         return seconds + _LEAST * plain

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray, Row, RowResult
-    from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.core.records import IntArray, Row, RowResult
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
 
 
 class TargetReads(NamedTuple):
@@ -42,36 +42,6 @@ def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, Draft
             before = sums.get(name, DraftCounts(0, 0))
             sums[name] = DraftCounts(before.drafted + counts.drafted, before.accepted + counts.accepted)
     return sums
-
-
-class Proposal(NamedTuple):
-    """Tokens that may come next, and how likely each is accepted, provided that those before it are."""
-
-    tokens: Items[int]
-    chances: Items[float]
-
-
-class RequestDrafts:
-    """What a drafter keeps of one request, and how its drafts fared."""
-
-    __slots__ = ("accepted", "drafted", "ready")
-    words = "draft tokens"  # of its drafts, in explanations
-
-    def __init__(self) -> None:
-        self.drafted = self.accepted = 0
-        self.ready = True  # False: its drafter has no proposal, and is not asked for one
-
-    def push(self, token: int) -> None:
-        """Take the request's next token, which is known now."""
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Count the drafts that a committed step checked."""
-        self.drafted += drafted
-        self.accepted += accepted
-
-    def describe(self) -> str:
-        """Describe how its drafts fared."""
-        return f"{self.accepted} of {self.drafted} {self.words} were accepted"
 
 
 class DraftableRow(NamedTuple):

@@ -18,8 +18,9 @@ from collections.abc import Sequence as Items
 from rekindle._src.core.records import Row, RowResult, StepPlan, StepResult
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter, Proposal
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
+from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
 from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
 from rekindle._src.scheduling.page_ledger import PageLedger

@@ -7,12 +7,10 @@ with any draft.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
-from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter, Proposal, RequestDrafts
-
-if TYPE_CHECKING:
-    from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
 
 
 class ForcedDrafter(Drafter):

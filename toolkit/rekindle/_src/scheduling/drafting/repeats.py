@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter, Proposal, RequestDrafts
-
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray
-    from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.core.records import IntArray
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
 
 SIZE = 3  # latest tokens that have to have occurred before, in this order
 BITS = 20  # of a token id in a key; larger ids collide, which costs a rejected draft

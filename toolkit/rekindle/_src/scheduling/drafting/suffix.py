@@ -15,11 +15,12 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from rekindle._src.scheduling.drafting.drafter import RequestDrafts
+from rekindle._src.core.records import IntArray
+from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.drafting.repeats import (
     BITS,
     MASK,
@@ -30,10 +31,7 @@ from rekindle._src.scheduling.drafting.repeats import (
     keys_of,
     last_key,
 )
-
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray
-    from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.sequence import Sequence
 
 SUFFIX_BYTES = 16 << 20  # half for the table: a million runs of tokens, and two million tokens of texts
 DEPTH = 16  # tokens by which two places are compared, at most
