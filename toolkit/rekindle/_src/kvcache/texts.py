@@ -17,26 +17,26 @@ def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
     """
     leaves = [(node, tree) for tree in trees(cache) for node in tree if not node.children]
     texts: list[IntArray] = []
-    found: set[Node] = set()
+    covered: set[Node] = set()
     for node, tree in sorted(leaves, key=lambda leaf: leaf[0].last_use, reverse=True):
-        path = _path(tree, node, found)
+        path = _path(tree, node, covered)
         most_tokens -= len(path) * tree.page_size
         if most_tokens < 0:
             break
         if path:
-            found.update(path)
+            covered.update(path)
             texts.append(np.concatenate([tree.tokens_of(each) for each in reversed(path)]))
     texts.reverse()
     return texts
 
 
-def _path(tree: PrefixCache, leaf: Node, found: set[Node]) -> list[Node]:
-    """Return the nodes from a leaf up to the root, or to the first one in `found`; none below the root of a salt."""
+def _path(tree: PrefixCache, leaf: Node, covered: set[Node]) -> list[Node]:
+    """Return the nodes from a leaf up to the root, or to the first one in `covered`; none below the root of a salt."""
     path: list[Node] = []
     node = leaf
     while node.parent is not None:
         path.append(node)
-        if node in found:
+        if node in covered:
             return path
         node = node.parent
     return path if node is tree.root else []

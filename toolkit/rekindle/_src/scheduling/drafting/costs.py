@@ -1,4 +1,4 @@
-"""What steps with drafts cost, and which drafts pay: the times of steps by their rows, measured while they run.
+"""The costs of drafts: times of steps by their rows, measured while they run, and the drafts that pay.
 
 The result of a step with drafts is needed to plan the next one. So that one waits for the host, which works alongside
 the device otherwise.
@@ -22,7 +22,7 @@ _OUTDATED, _LOOKED_AT = 2048, 256  # steps after which a time says nothing any m
 _TRY_FOR, _TRY_EVERY = 0.5, 16
 
 
-class StepTimes:
+class TimesByRows:
     """Usual times of steps without prompts, by their rows."""
 
     def __init__(self) -> None:
@@ -70,8 +70,8 @@ class StepCosts:
     """Decides how many drafts a step gets, by what steps take that wait for the one before, and those that don't."""
 
     def __init__(self) -> None:
-        self._running = StepTimes()  # of steps that were planned while another one ran
-        self._waiting = StepTimes()  # of those whose plan waited for drafts
+        self._running = TimesByRows()  # of steps that were planned while another one ran
+        self._waiting = TimesByRows()  # of those whose plan waited for drafts
         self._wait: float | None = None  # seconds by which these take longer
         self._measured = -_OUTDATED  # the step by which that was measured last
         self._step = self._tried = 0

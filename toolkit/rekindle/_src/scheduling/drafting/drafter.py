@@ -17,7 +17,7 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class TargetReads(NamedTuple):
-    """What a drafter reads of the model that it drafts for. Programs are traced with it, so it is known before."""
+    """The parts of the model that a drafter reads. Programs are traced with them, so they are known before."""
 
     hidden: bool = False  # the final hidden state of each token
     layers: tuple[int, ...] = ()  # the outputs of these layers
@@ -25,7 +25,7 @@ class TargetReads(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """What a drafter has brought: tokens that were computed along with others, and those that the model chose, too."""
+    """The tokens of a drafter that were computed along with others, and those of them that the model chose, too."""
 
     drafted: int
     accepted: int

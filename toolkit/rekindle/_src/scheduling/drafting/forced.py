@@ -14,7 +14,7 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class ForcedDrafter(Drafter):
-    """Proposes what the grammars of guided requests force; see `followers.ForcedTokens`."""
+    """Proposes the tokens that grammars of guided requests force; see `followers.ForcedTokens`."""
 
     name = "forced"
 

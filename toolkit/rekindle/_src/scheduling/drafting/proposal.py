@@ -1,4 +1,4 @@
-"""What a drafter proposes for a row, and what it keeps of the row's request."""
+"""Proposals of drafters, and the base of what these keep of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Proposal(NamedTuple):
 
 
 class RequestDrafts:
-    """What a drafter keeps of one request, and how its drafts fared."""
+    """A drafter's part of one request, and how its drafts fared."""
 
     __slots__ = ("accepted", "drafted", "ready")
     words = "draft tokens"  # of its drafts, in explanations

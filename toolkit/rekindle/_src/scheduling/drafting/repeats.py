@@ -81,7 +81,7 @@ def _share(odds: float) -> float:
     return 1.0 / (1.0 + math.exp(-odds))
 
 
-class Repetition(RequestDrafts):
+class FollowedText(RequestDrafts):
     """Follows an earlier text while the request's own continues as it did. O(1) for each token."""
 
     __slots__ = ("_at", "_chances", "_earlier", "_first", "_length", "_own", "_tokens")
@@ -136,8 +136,8 @@ class Repetition(RequestDrafts):
         raise NotImplementedError
 
 
-class RepetitionDrafter(Drafter):
-    """The base of drafters whose requests keep a `Repetition`."""
+class RepeatDrafter(Drafter):
+    """The base of drafters whose requests keep a `FollowedText`."""
 
     def __init__(self) -> None:
         self.chances = RepeatChances()
@@ -146,12 +146,12 @@ class RepetitionDrafter(Drafter):
         proposals: list[Proposal | None] = []
         for row in rows:
             drafts = row.sequence.drafting[self.name]
-            assert isinstance(drafts, Repetition), f"{row.sequence.id} has drafts of another kind"
+            assert isinstance(drafts, FollowedText), f"{row.sequence.id} has drafts of another kind"
             proposals.append(drafts.propose(row.skip, row.most))
         return proposals
 
 
-class PromptLookup(Repetition):
+class PromptLookup(FollowedText):
     """Follows what came after a request's latest tokens at their last occurrence in its own text.
 
     It keeps the position after the last occurrence of each run of `SIZE` tokens.
@@ -183,7 +183,7 @@ class PromptLookup(Repetition):
         self._at, self._first, self._length = place, 0, 0
 
 
-class LookupDrafter(RepetitionDrafter):
+class LookupDrafter(RepeatDrafter):
     """Proposes what followed a request's latest tokens earlier in its own text."""
 
     name = "lookup"

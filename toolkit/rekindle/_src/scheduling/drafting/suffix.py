@@ -25,9 +25,9 @@ from rekindle._src.scheduling.drafting.repeats import (
     BITS,
     MASK,
     SIZE,
+    FollowedText,
     RepeatChances,
-    Repetition,
-    RepetitionDrafter,
+    RepeatDrafter,
     keys_of,
     last_key,
 )
@@ -162,7 +162,7 @@ class SuffixIndex:
         return True
 
 
-class PastLookup(Repetition):
+class PastLookup(FollowedText):
     """Follows what came after a request's latest tokens at their last occurrence in any text that it may see."""
 
     __slots__ = ("_entries", "_index", "_key", "_own_tokens", "_salted", "_table", "source", "text")
@@ -202,7 +202,7 @@ class PastLookup(Repetition):
             self._index.used(self.source)
 
 
-class SuffixDrafter(RepetitionDrafter):
+class SuffixDrafter(RepeatDrafter):
     """Proposes what followed a request's latest tokens in the texts of the session, its own included."""
 
     name = "suffix"
