@@ -35,7 +35,7 @@ def run(state: RequestState, inputs: Inputs, tokens: Any) -> tuple[Any, Any]:
     return histories(state, inputs), recording(inputs, tokens)  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     chains=st.lists(st.integers(0, 3), min_size=1, max_size=SLOTS),
     tokens=st.lists(st.integers(0, VOCAB - 1), min_size=2 * ROWS, max_size=2 * ROWS),

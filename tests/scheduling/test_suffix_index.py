@@ -62,7 +62,7 @@ class Search:
         return (other, end) if end < len(earlier) else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     prompts=st.lists(
         st.tuples(st.sampled_from(ROOTS), st.lists(st.integers(0, 3), min_size=1, max_size=30)), min_size=1, max_size=5
