@@ -243,6 +243,22 @@ def test_a_text_that_an_earlier_request_made_takes_fewer_steps() -> None:
     assert "drafts of earlier texts were accepted" in explained
 
 
+def test_texts_of_a_full_batch_are_known_to_later_requests() -> None:
+    options = {"max_tokens": 60, "eos_ids": ()}
+    prompts = [f"{index} of several texts, which " for index in range(4)]
+    loop = Loop(model=NEW, drafts="suffix", max_tokens_per_step=64, max_requests=4)
+    for prompt in prompts:
+        loop.submit(make_request(prompt, **options))
+    loop.run()
+    before = loop.scheduler.statistics()
+    assert before.drafted_tokens == 0, "there is no room"
+    again = make_request(prompts[1], **options)
+    loop.submit(again)
+    loop.run()
+    exact(loop, again)
+    assert loop.scheduler.statistics().accepted_tokens > 30
+
+
 def test_requests_with_another_salt_have_nothing_of_it() -> None:
     prompt, options = "another text, which ", {"max_tokens": 60, "eos_ids": ()}
     loop = runs(make_request(prompt, id="first", salt="mine", **options))

@@ -61,9 +61,14 @@ class Drafts:
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
         """Insert draft rows after some of a step's decode rows, within `budget` tokens and the pages that are free."""
+        if not self._drafters:
+            return
+        for sequence in sequences:
+            if sequence.undrafted:
+                self._begin(sequence)
         largest = max(self._limits.max_requests, SMALLEST_ROWS)
         room = min(budget, largest - len(rows))
-        if room <= 0 or not self._drafters:
+        if room <= 0:
             return
         proposals = self._proposals(sequences)
         if not proposals:
@@ -124,9 +129,6 @@ class Drafts:
 
     def _proposals(self, sequences: Items[Sequence]) -> dict[Sequence, tuple[Drafter, Proposal]]:
         """Return what is proposed for each sequence, by the first drafter that proposes anything."""
-        for sequence in sequences:
-            if sequence.undrafted:
-                self._begin(sequence)
         found: dict[Sequence, tuple[Drafter, Proposal]] = {}
         for drafter in self._drafters:
             name, rows = drafter.name, list[DraftableRow]()
