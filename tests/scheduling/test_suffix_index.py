@@ -246,7 +246,7 @@ def test_a_text_that_an_earlier_request_made_takes_fewer_steps() -> None:
 def test_texts_of_a_full_batch_are_known_to_later_requests() -> None:
     options = {"max_tokens": 60, "eos_ids": ()}
     prompts = [f"{index} of several texts, which " for index in range(4)]
-    loop = Loop(model=NEW, drafts="suffix", max_tokens_per_step=64, max_requests=4)
+    loop = Loop(model=NEW, drafts="suffix", max_tokens_per_step=256, max_requests=4)
     for prompt in prompts:
         loop.submit(make_request(prompt, **options))
     loop.run()
