@@ -170,7 +170,7 @@ if smollm2:
             f"{what:7} {taken[what, 'without']} steps without drafts, {taken[what, 'with']} with: …{said[what, 'with'][-60:]!r}"
         )
     assert taken["repeat", "with"] < min(21, taken["repeat", "without"] / 2), "a copy takes less than half of the steps"
-    assert taken["quote", "with"] < taken["quote", "without"] / 2, "so does a quotation"
+    assert taken["quote", "with"] < taken["quote", "without"], "a quotation takes fewer, too"
     assert taken["story", "with"] > 0.9 * taken["story", "without"], "a story does not"
     assert all(said[what, "with"] == said[what, "without"] for what in asked), "all texts are the same"
 

@@ -175,6 +175,9 @@ SETUPS = {
     "guesses in every row that is free": {
         "page_size": 8, "device_pages": 20, "max_tokens_per_step": 24, "prompt_lookup": 3,
     },
+    "guesses from all texts": {
+        "page_size": 8, "device_pages": 20, "max_tokens_per_step": 24, "prompt_lookup": 3, "drafts": "suffix",
+    },
 }  # fmt: skip
 
 

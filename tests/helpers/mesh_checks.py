@@ -567,8 +567,12 @@ def data_shards_with_options(folder: Path) -> None:
             each = [session.generate_sync(prompts, max_tokens=10, logprobs=3, **ask) for ask in asked]
             vectors = session.embed(prompts).result_sync()
             copies = session.generate_sync([[5, 6, 7, 8] * 4] * 4, max_tokens=12, logprobs=1)
+            drafted = session.stats().drafted_tokens
+            few = {"logit_bias": {7: 60.0, 9: 60.0}, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+            copies += session.generate_sync([[5, 6, 7, 8] * 4] * 2, max_tokens=20, logprobs=1, **few)
             found.append((each, vectors, copies))
-            print(f"{mesh}: {session.stats().drafted_tokens} drafts", flush=True)
+            penalised = session.stats().drafted_tokens - drafted
+            print(f"{mesh}: {drafted} drafts, {penalised} of rows that read their history", flush=True)
     (wanted, vectors, copies), (texts, others, again) = found
     for ask, one, other in zip(asked, wanted, texts, strict=True):
         assert difference(one, other) < CLOSE, ask

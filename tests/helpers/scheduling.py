@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_request
+from rekindle._src.core.config import DraftSource
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, SidePlan, root_digest
 from rekindle._src.programs.side_caches import STEPS, RecurrentStates, WindowPages
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
+from rekindle._src.scheduling.drafting.drafter import Drafter
+from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.ready_rows import StepProgramsLike
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
-from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.sequence import Sequence as Scheduled
 
 
 class NoReserve(Reserve):
     """Admits whoever fits right now, so that pages run out and requests are preempted."""
 
-    def pages(self, sequences: Iterable[Sequence]) -> int:
+    def pages(self, sequences: Iterable[Scheduled]) -> int:
         return 0
 
 
@@ -41,7 +44,8 @@ class Loop:
         fail: Callable[[StepPlan], BaseException | None] | None = None, prompt_lookup: int = 0,
         max_beside_decode: int = 1 << 30, shards: int = 1, states: int | None = None, state_step: int = 1,
         edge: int = 1, state_tier: DictTier | None = None, whole: bool = False, least_copied: int | None = None,
-        window: int = 0, window_pages: int = 0, programs: StepProgramsLike | None = None,
+        window: int = 0, window_pages: int = 0, programs: StepProgramsLike | None = None, drafts: DraftSource = "auto",
+        drafters: Sequence[Drafter] | None = None,
     ) -> None:  # fmt: skip
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
         With a `window`, it has layers that give pages back; they have enough for all requests, and `window_pages` more.
@@ -51,7 +55,7 @@ class Loop:
         self.model = model if model is not None else FakeModel()
         limits = Limits(
             max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup,
-            max_beside_decode, edge=edge, whole=whole,
+            max_beside_decode, edge=edge, whole=whole, drafts=drafts,
         )  # fmt: skip
         own = 1 + max_requests
         plans: list[SidePlan] = []
@@ -86,6 +90,7 @@ class Loop:
         ]
         self.cache = self.caches[0]
         options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
+        options["drafters"] = drafters_of(limits) if drafters is None else drafters
         cached = [cache if prefix_cache else None for cache in self.caches]
         self.scheduler = Scheduler(limits, self.pool, cache=cached[0], sides=self.sides, programs=programs, **options)
         self.shards: list[ShardScheduler] = []

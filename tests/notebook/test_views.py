@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from helpers.chatting import saying
 from helpers.fakes import EchoModel
 from helpers.replies import tool
-from helpers.sessions import eventually, opened
+from helpers.sessions import CONFIG, eventually, opened
 from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
@@ -113,6 +114,17 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     session.generate_sync("hello", max_tokens=4)
     assert len(view._recorder.steps) == before
     assert "held" in view._repr_mimebundle_()[0]["text/html"]
+
+
+def test_a_dashboard_shows_what_each_drafter_has_brought() -> None:
+    config = dataclasses.replace(CONFIG, drafts="suffix")
+    with opened(config, model=EchoModel(alphabet=tuple(range(97, 123)), surprises=0.0)) as session:
+        before = session.watch().draw()
+        session.generate_sync("again and again and ", max_tokens=40)
+        counts = session.stats().drafters["suffix"]
+        after = session.watch().draw()
+    assert "suffix" not in before
+    assert f"suffix: {counts.accepted} of {counts.drafted} accepted" in after
 
 
 def test_a_dashboard_ends_with_its_session() -> None:

@@ -69,9 +69,11 @@ def test_shaping_equals_plain_numpy(options: dict, resumed: bool) -> None:
     output = [5, 5, 6] if resumed else []
     state = jax.jit(admit)(garbage(), *pack_admission(row_of(1, sampling, prompt, output, ends), CONTEXT))
     for token in (9, 9, 9, 44):  # sampled by steps
-        state = record(state, jnp.array([1, SLOTS]), jnp.array([token, token]))
+        state = record(state, jnp.array([1, SLOTS]), jnp.array([1, SLOTS]), jnp.array([token, token]))
         output = [*output, token]
-    found = device.shape(jnp.asarray(logits), shaping_of(sampling, len(output)), state, jnp.array([1]))
+    slots = jnp.array([1])
+    shaping = shaping_of(sampling, len(output))
+    found = device.shape(jnp.asarray(logits), shaping, state, slots, state.history[slots])
     expected = plain_sampling.shaped(logits[0], sampling, prompt, output, ends)
     np.testing.assert_allclose(np.asarray(found)[0], expected, rtol=1e-6, atol=1e-5)
 
@@ -80,7 +82,8 @@ def test_a_row_without_options_is_unchanged_to_the_bit_whatever_its_slot_holds()
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, VOCAB)).astype(np.float32))
     one = shaping_of(Sampling(), 0)
     both = jax.tree.map(lambda a: jnp.concatenate([a, a]), one)
-    shaped = device.shape(logits, both, garbage(), jnp.array([0, 2]))
+    state, slots = garbage(), jnp.array([0, 2])
+    shaped = device.shape(logits, both, state, slots, state.history[slots])
     assert np.array_equal(np.asarray(shaped), np.asarray(logits))
 
 
@@ -97,6 +100,8 @@ def test_infinite_biases_on_two_tokens_leave_numbers() -> None:
     sampling = Sampling(logit_bias={4: math.inf, 6: math.inf, 8: -math.inf})
     row = row_of(0, sampling, [1], [], set())
     state = admit(garbage(), *pack_admission(row, CONTEXT))
-    shaped = np.asarray(device.shape(jnp.zeros((1, VOCAB)), shaping_of(sampling, 0), state, jnp.array([0])))[0]
+    slots = jnp.array([0])
+    shaping = shaping_of(sampling, 0)
+    shaped = np.asarray(device.shape(jnp.zeros((1, VOCAB)), shaping, state, slots, state.history[slots]))[0]
     assert not np.isnan(shaped - shaped.max()).any()
     assert set(np.flatnonzero(shaped == shaped.max())) == {4, 6}

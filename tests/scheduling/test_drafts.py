@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
 
 from helpers.fakes import EOS, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
-from rekindle._src.core.records import FinishReason, Request, StepPlan
+from rekindle._src.core.records import FinishReason, Request, Row, RowResult, StepPlan
 from rekindle._src.core.report_kinds import LOGPROBS
 from rekindle._src.programs.buckets import padded_rows
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
 
 ECHO = EchoModel(alphabet=tuple(range(32, 127)))
 PARROT = EchoModel(surprises=0.0)
@@ -118,20 +122,6 @@ def test_no_request_gets_more_than_its_share_or_its_bound() -> None:
     assert any(sum(row.draft for row in plan.decode) == 4 for plan in plans)
 
 
-OFF: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.2}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}, {"processors": "mine"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", OFF, ids=lambda options: next(iter(options)))
-def test_what_depends_on_tokens_sampled_before_is_not_drafted(options: dict[str, Any]) -> None:
-    reading = make_request("again and again and ", max_tokens=40, **options)
-    free = make_request("over and over and over", max_tokens=40)
-    loop = run(reading, free, model=PARROT)
-    owners = {row.request.id for plan in loop.runner.plans for row in plan.decode if row.draft}
-    assert owners == {free.id}
-
-
 def test_the_end_may_come_amid_the_drafts() -> None:
     """Ends by count, by token and by both masks: drafts past it leave no trace."""
     reasons = set()
@@ -208,3 +198,44 @@ def test_a_failed_step_with_drafts_fails_its_requests_once() -> None:
     loop.run()
     assert loop.reason(request) is FinishReason.FAILED
     assert loop.pool.held == 0
+
+
+class Oracle(Drafter):
+    """Proposes the very text of requests whose prompt begins with its letter, or a wrong one."""
+
+    def __init__(self, name: str, letter: str, *, wrong: bool = False) -> None:
+        self.name, self._letter, self._wrong = name, letter, wrong
+        self.computed_tokens = self.ended = 0
+
+    def begin(self, sequence: Sequence) -> RequestDrafts | None:
+        return RequestDrafts() if chr(sequence.request.token_ids[0]) in self._letter else None
+
+    def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
+        return [self._of(row) for row in rows]
+
+    def _of(self, row: DraftableRow) -> Proposal | None:
+        first = row.sequence.generated + row.skip
+        text = PARROT.generate(row.sequence.request)[first : first + row.most]
+        return Proposal([token ^ self._wrong for token in text], [0.9] * len(text)) if text else None
+
+    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        self.computed_tokens += row.length
+
+    def end(self, sequence: Sequence) -> None:
+        self.ended += 1
+
+
+def test_the_first_drafter_with_a_proposal_has_the_row_and_all_see_what_is_computed() -> None:
+    right, wrong = Oracle("right", "a"), Oracle("wrong", "ab", wrong=True)
+    loop = Loop(model=PARROT, drafters=[right, wrong], max_requests=8, max_tokens_per_step=64)
+    requests = [make_request(f"{letter} prompt", max_tokens=30, eos_ids=()) for letter in "abc"]
+    for request in requests:
+        loop.submit(request)
+        loop.run()
+        assert loop.output(request) == PARROT.generate(request)
+    counts = loop.scheduler.statistics().drafters
+    assert counts["right"].accepted == counts["right"].drafted > 20
+    assert counts["wrong"].accepted == 0 < counts["wrong"].drafted
+    accepted = counts["right"].accepted
+    assert right.computed_tokens == wrong.computed_tokens == sum(request.prompt_length + 29 for request in requests)
+    assert accepted < 30 and (right.ended, wrong.ended) == (2, 2), "the last request was drafted for by none"

@@ -133,16 +133,6 @@ def test_drafts_wait_for_the_device_only_where_there_are_some() -> None:
     assert Guides().in_plan(loop.runner.plans[1])
 
 
-@pytest.mark.parametrize("option", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.2}])
-def test_requests_with_penalties_get_no_drafts(option: dict[str, float]) -> None:
-    loop = Loop(model=MODEL)
-    request = guided("a prompt", 12, **option)
-    loop.submit(request)
-    loop.run()
-    check(loop, request)
-    assert not loop.scheduler.statistics().drafted_tokens
-
-
 def test_preempted_requests_go_on_where_they_were() -> None:
     loop = Loop(pages=14, max_requests=4, model=MODEL, reserve=NoReserve())
     requests = [guided(f"prompt {index} " * 2, 50) for index in range(4)]

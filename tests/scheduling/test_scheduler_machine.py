@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
-from rekindle._src.core.config import POLICIES
+from rekindle._src.core.config import POLICIES, DraftSource
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
 from rekindle.errors import OutOfPages, PromptTooLong, QueueFull
@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overtakes=st.integers(0, 3),
         greedy=st.booleans(),
         drafts=st.sampled_from([0, 1, 4]),
+        source=st.sampled_from(["auto", "suffix"]),
         states=st.sampled_from([None, None, 0, 1, 3, 10]),
         state_step=st.sampled_from([1, 2]),
         edge=st.sampled_from([1, 2, 4]),
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         overtakes: int,
         greedy: bool,
         drafts: int,
+        source: DraftSource,
         states: int | None,
         state_step: int,
         edge: int,
@@ -85,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_queue=6,
             model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
             prompt_lookup=drafts if states is None else 0,
+            drafts=source if drafts else "auto",
             prefix_cache=cached,
             states=states,
             window=window,

@@ -26,6 +26,7 @@ def test_a_random_load_is_exact(seed: int) -> None:
         overlap=draw.random() < 0.7,
         model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
         prompt_lookup=5 if seed % 3 == 2 else 0,
+        drafts="suffix" if seed % 3 == 2 and seed % 2 else "auto",
         prefix_cache=seed % 6 != 5,
         host_tier=draw.choice([None, DictTier(20), DictTier()]),
         policy=draw.choice(POLICIES),

@@ -8,8 +8,8 @@ from helpers.fakes import make_request
 from helpers.guides import RuleGuide, letters
 from rekindle._src.core.records import FinishReason, GuideReport, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report_kinds import GUIDED
-from rekindle._src.scheduling.decode_rows import ORDINARY, SlowRows
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.slow_rows import ORDINARY, SlowRows
 
 STEP = 0.001
 

@@ -125,3 +125,17 @@ async def test_more_guesses_than_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_requests=4") as caught:
         await opening(prompt_lookup=4)
     assert caught.value.field == "prompt_lookup"
+
+
+@anyio_test
+async def test_statistics_say_what_each_drafter_has_brought() -> None:
+    config = dataclasses.replace(CONFIG, drafts="suffix")
+    with opened(config, model=ECHO) as session:
+        assert session.stats().drafters == {} and "drafts" not in str(session.stats())
+        for _ in range(2):
+            await session.generate("hello ", max_tokens=60)
+        stats = session.stats()
+    counts = stats.drafters["suffix"]
+    assert (counts.drafted, counts.accepted) == (stats.drafted_tokens, stats.accepted_tokens)
+    assert f"{counts.accepted} of {counts.drafted} accepted" in str(stats)
+    assert f"suffix: {counts.accepted} of {counts.drafted} accepted" in stats._repr_html_()

@@ -28,6 +28,7 @@ from rekindle.errors import ConfigError
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 GenerationConfig = Literal["auto", "greedy"]
+DraftSource = Literal["auto", "none", "suffix"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -57,6 +58,7 @@ class OpenOptions(TypedDict, total=False):
     max_adapter_rank: int | None
     prefix_cache: bool | None
     prompt_lookup: int | None
+    drafts: DraftSource | None
     deterministic: bool | None
     kernels: str | None
     seed: int | None
@@ -146,6 +148,8 @@ class EngineConfig(html.Record):
         max_adapter_rank (64): rank that each of them may have; together they share the room of all.
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
+        drafts ("auto"): where drafts come from: "suffix" is all texts of the session, 7 tokens at a time unless
+            prompt_lookup says how many; "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
         kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
@@ -185,6 +189,7 @@ class EngineConfig(html.Record):
     max_adapter_rank: int = option(64, Whole(1), also=("serve", "warm"))
     prefix_cache: bool = option(True, Flag())
     prompt_lookup: int = option(0, Whole(0), also=("command",))
+    drafts: DraftSource = option("auto", Word(get_args(DraftSource)), also=("command",))
     deterministic: bool = option(False, Flag(), also=("serve", "warm"))
     kernels: str | None = option(None, Text(), also=("warm",))
     seed: int | None = option(None, Whole(0))

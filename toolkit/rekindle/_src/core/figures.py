@@ -99,7 +99,7 @@ class EngineFigures:
     @property
     @figure("tokens", counters=("drafted_tokens",), own=True)
     def drafted_tokens(self) -> int:
-        """Tokens drafted by prompt_lookup and computed."""
+        """Tokens that drafters proposed and steps computed along with others."""
         return int(self._figure("drafted_tokens"))
 
     @property

@@ -218,7 +218,7 @@ class Row:
     generated: int = 0  # tokens that the request generated before this step
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
-    draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
+    draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
 
 

@@ -82,6 +82,7 @@ class Dashboard(Live):
             f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
             for number, shard in enumerate(figures.get("shards", ()))
         ]
+        drafts = [f"{name}: {counts}" for name, counts in figures.get("drafters", {}).items()]
         parts: list[str] = [
             html.line(
                 *self._load(figures),
@@ -91,6 +92,7 @@ class Dashboard(Live):
                 describe_share(figures),
             ),
             *([html.line("data shards", *shards)] if shards else []),
+            *([html.line("drafts", *drafts)] if drafts else []),
             self._timeline.draw(),
         ]
         if figures.get("pages_total"):

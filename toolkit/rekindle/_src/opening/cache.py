@@ -13,6 +13,7 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.kept import KeptCaptures
+from rekindle._src.kvcache.texts import known_texts
 from rekindle._src.kvcache.tiers.disk import StoredCaptures
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_side
 from rekindle._src.kvcache.tiers.side_tiers import open_sides, stores_of
@@ -23,6 +24,8 @@ from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
 from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
+from rekindle._src.scheduling.drafting.drafter import Drafter
+from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
@@ -35,6 +38,7 @@ class SessionCache:
         self.tiers = tiers  # None without a prefix cache
         self.sides = open_sides(plan.programs.sides, tiers)
         self.stores = stores_of(self.sides)
+        self.drafters: tuple[Drafter, ...] = ()
         self._plan = plan
         self._tree: AnyCache | None = None
 
@@ -74,6 +78,9 @@ class SessionCache:
             restore_side(store.tiers, name)
         if tree is not None and tree.kept is not None and tiers.disk is not None:
             tree.kept.stored = StoredCaptures(tiers.disk)
+        for drafter in self.drafters:
+            if tree is not None and drafter.most_tokens:
+                drafter.remember(known_texts(tree, drafter.most_tokens))
         ready = programs.restorable()  # a request for restored pages is likely to come at once
         if runner.rehearse(ready) and isinstance(tree, PrefixCache) and {*runner.programs.fills} <= {*ready}:
             promote(tree, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
@@ -104,6 +111,7 @@ def _scheduling(
     config, programs = plan.config, owner.all
     limits = _limits(plan, programs)
     shards = programs.shards
+    drafters = below.drafters = drafters_of(limits)  # of all shards: a request that waits may go to another one
     caches: list[PrefixCache] = []
     root = b"" if below.tiers is None or below.tiers.identity is None else below.tiers.identity.root
     kept = KeptCaptures(config.capture_memory, limits.page_size, root)  # of all shards: a digest says enough
@@ -127,6 +135,7 @@ def _scheduling(
             sides=below.sides,
             program_wait=program_wait,
             programs=owner.on_demand(),
+            drafters=drafters,
         )
         return scheduler, cache
     arrivals, schedulers = itertools.count(), list[ShardScheduler]()
@@ -143,6 +152,7 @@ def _scheduling(
                 first_slot=first,
                 arrivals=arrivals,
                 program_wait=program_wait,
+                drafters=drafters,
             )
         )
     data_scheduler = DataScheduler(schedulers)

@@ -77,6 +77,10 @@ def resolve(
             "the request's",
             f"Use at most {rows - 1}, or raise max_requests",
         )
+    if config.drafts == "none" and config.prompt_lookup:
+        raise ConfigError(
+            "prompt_lookup", config.prompt_lookup, 'asks for drafts, and drafts="none" for none', "Use one of them"
+        )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,
@@ -100,12 +104,10 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
-    if config.prompt_lookup:
+    name, off = ("prompt_lookup", 0) if config.prompt_lookup else ("drafts", "auto")
+    if config.prompt_lookup or config.drafts == "suffix":
         raise ConfigError(
-            "prompt_lookup",
-            config.prompt_lookup,
-            f"can't be had, since {what} can't be taken back",
-            "Use prompt_lookup=0",
+            name, getattr(config, name), f"can't be had, since {what} can't be taken back", f"Use {name}={off!r}"
         )
 
 

@@ -117,6 +117,7 @@ class Features:
         self.copied = tuple(bool(feature.variant) and feature.copied for feature in self.outputs)  # in every step
         self.steady = functools.reduce(lambda bits, feature: bits | feature.steady, entries, 0)
         self.changing = functools.reduce(lambda bits, feature: bits | feature.changing, entries, 0)
+        self.history = functools.reduce(lambda bits, feature: bits | feature.history, entries, 0)
         ahead = tuple(feature for feature in entries if feature.variant and feature.warmed)
         as_needed = tuple(feature for feature in entries if feature.variant and not feature.warmed)
         self.matrices: str | None = next(

@@ -211,6 +211,7 @@ _VARYING, _CONSTANT, _DRAWING = 4, 4, 3  # columns without those of features
 TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _SAMPLES, _KEPT, _CHOOSES = int(RowFlag.SAMPLES), int(RowFlag.KEPT), int(RowFlag.SAMPLES | RowFlag.CHOOSES)
+_DRAFT = int(RowFlag.DRAFT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -358,7 +359,7 @@ class Upload:
         self._any_flags, self._varying, self._constant, self._table, self._offsets, self._tokens = views[:6]
         self._extra, self._row_extra = views[6:]
         self._floats = self.floats.reshape(layout.sequences, -1)
-        self._steady = layout.features.steady
+        self._steady, self._history = layout.features.steady, layout.features.history
         self._per_token = tuple(zip(layout.features.per_token, self._extra, strict=True))
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
@@ -422,7 +423,9 @@ class Upload:
         if row.kept:
             flags |= _KEPT
         if row.draft:
-            flags &= ~_SAMPLES  # only the host reads its choice: at most one row writes a slot's state
+            flags &= ~_SAMPLES  # only the host reads its choice: at most one row writes a slot's last token
+            if flags & self._history:
+                flags |= _DRAFT
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 

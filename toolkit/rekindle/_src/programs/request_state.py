@@ -47,10 +47,14 @@ def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestS
     return RequestState(*leaves)._replace(tables=tables)
 
 
-def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:
-    """Record the sampled `tokens` [N] in `slots` [N]; a row that sampled none names the scratch slot."""
+def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> RequestState:
+    """Record the `tokens` [N] as the last ones of `slots` [N], and in the history of the slots `counted` [N].
+
+    A row without a token names the scratch slot. That of an accepted draft is counted alone: the host brings the
+    request's next token.
+    """
     return state._replace(
-        last_token=state.last_token.at[slots].set(tokens), history=state.history.at[slots, tokens].add(2)
+        last_token=state.last_token.at[slots].set(tokens), history=state.history.at[counted, tokens].add(2)
     )
 
 

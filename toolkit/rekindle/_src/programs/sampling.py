@@ -21,6 +21,7 @@ from jax import Array, lax
 
 import rekindle_kernels
 from rekindle._src.core.records import Request, Row
+from rekindle._src.programs.draft_rows import histories
 from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import Choice, Wanted
@@ -83,13 +84,12 @@ class Shaping(NamedTuple):
     barred: Array  # bool: below min_tokens, so that end tokens are masked
 
 
-def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) -> Array:
-    """Return shaped logits [N, V]. Row i reads history, bias and end ids of slot `slots[i]`."""
+def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array, history: Array) -> Array:
+    """Return shaped logits [N, V], by each row's `history` [N, V]. Row i reads bias and end ids of slot `slots[i]`."""
     rows = jnp.arange(logits.shape[0])[:, None]
     bias = jnp.where(shaping.biased[:, None], state.bias_values[slots], 0.0)
     logits = logits.at[rows, state.bias_ids[slots]].add(bias, mode="drop")
 
-    history = state.history[slots]
     times = (history >> 1).astype(jnp.float32)
     repetition = shaping.repetition[:, None]
     repeated = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
@@ -105,6 +105,7 @@ class LogitShaping(Feature):
 
     option = "sampling.shaped"
     bits = changing = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)
+    history = int(RowFlag.PENALISED)
     neutral = 1.0, 0.0, 0.0
 
     def flags(self, request: Request) -> int:
@@ -129,4 +130,4 @@ class LogitShaping(Feature):
         return Shaping(repetition, presence, frequency, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
 
     def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
-        return shape(logits, own, state, inputs.slots)
+        return shape(logits, own, state, inputs.slots, histories(state, inputs))

@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.draft_rows import recording
 from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, record
@@ -216,8 +217,10 @@ def _choose(
         return changed if operand is None else late.allow(changed, operand)
 
     columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in layout.compiled if feature.width]
-    slots = jnp.where(inputs.flag(RowFlag.SAMPLES), inputs.slots, layout.slots)
-    return record(state, slots, tokens), jnp.concatenate([shown[:, None], *columns], axis=1)
+    samples = inputs.flag(RowFlag.SAMPLES)
+    slots = jnp.where(samples, inputs.slots, layout.slots)
+    counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
+    return record(state, slots, counted, tokens), jnp.concatenate([shown[:, None], *columns], axis=1)
 
 
 def _sample(

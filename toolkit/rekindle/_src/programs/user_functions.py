@@ -30,6 +30,7 @@ from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.core.tapped import MISSING, RequestTaps, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
 from rekindle._src.programs.buckets import ProgramVariant
+from rekindle._src.programs.draft_rows import histories
 from rekindle._src.programs.feature import (
     FIRST_PROCESSOR,
     MAX_PROCESSORS,
@@ -238,6 +239,7 @@ class Processors(Feature):
 
     option = "sampling.processors"
     changing, variant, warmed = PROCESSORS, ProgramVariant.PROCESSORS, True
+    history = PROCESSORS
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
         self._processors = tuple(processors)
@@ -250,7 +252,7 @@ class Processors(Feature):
         return True
 
     def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
-        history = state.history[inputs.slots]
+        history = histories(state, inputs)
         context = LogitsContext(
             position=inputs.lengths,
             prompt_length=inputs.prompt_lengths[inputs.last],

@@ -28,6 +28,7 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.scheduling.drafting.drafter import summed_counts
 from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
 from rekindle._src.scheduling.sequence import Explanation, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
@@ -278,7 +279,7 @@ class DataScheduler:
 
 def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: int) -> SchedulerStatistics:
     """Sum the figures of several data shards as those of one scheduler; a step is one of all shards together."""
-    special = {"reserve_fraction", "steps", "steps_in_flight", "cache", "shards"}
+    special = {"reserve_fraction", "steps", "steps_in_flight", "cache", "drafters", "shards"}
     names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in special]
     caches = [shard.cache for shard in shards if shard.cache is not None]
     return SchedulerStatistics(
@@ -287,5 +288,6 @@ def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: in
         steps=steps,
         steps_in_flight=in_flight,
         cache=summed(caches) if caches else None,
+        drafters=summed_counts([shard.drafters for shard in shards]),
         shards=tuple(shards),
     )

@@ -1,6 +1,6 @@
 """Followers: what a feature of steps keeps of one request, and how it takes the request's results.
 
-Most requests have none. `PromptLookup` and `ForcedTokens` propose its drafts.
+Most requests have none.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
-from rekindle._src.core.records import GuideReport, IntArray, Pooling, Request, Row, RowResult
+from rekindle._src.core.records import GuideReport, Pooling, Request, Row, RowResult
 from rekindle._src.core.report_kinds import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
 from rekindle._src.core.tapped import CapturedPart, RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 
 MAX_DRAFTS = 7  # drafts of one step
 _PAUSE_BELOW = 0.5  # share of accepted drafts below which a model is assumed to spell otherwise
@@ -172,18 +173,20 @@ class PoolingFollower(Follower):
         return output.reporting(POOLED, *([whole] if row.start + row.length >= self._length else []))
 
 
-class ForcedTokens(Follower):
+class ForcedTokens(Follower, RequestDrafts):
     """Of a guided request: the tokens that its grammar forces, in the tokenizer's usual spelling, and its cost.
 
-    They are proposed as drafts, as `PromptLookup` proposes others.
+    They are proposed as drafts; see `drafting`.
     """
 
-    __slots__ = ("_ahead", "_before", "_usual", "accepted", "cost", "count", "drafted", "turn")
+    __slots__ = ("_ahead", "_before", "_usual", "cost", "count", "turn")
+    words = "drafts of forced tokens"
 
     def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
         self._ahead: tuple[int, ...] = ()
         self.count = 0  # generated tokens that were forced
-        self.drafted = self.accepted = 0
         self._before = 0.0  # seconds that it took for the token before
         self._usual = 0.0  # seconds that the grammar takes for a token
         self.cost = 0.0  # seconds that it is likely to take for the next one
@@ -197,6 +200,7 @@ class ForcedTokens(Follower):
     def add(self, report: GuideReport) -> None:
         """Add the guide's report on the request's next token."""
         self._ahead = report.ahead
+        self.ready = bool(report.ahead)
         self.count += report.forced
         # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
         seconds = report.seconds - report.searched
@@ -205,29 +209,16 @@ class ForcedTokens(Follower):
         self._usual += _LATEST * (latest - self._usual)
         self.cost = self._usual + report.due
 
-    def ready(self, skip: int) -> bool:
-        """True if there are tokens to propose from `skip` positions past the known ones on."""
-        return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
+    def propose(self, skip: int, most: int) -> Proposal | None:
+        """Return up to `MAX_DRAFTS` tokens from `skip` positions past the known ones on.
 
-    def max_drafts(self, skip: int, most: int) -> int:
-        """Return how many drafts there may be; `most` is the option of prompt lookup."""
-        return min(MAX_DRAFTS, len(self._ahead) - skip)
-
-    def expected(self, skip: int) -> float:
-        """Return how many drafts are likely to be accepted."""
-        return self.max_drafts(skip, 0) * self._rate
-
-    def propose(self, skip: int, count: int) -> IntArray:
-        return np.array(self._ahead[skip : skip + count], np.int32)
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Count the drafts that a step checked."""
-        self.drafted += drafted
-        self.accepted += accepted
-
-    @property
-    def _rate(self) -> float:
-        return (self.accepted + 1) / (self.drafted + 1)
+        None where few of them were accepted so far: the model spells otherwise.
+        """
+        tokens = self._ahead[skip : skip + min(most, MAX_DRAFTS)]
+        rate = (self.accepted + 1) / (self.drafted + 1)
+        if not tokens or (self.drafted >= _TRIED and rate < _PAUSE_BELOW):
+            return None
+        return Proposal(tokens, (rate,) * len(tokens))
 
 
 def _captures(tapped: RequestTaps, request: Request, kept: KeptCaptures | None) -> Follower | None:
@@ -251,79 +242,3 @@ def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Fo
         return ()
     found = (FOLLOWERS[kind](one, request, kept) for kind, one in request.extensions.items() if kind in FOLLOWERS)
     return tuple(follower for follower in found if follower is not None)
-
-
-SIZE = 3  # latest tokens that have to have occurred before, in this order
-_BITS = 20  # of a token id in a key; larger ids collide, which costs a rejected draft
-_MASK = (1 << (SIZE * _BITS)) - 1
-_LONGEST_PAUSE = 64  # tokens without drafts after rejections
-
-
-class PromptLookup:
-    """Proposes draft tokens of a request, copied from what followed its latest tokens at their last occurrence.
-
-    It keeps the position after the last occurrence of each run of `SIZE` tokens. O(1) per token. A draft costs nothing
-    to propose and is checked along with the next token. So drafts are proposed only where they pay: as many as are
-    likely to be accepted, and none for a while after rejections.
-
-    While the text continues as it did at an earlier place, that place is kept, even if the latest tokens occurred again
-    since: in edits of source files, replayed with 7 drafts, a step adds 5 to 8 tokens that way and 2 to 3 otherwise.
-    """
-
-    __slots__ = ("_failures", "_followers", "_key", "_resume", "_source", "_tokens", "accepted", "drafted", "run")
-
-    def __init__(self, tokens: IntArray) -> None:
-        ids = tokens.astype(np.int64)
-        runs = np.zeros(max(0, len(ids) - SIZE + 1), np.int64)
-        for place in range(SIZE):
-            runs = runs << _BITS | ids[place : place + len(runs)]
-        keys = (runs & _MASK).tolist()
-        self._followers: dict[int, int] = dict(zip(keys[:-1], range(SIZE, len(ids)), strict=True))
-        self._tokens: list[int] = ids.tolist()
-        self._key = _MASK
-        for token in self._tokens[-SIZE:]:
-            self._key = (self._key << _BITS | token) & _MASK
-        self._source = self._followers.get(self._key, 0)  # position of the proposed continuation; 0 if there is none
-        self._followers[self._key] = len(ids)
-        self._failures = self._resume = 0
-        self.run = 0  # tokens by which the text has repeated the earlier continuation
-        self.drafted = self.accepted = 0
-
-    def push(self, token: int) -> None:
-        """Add the request's next token."""
-        source, tokens = self._source, self._tokens
-        self._key = key = (self._key << _BITS | token) & _MASK
-        if source and tokens[source] == token:
-            self._source, self.run = source + 1, self.run + 1
-        else:
-            self._source, self.run = self._followers.get(key, 0), 0
-        tokens.append(token)
-        self._followers[key] = len(tokens)
-
-    def ready(self, skip: int = 0) -> bool:
-        """True if the latest tokens occurred before, and the pause after rejected drafts is over."""
-        return self._source > 0 and len(self._tokens) >= self._resume
-
-    def max_drafts(self, skip: int, most: int) -> int:
-        return most
-
-    def expected(self, skip: int = 0) -> float:
-        """Return how many drafts are likely to be accepted: a long repetition tends to continue."""
-        return 1.0 + self.run / 2
-
-    def propose(self, skip: int, count: int) -> IntArray:
-        """Return `count` draft tokens, from `skip` positions past the known tokens on.
-
-        Where the earlier continuation ends at the known tokens' end, it is taken to repeat itself.
-        """
-        tokens, source = self._tokens, self._source
-        period = len(tokens) - source
-        return np.array([tokens[source + ahead % period] for ahead in range(skip, skip + count)], np.int32)
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Count the drafts that a step checked; where none was accepted, the next ones pause, longer each time."""
-        self.drafted += drafted
-        self.accepted += accepted
-        self._failures = 0 if accepted else self._failures + 1
-        if self._failures:
-            self._resume = len(self._tokens) + min(_LONGEST_PAUSE, 1 << self._failures)

@@ -22,7 +22,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -47,13 +47,15 @@ from rekindle._src.kvcache.side import Keying, SideCache
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve, RunningSet
 from rekindle._src.scheduling.boundaries import Boundaries
-from rekindle._src.scheduling.decode_rows import Drafts, SlowRows
+from rekindle._src.scheduling.drafting.drafter import DraftCounts, Drafter
+from rekindle._src.scheduling.drafting.drafts import Drafts, drafters_of
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.page_runs import PageRuns
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
 from rekindle._src.scheduling.ready_rows import EveryRow, ReadyRows, StepProgramsLike
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.side_rules import SideRule, SideRules, WholePrompts
+from rekindle._src.scheduling.slow_rows import SlowRows
 from rekindle._src.scheduling.timeline import PhaseKind
 from rekindle.errors import (
     CompileError,
@@ -99,10 +101,12 @@ class Scheduler:
         arrivals: Iterator[int] | None = None,
         program_wait: ProgramWait = NO_WAIT,
         programs: StepProgramsLike | None = None,
+        drafters: Items[Drafter] | None = None,
     ) -> None:
         """`sides` are the side caches of the model, those of `cache` if there is one. `arrivals` number
         the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs.
-        Without `programs`, a row joins a step whether its program is ready or not."""
+        Without `programs`, a row joins a step whether its program is ready or not. `drafters` are those of all shards;
+        by default it has its own."""
         self.limits, self.pool, self.cache = limits, pool, cache
         rules = [_RULES[side.plan.keying](limits, side) for side in sides]
         self._sides = WholePrompts(rules) if limits.whole else SideRules(rules)
@@ -115,13 +119,14 @@ class Scheduler:
             limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
         )
         self._ready_rows = EveryRow() if programs is None else ReadyRows(programs, limits, program_wait)
-        self._drafts = Drafts(limits, self._ledger)
+        self._drafts = Drafts(limits, self._ledger, drafters_of(limits) if drafters is None else drafters)
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._program_wait = program_wait
         self._flights: deque[_Flight] = deque()
         self._step = 0
+        self._waited = False  # the step that was planned last has drafts
         self._arrivals = itertools.count() if arrivals is None else arrivals
         self.weights_version = 0  # how often weights were swapped
         self._leaving: tuple[PageMove, ...] = ()  # read out because the session goes to sleep
@@ -257,6 +262,8 @@ class Scheduler:
             self._running_set.adapters.loads(),
             self._ledger.copies(self._step),
         )
+        self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
+        self._waited = plan.drafted
         self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
         return plan
@@ -291,8 +298,8 @@ class Scheduler:
                     events.append(event)
             self._drain(sequence)
         self._slow_rows.learn(flight.plan, result)
+        self._drafts.learn(flight.sequences, flight.plan, result, taken)
         if flight.plan.drafted:
-            self._drafts.learn(flight.sequences, flight.plan.rows, taken)
             for sequence in dict.fromkeys(flight.sequences):
                 if sequence.ended:
                     self._remember(sequence)  # with the drafts of the step that it ended in
@@ -356,6 +363,8 @@ class Scheduler:
         """
         if root_key is not None:
             self.weights_version += 1
+        elif not recompute:
+            self._drafts.forget()
         if self.cache is None and not recompute:
             return
         if self.cache is not None:
@@ -413,7 +422,8 @@ class Scheduler:
             reserve_fraction=self._admission.reserve.fraction,
             preemptions=self._admission.preemptions,
             steps=self._step,
-            drafted_tokens=self._drafts.drafted,
+            drafted_tokens=self._drafts.drafted.total(),
+            drafters=self._drafts.statistics(),
             cache=self.cache.statistics() if self.cache is not None else None,
             shards=(),
             **self._counts,
@@ -436,6 +446,7 @@ class Scheduler:
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
         sequence.computed = row.start + row.length
+        self._drafts.computed(sequence, row, output)
         for follower in sequence.followers:
             output = follower.take(row, output)
         if not output.finite:
@@ -596,6 +607,7 @@ class Scheduler:
         self._counts[sequence.status.value] += 1
         self._alive.pop(sequence.id, None)
         sequence.ended_at = time.perf_counter()
+        self._drafts.end(sequence)
         close_each(f"request {sequence.id}", lambda: self._remember(sequence))
 
     def _remember(self, sequence: Sequence) -> None:
@@ -727,9 +739,10 @@ class SchedulerStatistics(html.Record):
     cached_tokens: int  # prompt tokens that were found in the cache
     prefill_tokens: int  # computed in prefill rows; counted again after a preemption
     generated_tokens: int
-    drafted_tokens: int  # proposed by prompt_lookup and computed
+    drafted_tokens: int  # proposed by drafters and computed
     accepted_tokens: int  # drafted tokens that the model sampled as well
     cache: CacheStatistics | None
+    drafters: Mapping[str, DraftCounts] = dataclasses.field(default_factory=dict)  # what each of them has brought
     shards: tuple[SchedulerStatistics, ...] = ()  # of a mesh with several data shards: the figures of each
 
     @property

@@ -17,14 +17,15 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
-from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup, followers_of
+from rekindle._src.scheduling.drafting.proposal import RequestDrafts
+from rekindle._src.scheduling.followers import ForcedTokens, followers_of
 from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
 
@@ -46,11 +47,12 @@ class Limits:
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
     max_queue: int = 1024
-    prompt_lookup: int = 0  # draft tokens of one request in a step, at most
+    prompt_lookup: int = 0  # draft tokens of one request in a step, at most; 0: none from its own text
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
+    drafts: DraftSource = "auto"  # where drafts come from
 
     @classmethod
     def of(
@@ -79,6 +81,7 @@ class Limits:
             max_beside_decode=beside,
             max_queue=config.max_queue,
             prompt_lookup=config.prompt_lookup,
+            drafts=config.drafts,
             edge=edge if fits else 1,
             whole=whole,
         )
@@ -145,10 +148,10 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "cutting", "drafter",
-        "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation", "holding",
-        "in_flight", "known", "limit", "limit_reason", "lookup", "naming", "need", "node", "num_pages", "overtaken",
-        "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root", "sampled",
-        "sides", "slot", "status", "target", "timeline", "waits_for",
+        "drafting", "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation",
+        "holding", "in_flight", "known", "limit", "limit_reason", "naming", "need", "node", "num_pages",
+        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root",
+        "sampled", "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -195,8 +198,9 @@ class Sequence:
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.followers = followers_of(request, kept)
         self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
-        self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
-        self.lookup: PromptLookup | None = None  # proposes draft tokens; made at first use
+        self.undrafted = True  # no drafter has begun with it
+        self.drafting: dict[str, RequestDrafts] = {}  # what drafters keep of it, by their names
+        self.drafter = ""  # the one that proposed the drafts in flight
         self.need: object = None  # what its decode rows need of programs, once it is known; see ready_rows
         self._keys: list[int] = []
         # Pages:
@@ -280,8 +284,9 @@ class Sequence:
         self._tokens[self.known] = token
         self.known += 1
         self.generated += 1
-        if self.lookup is not None:
-            self.lookup.push(token)
+        if self.drafting:
+            for drafts in self.drafting.values():
+                drafts.push(token)
 
     def add_pages(self, pages: list[int]) -> None:
         end = self.num_pages + len(pages)
@@ -359,12 +364,14 @@ class Sequence:
         self.in_flight += 1
         return row
 
-    def drafts(self, tokens: IntArray, sides: Items[tuple[SlotPair | PageRun, ...]]) -> list[Row]:
-        """Make rows for draft tokens after the latest row; they add nothing to the counts until accepted.
+    def drafts(self, proposed: Items[int], sides: Items[tuple[SlotPair | PageRun, ...]], drafter: str) -> list[Row]:
+        """Make rows for the tokens that a drafter proposed, after the latest row; they add nothing to the counts until
+        accepted.
 
         They use `sides` of the side caches, one after the other.
         """
-        start = self.planned
+        start, tokens = self.planned, np.array(proposed, np.int32)
+        self.drafter = drafter
         assert start + len(tokens) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
@@ -499,12 +506,9 @@ def explanation(
         words += [line for holding in sequence.sides for line in holding.describe()]
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
-    if sequence.lookup is not None and sequence.lookup.drafted:
-        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} draft tokens were accepted")
     if (forced := sequence.forced) is not None and sequence.generated:
         words.append(f"its grammar left no choice for {forced.count} of them")
-        if forced.drafted:
-            words.append(f"{forced.accepted} of {forced.drafted} drafts of forced tokens were accepted")
+    words += [drafts.describe() for drafts in sequence.drafting.values() if drafts.drafted]
     if sequence.preemptions:
         words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
     return Explanation(

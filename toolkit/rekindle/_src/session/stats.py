@@ -16,6 +16,7 @@ from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 if TYPE_CHECKING:
     from rekindle._src.execution.runner import RunnerStatistics
     from rekindle._src.kvcache.tree import CacheStatistics
+    from rekindle._src.scheduling.drafting.drafter import DraftCounts
     from rekindle._src.scheduling.scheduler import SchedulerStatistics
 
 
@@ -234,6 +235,11 @@ class Figures(EngineFigures):
         return self.scheduler.prefill_tokens
 
     @property
+    def drafters(self) -> Mapping[str, DraftCounts]:
+        """Tokens that each drafter proposed, and those of them that were accepted, by its name."""
+        return self.scheduler.drafters
+
+    @property
     def shards(self) -> tuple[SchedulerStatistics, ...]:
         """The figures of each data shard of a mesh that has several; their sums are those of the session."""
         return self.scheduler.shards
@@ -330,8 +336,9 @@ class SessionStats(Figures):
         elif self.collective_share is not None:
             fields["collective_share"] = self.collective_share
         figures = {**as_mapping(fields.pop("runner")), **as_mapping(fields.pop("scheduler")), **fields}
-        if not figures.get("shards"):
-            figures.pop("shards", None)
+        for name in ("shards", "drafters"):
+            if not figures.get(name):
+                figures.pop(name, None)
         return figures
 
     def __str__(self) -> str:
@@ -339,6 +346,8 @@ class SessionStats(Figures):
         shards = {f"shard {number}": shard for number, shard in enumerate(figures.pop("shards", ()))}
         for name, shard in shards.items():
             figures[name] = f"{shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
+        for name, counts in as_mapping(figures.pop("drafters", {})).items():
+            figures[f"drafts of {name}"] = str(counts)
         return "\n".join(f"{name:24}{_shown(value)}" for name, value in figures.items())
 
     def __repr__(self) -> str:
@@ -367,7 +376,10 @@ class SessionStats(Figures):
         figures.pop("model")  # it is in the title
         sizes = as_mapping(figures.pop("step_sizes", {}))
         programs, cache = as_mapping(figures.pop("programs", {})), as_mapping(figures.pop("cache", {}))
+        drafters = as_mapping(figures.pop("drafters", {}))
         folded: list[str] = [*grouped({**figures, **cache})]
+        if drafters:
+            folded.append(html.line("drafts", *(f"{name}: {counts}" for name, counts in drafters.items())))
         if programs:
             folded.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
         if sizes:

@@ -1,0 +1,160 @@
+"""What drafts bring and cost: tokens/s with a session's drafters over those without, on texts of several kinds.
+
+    python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose]
+                                 [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32]
+
+No small model writes edits. So a logits processor leads each request through a text of its own, token by token, in all
+sessions alike: steps cost what they cost, and drafts fare as they would with a model that writes these texts. `edits`
+are sources of Python after a prompt with an earlier version of them, `json` are records of one form, `prose` the pages
+of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model
+itself says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rekindle
+from rekindle import LogitsContext, LogitsProcessor
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "none": {"drafts": "none"},
+    "lookup": {"prompt_lookup": 7},
+    "suffix": {"drafts": "suffix"},
+}
+KINDS = ("edits", "json", "prose", "random", "own")
+
+
+class Texts:
+    """Tokens of prompts and of the texts that follow them."""
+
+    def __init__(self, tokenizer: Any, vocab: int, markers: int, tokens: int) -> None:
+        self._tokenizer, self._first, self._tokens = tokenizer, vocab - markers, tokens
+        self._rng = random.Random(1)
+        self._code = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
+        pages = sorted((harness.ROOT / ".github/docs/pages").glob("*.md"))
+        self._prose = " ".join(page.read_text() for page in pages)
+        self._words = sorted({word for word in self._prose.split() if word.isalpha()})
+
+    def make(self, kind: str, index: int) -> tuple[list[int], list[int]]:
+        """Return the prompt and the text of one request."""
+        rng = self._rng
+        if kind == "edits":
+            source = self._code[index % len(self._code)].read_text(errors="ignore")[: 8 * self._tokens]
+            old = self._encode(source)[: self._tokens]
+            new = [*old]
+            for _ in range(max(1, len(new) // 60)):
+                place = rng.randrange(len(new))
+                new[place : place + rng.randrange(4)] = self._encode(" ".join(rng.sample(self._words, 2)))
+            return old, self._sized(new)
+        if kind == "json":
+            records = [self._record(index * 100 + number) for number in range(1 + self._tokens // 20)]
+            return self._encode(f"Rows of table {index} as JSON:"), self._sized(self._encode(json.dumps(records)))
+        if kind == "prose":
+            place = rng.randrange(len(self._prose) - 16 * self._tokens)
+            return self._encode(f"Page {index}:"), self._sized(self._encode(self._prose[place:][: 16 * self._tokens]))
+        return self._encode(f"Number {index}:"), [rng.randrange(10, self._first) for _ in range(self._tokens)]
+
+    def _record(self, number: int) -> dict[str, Any]:
+        sample = self._rng.sample
+        return {
+            "identifier": number,
+            "title": " ".join(sample(self._words, 3)),
+            "priority": self._rng.choice(["low", "high", "none"]),
+            "department": self._rng.choice(["sales", "research", "law"]),
+            "summary": " ".join(sample(self._words, 8)),
+        }
+
+    def _encode(self, text: str) -> list[int]:
+        return [token for token in self._tokenizer.encode(text) if token < self._first]
+
+    def _sized(self, tokens: list[int]) -> list[int]:
+        return (tokens * (1 + self._tokens // len(tokens)))[: self._tokens]
+
+
+def led(table: np.ndarray, first: int) -> LogitsProcessor:
+    """A processor that lets nothing but the next token of a text in `table`; a marker in the prompt says which."""
+    texts = jnp.asarray(table)
+
+    def lead(logits: jax.Array, context: LogitsContext) -> jax.Array:
+        which = jnp.argmax(context.in_prompt[:, first : first + len(table)], axis=1)
+        place = jnp.clip(context.position - context.prompt_length, 0, table.shape[1] - 1)
+        return logits.at[jnp.arange(len(logits)), texts[which, place]].set(1e4)
+
+    return LogitsProcessor(lead, "led")
+
+
+def main() -> None:
+    given = harness.options(
+        __doc__, "model", model="tiny", streams=[1, 4, 16, 32], kinds=(list(KINDS), KINDS), tokens=160, repeat=5,
+        quantize=str, rows=32, sources=(list(SOURCES), SOURCES),
+    )  # fmt: skip
+    model = harness.model(given.model, quantize=given.quantize)
+    texts_each = sum(given.streams) * (given.repeat + 1)
+    with rekindle.open_sync(model, quiet=True, disk_memory=0, max_model_len=64) as session:
+        tokenizer, vocab = session.tokenizer, session.stats() and session.tokenizer.vocab_size
+    led_kinds = [kind for kind in given.kinds if kind != "own"]
+    texts = Texts(tokenizer, vocab, texts_each, given.tokens)
+    options: dict[str, Any] = {
+        "max_requests": given.rows, "max_model_len": 2 * given.tokens + 96, "precompile": "all", "quiet": True,
+        "disk_memory": 0, "generation_config": "greedy", "quantize": given.quantize if given.model == "tiny" else None,
+    }  # fmt: skip
+    for kind in given.kinds:
+        made = [texts.make(kind, index) for index in range(texts_each)]
+        table = np.array([text for _, text in made], np.int32)
+        processors = [led(table, vocab - texts_each)] if kind in led_kinds else []
+        with contextlib.ExitStack() as opened:
+            sessions = {
+                name: opened.enter_context(rekindle.open_sync(model, processors=processors, **options, **source))
+                for name, source in SOURCES.items()
+                if name in given.sources
+            }
+            done = 0
+            for streams in given.streams:
+                rates: dict[str, list[float]] = {name: [] for name in sessions}
+                before = {name: session.stats() for name, session in sessions.items()}
+                for turn, name in harness.turns(sessions, given.repeat):
+                    rows = range(done + (turn + 1) * streams, done + (turn + 2) * streams)
+                    rates[name].append(rate(sessions[name], kind, made, rows, given.tokens, vocab))
+                done += (given.repeat + 1) * streams
+                line = f"{given.model} {kind:6} {streams:2} streams: none {np.median(rates['none'][1:]):7.1f} tokens/s"
+                for name in [name for name in sessions if name != "none"]:
+                    ratio = harness.spread(harness.ratios(rates[name][1:], rates["none"][1:]))
+                    stats = sessions[name].stats()
+                    drafted = stats.drafted_tokens - before[name].drafted_tokens
+                    accepted = stats.accepted_tokens - before[name].accepted_tokens
+                    line += f"; {name} {ratio}, {accepted} of {drafted}"
+                print(line, flush=True)
+
+
+def rate(
+    session: rekindle.Session, kind: str, made: list[tuple[list[int], list[int]]], rows: range, tokens: int, vocab: int
+) -> float:
+    """Generated tokens per second of requests at once whose texts are these `rows`."""
+    first = vocab - len(made)
+    prompts = [[first + row, *made[row][0]] for row in rows]
+    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
+    options |= (
+        {"temperature": 1.0, "seed": rows.start} if kind == "own" else {"processors": ["led"], "temperature": 0.0}
+    )
+    start = time.perf_counter()
+    done = session.generate_sync(prompts, **options)
+    seconds = time.perf_counter() - start
+    for row, one in zip(rows, done, strict=True):
+        assert kind == "own" or list(one.token_ids) == made[row][1], f"text {row} was not followed"
+    return sum(len(one.token_ids) for one in done) / seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Drafting: the drafters that propose tokens ahead, how likely each proposal is, and how many a step computes."""

@@ -1,0 +1,84 @@
+"""The seam of drafters: what one has to say and do, whatever its tokens come from.
+
+A drafter belongs to a session. Of each request that it drafts for, it keeps a `RequestDrafts`. Drafters are chained:
+the first one with a proposal for a row has that row. What they propose is never part of a text by itself: a draft is
+accepted if the model, with the request's own seed, chooses that very token. So a drafter needs no proof, only a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from rekindle._src.core.records import IntArray, Row, RowResult
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
+
+
+class TargetReads(NamedTuple):
+    """The parts of the model that a drafter reads. Programs are traced with them, so they are known before."""
+
+    hidden: bool = False  # the final hidden state of each token
+    layers: tuple[int, ...] = ()  # the outputs of these layers
+    cache: str = ""  # the side cache of its own layers, by name
+
+
+class DraftCounts(NamedTuple):
+    """The tokens of a drafter that were computed along with others, and those of them that the model chose, too."""
+
+    drafted: int
+    accepted: int
+
+    def __str__(self) -> str:
+        return f"{self.accepted:,} of {self.drafted:,} accepted"
+
+
+def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
+    """Return the sums by drafter."""
+    sums: dict[str, DraftCounts] = {}
+    for part in parts:
+        for name, counts in part.items():
+            before = sums.get(name, DraftCounts(0, 0))
+            sums[name] = DraftCounts(before.drafted + counts.drafted, before.accepted + counts.accepted)
+    return sums
+
+
+class DraftableRow(NamedTuple):
+    """A row that may have drafts."""
+
+    sequence: Sequence
+    skip: int  # tokens between the known ones and the first draft: those that steps in flight will bring
+    most: int  # drafts that it may have
+
+
+class Drafter:
+    """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
+
+    name = ""
+    reads = TargetReads()
+
+    def begin(self, sequence: Sequence) -> RequestDrafts | None:
+        """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""
+        raise NotImplementedError
+
+    def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
+        """Return a proposal for each row, the tokens after `skip` others; None where it has none."""
+        raise NotImplementedError
+
+    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """Note that a row was computed, of a prompt or of decoding, before its token is pushed."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a request has ended."""
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of earlier texts it keeps; 0: none."""
+        return 0
+
+    def remember(self, texts: Iterable[IntArray]) -> None:
+        """Take texts without a salt that the session's cache was restored with, the latest one last."""
+
+    def forget(self) -> None:
+        """Forget all texts: the session's cache was cleared."""

@@ -1,0 +1,180 @@
+"""The draft rows of a step: tokens that are proposed for its requests, computed along with their next ones.
+
+A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
+their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what
+the request would have sampled there, provided that all drafts before it are accepted. The first rejected draft ends the
+chain; the entries of later rows lie past the request's length, where the next step overwrites them.
+
+How far a request got is known when such a step is committed, so no step is planned before that. The device waits for
+the host once, and the drafts have to gain more than that wait costs every row of the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from rekindle._src.core.records import Row, RowResult, StepPlan, StepResult
+from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
+from rekindle._src.scheduling.drafting.costs import StepCosts
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
+from rekindle._src.scheduling.drafting.forced import ForcedDrafter
+from rekindle._src.scheduling.drafting.proposal import Proposal
+from rekindle._src.scheduling.drafting.repeats import LookupDrafter
+from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
+from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.sequence import Limits, Sequence
+
+# Up to this number of rows one more row is taken to cost nothing, until it is measured. Further ones replace padding.
+FEW_ROWS = 8
+_LEAST_LIKELY = 0.05  # a draft that is accepted less often is none
+_MOST = 7  # drafts of a request in a step, where no option says how many
+
+
+def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
+    """Return the drafters of a session, in their order: the first with a proposal for a row has that row."""
+    if limits.drafts == "none":
+        return ()
+    past: tuple[Drafter, ...] = ()
+    if limits.drafts == "suffix":
+        past = (SuffixDrafter(),)
+    elif limits.prompt_lookup:
+        past = (LookupDrafter(),)
+    return ForcedDrafter(), *past
+
+
+class Drafts:
+    """Adds draft rows to a step whose other rows are planned."""
+
+    def __init__(self, limits: Limits, ledger: PageLedger, drafters: Iterable[Drafter]) -> None:
+        self._limits, self._ledger = limits, ledger
+        # What side caches hold of a state can't be taken back to before a rejected draft.
+        self._drafters = tuple(drafters) if ledger.sides.drafts else ()
+        self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
+        self._most = limits.prompt_lookup or _MOST
+        self._costs = StepCosts()
+        self._waits = -1  # the step whose plan waited for drafts
+        self._alone = -1  # the step that was planned while no other ran
+        self.drafted: Counter[str] = Counter()  # drafts of committed steps, by drafter
+        self.accepted: Counter[str] = Counter()
+
+    def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
+        """Insert draft rows after some of a step's decode rows, within `budget` tokens and the pages that are free."""
+        if not self._drafters:
+            return
+        for sequence in sequences:
+            if sequence.undrafted:
+                self._begin(sequence)
+        largest = max(self._limits.max_requests, SMALLEST_ROWS)
+        room = min(budget, largest - len(rows))
+        if room <= 0:
+            return
+        proposals = self._proposals(sequences)
+        if not proposals:
+            return
+        counts = self._counts(proposals, len(rows), room, mixed=mixed)
+        for sequence, (drafter, proposal) in proposals.items():
+            if count := self._within_pages(sequence, counts.get(sequence, 0)):
+                sides = self._ledger.sides.drafts_of(sequence, count)
+                after = sequences.index(sequence) + 1
+                drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)
+                rows[after:after] = drafts
+                sequences[after:after] = [sequence] * len(drafts)
+
+    def planned(self, step: int, *, alone: bool, waited: bool) -> None:
+        """Note that a step was planned `alone`, while none ran, and if that is because it `waited` for drafts."""
+        if alone:
+            self._alone = step
+        if waited:
+            self._waits = step
+
+    def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
+        """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
+        if not plan.prefill and (plan.step != self._alone or plan.step == self._waits):
+            self._costs.learn(len(plan.decode), result, waited=plan.step == self._waits)
+        if not plan.drafted:
+            return
+        drafted, accepted = Counter[Sequence](), Counter[Sequence]()
+        for sequence, row, was_right in zip(sequences, plan.rows, taken, strict=True):
+            if row.draft:
+                drafted[sequence] += 1
+                accepted[sequence] += bool(was_right)
+        for sequence, count in drafted.items():
+            assert sequence.drafter, f"{sequence.id} has drafts from nowhere"
+            sequence.drafting[sequence.drafter].learn(count, accepted[sequence])
+            self.drafted[sequence.drafter] += count
+            self.accepted[sequence.drafter] += accepted[sequence]
+            sequence.drafts_checked()
+
+    def statistics(self) -> dict[str, DraftCounts]:
+        """Return what each drafter has brought."""
+        return {name: DraftCounts(count, self.accepted[name]) for name, count in self.drafted.items()}
+
+    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
+        """Show a row that was computed to the drafters that read what the model computed."""
+        for drafter in self._observing:
+            drafter.computed(sequence, row, result)
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a request has ended."""
+        if sequence.drafting:
+            for drafter in self._drafters:
+                drafter.end(sequence)
+
+    def forget(self) -> None:
+        """Forget all texts: the session's cache was cleared."""
+        for drafter in self._drafters:
+            drafter.forget()
+
+    def _proposals(self, sequences: Items[Sequence]) -> dict[Sequence, tuple[Drafter, Proposal]]:
+        """Return what is proposed for each sequence, by the first drafter that proposes anything."""
+        found: dict[Sequence, tuple[Drafter, Proposal]] = {}
+        for drafter in self._drafters:
+            name, rows = drafter.name, list[DraftableRow]()
+            for one in sequences:
+                drafts = one.drafting.get(name)
+                if drafts is not None and drafts.ready and one.remaining > 0 and one not in found:
+                    rows.append(DraftableRow(one, one.planned - one.known, min(self._most, one.remaining)))
+            if not rows:
+                continue
+            for row, proposal in zip(rows, drafter.propose(rows), strict=True):
+                if proposal is not None:
+                    found[row.sequence] = drafter, proposal
+        return found
+
+    def _begin(self, sequence: Sequence) -> None:
+        sequence.undrafted = False
+        begun = [(drafter.name, drafter.begin(sequence)) for drafter in self._drafters]
+        sequence.drafting = {name: drafts for name, drafts in begun if drafts is not None}
+
+    def _counts(
+        self, proposals: dict[Sequence, tuple[Drafter, Proposal]], rows: int, room: int, *, mixed: bool
+    ) -> Counter[Sequence]:
+        """Return the drafts of each sequence: the likeliest ones of all, as many as pay."""
+        slots: list[tuple[float, int, Sequence]] = []
+        for sequence, (_, proposal) in proposals.items():
+            chance = 1.0
+            for place, one in enumerate(proposal.chances):
+                chance *= one
+                if chance < _LEAST_LIKELY:
+                    break
+                slots.append((-chance, place, sequence))
+        slots.sort(key=_likelier)
+        del slots[room:]
+        most = self._limits.max_requests
+        free = min(room, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
+        count = self._costs.best(rows, [-slot[0] for slot in slots], free, measured=not mixed)
+        return Counter(slot[2] for slot in slots[:count])
+
+    def _within_pages(self, sequence: Sequence, count: int) -> int:
+        """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""
+        size, slots = self._limits.page_size, self._limits.max_requests
+        while sequence.planned + count > sequence.num_pages * size:
+            if self._ledger.available <= slots or not self._ledger.grow(sequence):
+                return sequence.num_pages * size - sequence.planned
+        return count
+
+
+def _likelier(slot: tuple[float, int, Sequence]) -> tuple[float, int]:
+    return slot[0], slot[1]

@@ -1,0 +1,232 @@
+"""Drafts of what the session has seen: an index over the texts of its requests, prompts and outputs.
+
+A table keeps, for each run of `SIZE` tokens, the place after its latest occurrence in any text. Runs share its entries,
+the later one wins, and what an entry says is compared with the text itself. A token costs one entry and one look-up,
+and the table never grows. Texts are kept in order of use and leave the index, the oldest first, when their bytes exceed
+what it has.
+
+A request sees texts of its own root in the prefix tree alone, as it does with pages: those of its salt, and of its
+adapters and taps, on which outputs depend.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core.records import IntArray
+from rekindle._src.scheduling.drafting.proposal import RequestDrafts
+from rekindle._src.scheduling.drafting.repeats import (
+    BITS,
+    MASK,
+    SIZE,
+    FollowedText,
+    RepeatChances,
+    RepeatDrafter,
+    keys_of,
+    last_key,
+)
+from rekindle._src.scheduling.sequence import Sequence
+
+SUFFIX_BYTES = 16 << 20  # half for the table: a million runs of tokens, and two million tokens of texts
+DEPTH = 16  # tokens by which two places are compared, at most
+_PLACES = 24  # bits of a place in its text
+_PLACE = (1 << _PLACES) - 1
+_EMPTY = array("i")
+_TEXT_BYTES = 512  # of a text without its tokens
+
+
+class IndexedText:
+    """A text in the index: a request's, as far as it is known."""
+
+    __slots__ = ("number", "place", "root", "tokens")
+
+    def __init__(self, number: int, root: str | None, tokens: array[int]) -> None:
+        self.number, self.root, self.tokens = number, root, tokens
+        self.place = 0  # the entry of its last tokens, before it was added
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that it takes."""
+        return _TEXT_BYTES + sys.getsizeof(self.tokens)
+
+
+class SuffixIndex:
+    """Texts, and where each run of `SIZE` tokens occurred last in those of a root."""
+
+    def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
+        self._entries = max(64, most_bytes // 16) | 1  # odd, or half of the places would hold most runs
+        zeros: Any = np.zeros(self._entries, np.int64)  # pages of memory that are not written take none
+        self.table: memoryview[int] = memoryview(zeros)  # of texts and places in them; 0: of none
+        self._most_bytes = most_bytes - self.table.nbytes
+        self._live: dict[int, IndexedText] = {}  # of requests that go on
+        self._ended: OrderedDict[int, IndexedText] = OrderedDict()  # the one that was used last is the last one
+        self._ended_bytes = 0
+        self._texts = 0
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the table and of the texts of requests that have ended; live ones add their sequences'."""
+        return self.table.nbytes + self._ended_bytes
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of texts there is room for."""
+        return self._most_bytes // 4
+
+    def salted(self, root: str | None) -> int:
+        """Return what is mixed into the keys of a root's runs."""
+        return hash(root) & MASK
+
+    def entry(self, key: int, salted: int) -> int:
+        """Return the entry of a run in the table, by its key."""
+        return (key ^ salted) % self._entries
+
+    def begin(self, root: str | None, tokens: IntArray, known: int = 0) -> IndexedText:
+        """Add a text that grows by `IndexedText.tokens` and `table` alone, until `end`.
+
+        Its first `known` tokens are not added again if the index has them, as those of an earlier request.
+        """
+        self._texts += 1
+        first = 0
+        if known > DEPTH and self._has(root, tokens[known - DEPTH : known]):
+            first = known - DEPTH
+        text = IndexedText(self._texts, root, array("i", tokens[first:].astype(np.int32).tobytes()))
+        self._live[text.number] = text
+        ids = tokens[first:].astype(np.int64)
+        new = keys_of(ids)[max(0, known - first - SIZE + 1) if first else 0 :]
+        entries = (new ^ self.salted(root)) % self._entries
+        places = np.arange(len(ids) - len(new) + 1, len(ids) + 1, dtype=np.int64)
+        table = np.asarray(self.table)
+        table[entries[:-1]] = text.number << _PLACES | places[:-1]  # of equal ones the last
+        if len(ids) >= SIZE:
+            last = self.entry(last_key(text.tokens), self.salted(root))
+            text.place = int(table[last])
+            table[last] = text.number << _PLACES | len(ids)
+        return text
+
+    def end(self, text: IndexedText) -> None:
+        """Note that a text grows no more. The oldest ones leave the index if there is no room for it."""
+        if self._live.pop(text.number, None) is None:
+            return
+        text.tokens = array("i", text.tokens)  # without room to grow
+        self._ended[text.number] = text
+        self._ended_bytes += text.bytes
+        while self._ended_bytes > self._most_bytes:
+            _, oldest = self._ended.popitem(last=False)
+            self._ended_bytes -= oldest.bytes
+
+    def used(self, text: IndexedText) -> None:
+        """Note that a text was of use: others leave the index before it."""
+        if text.number in self._ended:
+            self._ended.move_to_end(text.number)
+
+    def find(self, place: int, root: str | None, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
+        """Return the text that `place`, an entry of the table, is of, the place in it and by how many tokens, at most
+        `DEPTH`, what precedes it is the end of `tokens`; None if those are fewer than `SIZE`, or it is another root's.
+        """
+        number, at = place >> _PLACES, place & _PLACE
+        text = self._live.get(number) or self._ended.get(number)
+        if text is None or text.root != root:
+            return None
+        earlier, end = text.tokens, len(tokens)
+        if at >= len(earlier) and earlier is not tokens:
+            return None  # nothing followed there yet
+        if earlier[at - SIZE : at] != tokens[end - SIZE : end]:
+            return None
+        same, most = SIZE, min(DEPTH, at, end)
+        while same < most and earlier[at - same - 1] == tokens[end - same - 1]:
+            same += 1
+        return text, at, same
+
+    def clear(self) -> None:
+        """Forget all texts; those of requests that go on are no longer indexed."""
+        np.asarray(self.table)[:] = 0
+        self._live.clear()
+        self._ended.clear()
+        self._ended_bytes = 0
+
+    def _has(self, root: str | None, tokens: IntArray) -> bool:
+        """True if the table leads to a text that has these tokens, of which it compares at most `DEPTH`."""
+        wanted = array("i", tokens.astype(np.int32).tobytes())
+        key = last_key(wanted)
+        match = self.find(self.table[self.entry(key, self.salted(root))], root, wanted)
+        if match is None or match[2] < len(wanted):
+            return False
+        self.used(match[0])
+        return True
+
+
+class PastLookup(FollowedText):
+    """Follows what came after a request's latest tokens at their last occurrence in any text that it may see."""
+
+    __slots__ = ("_entries", "_index", "_key", "_own_tokens", "_salted", "_table", "source", "text")
+    words = "drafts of earlier texts"
+
+    def __init__(self, chances: RepeatChances, index: SuffixIndex, text: IndexedText) -> None:
+        super().__init__(chances, text.tokens)
+        self._index, self.text = index, text
+        self._own_tokens, self._table = text.tokens, index.table
+        self._salted, self._entries = index.salted(text.root), len(index.table)
+        self.source: IndexedText | None = None  # that is followed
+        self._key = last_key(self._own_tokens)
+        self._follow(text.place)
+
+    def _append(self, token: int) -> int:
+        self._key = key = (self._key << BITS | token) & MASK
+        tokens, table = self._own_tokens, self._table
+        entry = (key ^ self._salted) % self._entries
+        place = table[entry]
+        tokens.append(token)
+        table[entry] = self.text.number << _PLACES | len(tokens)
+        return place
+
+    def _follow(self, place: int) -> None:
+        match = self._index.find(place, self.text.root, self._own_tokens) if place else None
+        self.ready = match is not None
+        if match is None:
+            self.source = self._earlier = None
+            return
+        self.source, self._at, same = match
+        self._earlier = self.source.tokens
+        self._first = self._length = same - SIZE
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        super().learn(drafted, accepted)
+        if accepted and self.source is not None:
+            self._index.used(self.source)
+
+
+class SuffixDrafter(RepeatDrafter):
+    """Proposes what followed a request's latest tokens in the texts of the session, its own included."""
+
+    name = "suffix"
+
+    def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
+        super().__init__()
+        self.index = SuffixIndex(most_bytes)
+
+    def begin(self, sequence: Sequence) -> RequestDrafts:
+        tokens = sequence.tokens(0, sequence.known)
+        return PastLookup(self.chances, self.index, self.index.begin(sequence.root, tokens, sequence.cached_tokens))
+
+    def end(self, sequence: Sequence) -> None:
+        drafts = sequence.drafting.get(self.name)
+        if isinstance(drafts, PastLookup):
+            self.index.end(drafts.text)
+
+    @property
+    def most_tokens(self) -> int:
+        return self.index.most_tokens
+
+    def remember(self, texts: Iterable[IntArray]) -> None:
+        for tokens in texts:
+            self.index.end(self.index.begin(None, tokens))
+
+    def forget(self) -> None:
+        self.index.clear()
