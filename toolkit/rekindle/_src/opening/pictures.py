@@ -28,7 +28,7 @@ from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.picture_plan import PicturesPlan, framed
-from rekindle._src.programs.encoder import EncoderPrograms
+from rekindle._src.programs.encoder import EncodingPrograms
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
 from rekindle._src.text.tokenizer import Tokenizer
@@ -118,12 +118,12 @@ class KeptRows:
             return None
 
 
-class Encoder:
+class PictureEncoder:
     """The encoder of a session. Its weights are read when the first picture comes."""
 
     def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
         self._plan, self._programs = plan, programs
-        self._made: EncoderPrograms | None = None
+        self._made: EncodingPrograms | None = None
         self._lock = threading.Lock()
 
     def __call__(self, patches: PicturePatches) -> Rows:
@@ -143,13 +143,13 @@ class Encoder:
         """The number of programs that were compiled."""
         return 0 if self._made is None else self._made.compilations
 
-    def _make(self) -> EncoderPrograms:
+    def _make(self) -> EncodingPrograms:
         programs, config = self._programs, self._programs.config
         kept = ExecutableStore(cache_folder(config.cache_dir) / "programs")
         key = digest({**programs.fields, "pictures": repr(self._plan.tower.graph)})
         name = programs.name or programs.model.model_type
         store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
-        return EncoderPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
+        return EncodingPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
 
 
 class SessionPictures:
@@ -195,7 +195,7 @@ class SessionPictures:
             folder = cache_folder(config.cache_dir) / FOLDER
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
-        encoder = Encoder(pictures, plan.programs)
+        encoder = PictureEncoder(pictures, plan.programs)
         spec = plan.model.pictures
         assert spec is not None, "it has a plan for them"
         return cls(

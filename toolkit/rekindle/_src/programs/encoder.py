@@ -1,34 +1,28 @@
-"""The programs of an encoder of pictures: its beginning, one layer, one level and its end, in a few sizes.
+"""The programs of an encoder of pictures, in a few sizes, kept in the store of the session's programs.
 
-All layers have the same shapes and share one program, as all levels do. So little is compiled, and on a device with a
-queue of its own steps run between two layers of a large picture. Programs are kept in the store of the session's
-programs.
-
-Axes: N patches of a bucket, T its tokens, E hidden size of the language model.
+A picture is encoded in steps of some rows each (`models.vision.steps`), so that a large one holds nobody up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from numpy.typing import NDArray
 
 from rekindle._src.models.vision.inputs import ImagePatches, PatchBatch
-from rekindle._src.models.vision.layers import PatchPass
-from rekindle._src.models.vision.tower import AbstractTower, merge_tower, pack_images
+from rekindle._src.models.vision.steps import TowerStep, rows_for, run_steps, tower_steps
+from rekindle._src.models.vision.tower import AbstractTower, pack_images
 from rekindle._src.programs.store import Executables
 from rekindle.errors import StoreError
 
-_REPEATED = ("layers", "mergers")  # modules of which a tower has several, all of the same shapes
+OPERATIONS = 2e9  # additions and multiplications of a step: a twentieth of a second on two cores
 _SMALLEST = 64  # patches of a bucket
-Leaves = Sequence[Array]
 
 
 def buckets(whole: int) -> Iterator[int]:
@@ -44,26 +38,12 @@ def bucket_of(patches: int, whole: int) -> int:
     return next(size for size in buckets(whole) if size >= patches)
 
 
-class EncoderPrograms:
+class EncodingPrograms:
     """Encodes pictures with the leaves of a tower. One thread calls it at a time."""
 
-    def __init__(self, tower: AbstractTower, leaves: Leaves, store: Executables) -> None:
-        self._graph, self._config, self._shapes, self._store = tower.graph, tower.graph.config, tower.shapes, store
-        self._places: dict[str, list[list[int]]] = {module: [] for module in (*_REPEATED, "")}
-        self._places[""].append([])
-        for index, path in enumerate(tower.graph.paths):
-            module, _, rest = path.partition(".")
-            if module in _REPEATED:
-                number = int(rest.partition(".")[0])
-                several = self._places[module]
-                several += [[] for _ in range(number + 1 - len(several))]
-                several[number].append(index)
-            else:
-                self._places[""][0].append(index)
-        self._leaves = {
-            module: [tuple(leaves[index] for index in places) for places in several]
-            for module, several in self._places.items()
-        }
+    def __init__(self, tower: AbstractTower, leaves: Sequence[Any], store: Executables) -> None:
+        self._tower, self._leaves, self._store = tower, leaves, store
+        self._config = tower.graph.config
         self._compiled: dict[str, Any] = {}
         self.compilations = 0
 
@@ -72,67 +52,36 @@ class EncoderPrograms:
         patches, whole = sum(image.grid.patches for image in images), self._config.patches_of_token
         bucket = bucket_of(patches, whole)
         packed = PatchBatch(*map(jnp.asarray, pack_images(images, self._config, bucket)))
-        rows = self._encoded(packed, bucket, self._run)
-        return np.stack([np.asarray(one)[: patches // whole] for one in rows])
+        rows = rows_for(self._tower.graph, bucket, OPERATIONS)
+        steps = tower_steps(self._tower, self._leaves, packed, rows)
+        embeddings = run_steps(steps, lambda step: self._program(step, bucket, rows)(*step.arguments))
+        count = patches // whole
+        first = np.asarray(embeddings.tokens)[None, :count]
+        return np.concatenate([first, np.asarray(embeddings.levels)[:, :count]])
 
     def make(self, images: Sequence[ImagePatches]) -> None:
-        """Make the programs of the bucket that these pictures need, without running them."""
+        """Make the programs of the bucket that such pictures need, without running them."""
         bucket = bucket_of(sum(image.grid.patches for image in images), self._config.patches_of_token)
         packed = pack_images(images, self._config, bucket)
         shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in packed))
-        self._encoded(shapes, bucket, self._shaped)
+        rows = rows_for(self._tower.graph, bucket, OPERATIONS)
 
-    def _encoded(self, batch: Any, bucket: int, run: Callable[..., Any]) -> list[Any]:
-        """Run the encoder part by part: return its tokens and its levels, all [T, E]."""
-        (outer,) = self._leaves[""]
-        x, shared = run("begin", bucket, self._begin, outer, batch)
-        levels: list[Any] = []
-        for number, leaves in enumerate(self._leaves["layers"]):
-            x = run("layer", bucket, self._layer, leaves, x, shared)
-            if number in self._config.deepstack:
-                levels.append(run("level", bucket, self._level, self._leaves["mergers"][len(levels)], x, batch))
-        return [run("end", bucket, self._end, outer, x, batch), *levels]
+        def shaped(step: TowerStep) -> Any:
+            self._program(step, bucket, rows)
+            return jax.eval_shape(step.function, *step.arguments)
 
-    def _tower(self, module: str, leaves: Leaves) -> Any:
-        """Return the tower with the leaves of one part, the first of several; all others are shapes alone."""
-        merged: list[Any] = list(self._shapes)
-        for index, leaf in zip(self._places[module][0], leaves, strict=True):
-            merged[index] = leaf
-        return merge_tower(self._graph, merged)
+        run_steps(tower_steps(self._tower, self._leaves, shapes, rows), shaped)
 
-    def _begin(self, outer: Leaves, batch: PatchBatch) -> tuple[Array, PatchPass]:
-        x, shared = self._tower("", outer).begin(batch)
-        return x, shared
-
-    def _layer(self, leaves: Leaves, x: Array, shared: PatchPass) -> Array:
-        y: Array = self._tower("layers", leaves).layers[0](x, shared)
-        return y
-
-    def _level(self, leaves: Leaves, x: Array, batch: PatchBatch) -> Array:
-        rows: Array = self._tower("mergers", leaves).level(0, x, batch)
-        return rows
-
-    def _end(self, outer: Leaves, x: Array, batch: PatchBatch) -> Array:
-        rows: Array = self._tower("", outer).end(x, batch)
-        return rows
-
-    def _run(self, part: str, bucket: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._program(part, bucket, function, arguments)(*arguments)
-
-    def _shaped(self, part: str, bucket: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        self._program(part, bucket, function, arguments)
-        return jax.eval_shape(function, *arguments)
-
-    def _program(self, part: str, bucket: int, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _program(self, step: TowerStep, bucket: int, rows: int) -> Any:
         """Return a program: one that was made before, the stored one, or one that is compiled now and stored."""
-        name = f"pictures {part} {bucket}"
+        name = f"pictures {step.name} {bucket} by {rows}"
         compiled = self._compiled.get(name)
         if compiled is None:
             with contextlib.suppress(StoreError):
                 compiled = self._store.load(name)
         if compiled is None:
             start = time.perf_counter()
-            compiled = jax.jit(function).lower(*arguments).compile()
+            compiled = jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).compile()
             self.compilations += 1
             self._store.save(name, compiled, time.perf_counter() - start)
         self._compiled[name] = compiled
