@@ -53,7 +53,9 @@ def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
     for model in ("tiny", file, str(tmp_path)):
         with rekindle.open_sync(model, dtype="float32", max_requests=2, max_model_len=256, quiet=True) as session:
             done = session.generate_sync(PROMPT, max_tokens=24)
-            reply = session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=16).result_sync()
+            reply = session.chat(
+                [{"role": "user", "content": "Who are you?"}], max_tokens=16, temperature=0
+            ).result_sync()
             said.append((done.text, done.token_ids, done.finish_reason, reply.text))
     assert said[0] == said[1] == said[2]
 
