@@ -64,6 +64,8 @@ WEEKLY = {
     ),
     "project/test_docs_site.py": ("test_it_builds_without_a_warning",),
     "project/test_packaging.py": ("test_the_wheel_has_what_the_packages_have",),
+    "replicas/test_in_a_notebook.py": ("test_random_deaths_for_two_minutes",),
+    "replicas/test_on_ray.py": ("test_random_deaths_for_two_minutes",),
     "serve/test_batch_files.py": ("test_the_command_goes_on_after_a_kill",),
     "serve/test_connections.py": ("test_polls_every_five_seconds_over_one_connection",),
     "session/test_any_moment.py": (
