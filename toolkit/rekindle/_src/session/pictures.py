@@ -70,13 +70,13 @@ def _is_picture(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
-def _without_pictures(message: Any, found: list[Any]) -> Any:
+def _without_pictures(message: Any, values: list[Any]) -> Any:
     if not _has_parts(message):
         return message
     parts: list[Any] = []
     for part in message["content"]:
         if _is_picture(part):
-            found.append(_value(part))
+            values.append(_value(part))
             part = {"type": "image"}
         parts.append(part)
     return {**message, "content": parts}

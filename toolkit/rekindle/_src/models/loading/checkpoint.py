@@ -22,8 +22,8 @@ from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import kept_weights, known_models, prepared, reading
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.kept_weights import MappedWeights
-from rekindle._src.models.loading.known_models import KnownModel, Reads
-from rekindle._src.models.loading.leaf_arrays import Rounding
+from rekindle._src.models.loading.known_models import KnownModel
+from rekindle._src.models.loading.leaf_arrays import Reads, Rounding
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed

@@ -27,10 +27,9 @@ from rekindle._src.core.store import Store
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.models.loading.leaf_arrays import LeafPlan
+from rekindle._src.models.loading.leaf_arrays import LeafPlan, Reads
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.stored import StoredCheckpoint
-from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import REPLICATED
 from rekindle.errors import CheckpointError
@@ -50,13 +49,6 @@ class KnownModel(NamedTuple):
     graph: Graph
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # one per leaf
     dtype: str
-
-
-class Reads(NamedTuple):
-    """The leaves and tensors to read from a checkpoint, checked against its headers."""
-
-    leaves: list[LeafPlan]
-    entries: dict[str, TensorEntry]  # by the tensor's name
 
 
 def encode_graph(graph: Graph) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.hugepages import adopted, aligned
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.quantize import quantize, quantize_int4_into, quantize_into
+from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.roles import Role, Sizes, local_shape, ranges
 from rekindle_kernels import int4
@@ -64,6 +65,13 @@ class LeafPlan(NamedTuple):
     packing: Packing | None = None  # of a matrix in groups
     minimum: str | None = None
     rounding: Rounding | None = None
+
+
+class Reads(NamedTuple):
+    """The leaves and tensors to read from a checkpoint, checked against its headers."""
+
+    leaves: list[LeafPlan]
+    entries: dict[str, TensorEntry]  # by the tensor's name
 
 
 class LeafArrays(NamedTuple):

@@ -37,7 +37,7 @@ MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 K
 
 
 class OtherParts(NamedTuple):
-    """What a checkpoint has in addition to its language model: an encoder of pictures."""
+    """The parts of a checkpoint that are not its language model: an encoder of pictures."""
 
     config: Mapping[str, Any]  # of the whole model
     headers: tuple[Header, ...]  # of the other tensors, under the names that they have in the file
@@ -80,7 +80,7 @@ def look(model: str | Path, projector: str | Path | None = None) -> StoredCheckp
         file = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
         others: OtherParts | None = None
         if file is not None:
-            raw, others = _with_projector(raw, file, asked=projector is not None)
+            raw, others = _with_projector(raw, file, optional=projector is None)
         return StoredCheckpoint(path, raw, headers, fingerprint, is_gguf=True, others=others)
     if projector is not None:
         problem = "is for models in GGUF: a folder of safetensors has its encoder of pictures itself"
@@ -116,9 +116,10 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
 
 
-def _with_projector(raw: dict[str, Any], projector: Path, *, asked: bool) -> tuple[dict[str, Any], OtherParts | None]:
-    """Return a model's config with its pictures, and the file that reads them. One that was not asked for, and does not
-    fit, is left out."""
+def _with_projector(
+    raw: dict[str, Any], projector: Path, *, optional: bool
+) -> tuple[dict[str, Any], OtherParts | None]:
+    """Return a model's config with its pictures, and the file that reads them; an optional one has to fit to count."""
     from rekindle._src.models.vision.mmproj import read_mmproj  # other models don't need it
 
     try:
@@ -129,7 +130,7 @@ def _with_projector(raw: dict[str, Any], projector: Path, *, asked: bool) -> tup
                 f"{raw.get('hidden_size'):,}: it belongs to another model."
             )
     except (CheckpointError, UnsupportedModel, OSError) as error:
-        if asked:
+        if not optional:
             raise
         _log.warning("pictures can't be read: %s", error)
         return raw, None

@@ -16,7 +16,7 @@ from jax import Array
 
 from rekindle._src.core.html import count
 from rekindle._src.models.loading import reading
-from rekindle._src.models.loading.known_models import Reads
+from rekindle._src.models.loading.leaf_arrays import Reads
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import FLOATS, TensorEntry, listed
