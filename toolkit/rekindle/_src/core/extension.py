@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray
+import numpy as np
+from numpy.typing import NDArray
 
 E = TypeVar("E", bound="Extension")
 
@@ -49,7 +49,7 @@ class Extension:
         0 if it has to be a later step. Asked only if a class overrides it."""
         return length
 
-    def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
+    def names(self, tokens: NDArray[np.int32], start: int, page_size: int) -> NDArray[np.int32]:
         """Return what the prefix tree calls the request's `tokens`, the first of which is at `start`: that of a page.
 
         Overridden where more than the tokens decides what pages hold; called only then.

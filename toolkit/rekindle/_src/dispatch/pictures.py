@@ -93,18 +93,18 @@ class PictureOutput(Part):
 
 
 def placed(
-    token_ids: IntArray, given: Sequence[PictureLike], rows: Sequence[Any], pictures: PicturesLike
+    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[Any], pictures: PicturesLike
 ) -> PictureUse:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
     places = np.flatnonzero(token_ids == pictures.token)
-    counts = [pictures.counts(picture) for picture in given]
+    counts = [pictures.counts(picture) for picture in shown]
     if len(places) != sum(map(sum, counts)):
         raise _miscounted(len(places), sum(map(sum, counts)))
     runs: list[tuple[int, int]] = []
     spans: list[PictureSpan] = []
     parts: list[Any] = []
     first = 0
-    for picture, lengths, own in zip(given, counts, rows, strict=True):
+    for picture, lengths, own in zip(shown, counts, rows, strict=True):
         done = 0
         for length in lengths:
             start, stop = int(places[first]), int(places[first + length - 1]) + 1
@@ -114,12 +114,12 @@ def placed(
             spans.append(PictureSpan(start, stop, picture.digest))
             parts.append(own[:, done : done + length])
             first, done = first + length, done + length
-    coordinates, offset = pictures.use(token_ids, runs, given)
+    coordinates, offset = pictures.use(token_ids, runs, shown)
     return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole)
 
 
-def _miscounted(found: int, expected: int) -> InvalidRequest:
-    problem = f"do not fit the prompt, which has {found} places for them instead of {expected}"
+def _miscounted(places: int, expected: int) -> InvalidRequest:
+    problem = f"do not fit the prompt, which has {places} places for them instead of {expected}"
     return InvalidRequest(
         "images", f"{expected} places", problem, "Leave the model's own tokens of pictures out of texts"
     )
