@@ -63,6 +63,8 @@ class Chat:
             "REKINDLE_NATIVE": "0", "TERM": "xterm-256color",
             "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
         }  # fmt: skip
+        # With all optimisations, so that the first program is not there before Ctrl-C, whatever else the machine does.
+        environment.pop("XLA_FLAGS", None)
         environment["COLUMNS"] = "200"  # exported by another window: what counts is how wide this one is
         command = [sys.executable, "-m", "rekindle", "chat", "--max-tokens", "24", "--temperature", "0"]
         self.running, master = in_terminal(command, environment)
