@@ -41,6 +41,7 @@ WIDER = {
     "taps": str | Sequence[str] | None,
     "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
+    "projector": str | os.PathLike[str] | None,
     "shared_cache": str | os.PathLike[str] | None,
     "quantize": Quantize | None,
     "dtype": DTypeLike | None,

@@ -35,7 +35,7 @@ CASE = pytest.mark.parametrize(
 )
 OUTPUTS = ("attention", "mlp", "mlp_experts", "layer_embedding")  # what layers add to the stream
 ONE_TENSOR = ("granitemoe", "granitemoeshared", "granitemoehybrid")  # of all experts, which can have no adapter
-PRIVATE = ("mlp_experts", "layer_embedding")  # no request captures these
+PRIVATE = ("embedding", "mlp_experts", "layer_embedding")  # no request captures these
 
 USUAL = "q k v attention mlp"
 EXPERTS = f"{USUAL} gates experts"

@@ -78,6 +78,7 @@ SESSION: dict[str, Recipe] = {
     "config": lambda session, path: session.config,
     "tokenizer": lambda session, path: session.tokenizer,
     "model": lambda session, path: session.model,
+    "reads_pictures": lambda session, path: session.reads_pictures,
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,
     "trainable": lambda session, path: session.trainable(),

@@ -285,7 +285,7 @@ def test_a_deeply_nested_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = checkpoint.look(folder)
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-40])
-    monkeypatch.setattr(checkpoint, "look", lambda _: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda *_: seen)
     with pytest.raises(CheckpointError, match=f"{SHARD} is truncated.* ends .* early"):
         checkpoint.load(folder)
 
