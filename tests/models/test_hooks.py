@@ -113,7 +113,9 @@ def test_layers_name_the_sites_that_sessions_offer(name: str) -> None:
     offered = {site: [*layers] for site, layers in facts.sites.items() if layers and site != LOGITS}
     assert {site: layers for site, layers in found.items() if site not in PRIVATE} == offered | {"residual_before": [0]}
     if name in EACH:
-        assert {*found} - {*STREAM_SITES} == {*SITES.get(config.model_type, USUAL).split()}
+        assert found["embedding"] == [0] and {*found} - {*STREAM_SITES, "embedding"} == {
+            *SITES.get(config.model_type, USUAL).split()
+        }
 
 
 @CASE

@@ -64,6 +64,7 @@ async def test_every_form_of_a_picture_is_the_same_picture(session: Session, tmp
     assert encoded(session) == 2 and other.usage.cached_tokens == 0
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_pictures_come_first_or_where_they_are_marked(session: Session) -> None:
     one, two = small.picture(1, 64, 64), small.picture(2, 64, 64)
@@ -78,6 +79,7 @@ async def test_pictures_come_first_or_where_they_are_marked(session: Session) ->
     assert texts[0] != (await session.generate("<image>a<image>b", images=[two, one], **GREEDY)).token_ids
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_chats_take_parts_and_a_second_question_computes_only_the_question(session: Session) -> None:
     part = {"type": "image", "image": small.picture(1, 96, 96)}
@@ -89,6 +91,7 @@ async def test_chats_take_parts_and_a_second_question_computes_only_the_question
     assert second.usage.cached_tokens >= whole // 16 * 16 - 16 and encoded(session) == 1
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_rows_are_kept_on_disk(folder: Path, tmp_path: Path) -> None:
     pixels = small.picture(1, 96, 64)
@@ -100,6 +103,7 @@ async def test_rows_are_kept_on_disk(folder: Path, tmp_path: Path) -> None:
         assert again.token_ids == first.token_ids and encoded(session) == 0
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_no_program_is_made_for_a_size_that_came_before(session: Session) -> None:
     pictures: Any = session._front.pictures
@@ -145,6 +149,7 @@ async def test_a_model_of_text_refuses_pictures() -> None:
             session.chat([{"role": "user", "content": [{"type": "image", "image": small.picture(1, 8, 8)}]}])
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_forks_go_on_after_the_same_pictures(session: Session) -> None:
     done = await session.generate("What is <image> this?", images=[small.picture(1, 96, 64)], **GREEDY)
