@@ -36,9 +36,9 @@ def fill(model: str, folder: str, shared: str) -> None:
     with rekindle.open_sync(model, cache_dir=folder, shared_cache=shared, **OPTIONS) as session:
         session.generate_sync(PROMPT, max_tokens=8, ignore_eos=True)
         assert prepared.wait(120)
-        behind: Any = read_through.backing_of(Path(folder))
-        assert behind.wait(120)
-        print(f"{behind!r}", file=sys.stderr)
+        backing: Any = read_through.backing_of(Path(folder))
+        assert backing.wait(120)
+        print(f"{backing!r}", file=sys.stderr)
 
 
 def start(model: str, folder: str, shared: str, stages: bool) -> dict[str, Any]:
@@ -109,17 +109,17 @@ def measure(shape: str, repeat: int, stages: bool, work: Path) -> None:
     from rekindle._src.bench.shapes import write_checkpoint
 
     model = write_checkpoint(shape, work / f"model-{shape}")
-    own, shared, fresh = work / "own", work / "shared", work / "fresh"
-    harness.child(fill, model, own, shared, REKINDLE_CACHE=str(own))
-    kinds = {"a fresh machine": (fresh, shared), "a cache folder of its own": (own, "")}
+    own, store, fresh = work / "own", work / "shared", work / "fresh"
+    harness.child(fill, model, own, store, REKINDLE_CACHE=str(own))
+    kinds = {"a fresh machine": (fresh, store), "a cache folder of its own": (own, "")}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     for number, name in harness.turns(kinds, repeat, int(stages)):
-        folder, behind = kinds[name]
+        folder, shared = kinds[name]
         shutil.rmtree(fresh, ignore_errors=True)
         if number < 0:
             print(name, file=sys.stderr)
         environment = {"BEGUN": str(time.time()), "REKINDLE_CACHE": str(folder)}
-        one = harness.child(start, model, folder, behind, number < 0, **environment)
+        one = harness.child(start, model, folder, shared, number < 0, **environment)
         assert not one["built"], one
         runs[name] += [one] * (number >= 0)
     for name, some in runs.items():

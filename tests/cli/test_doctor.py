@@ -121,6 +121,13 @@ def test_a_report_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--report" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("context", ["0", "-5"])
+def test_a_context_has_a_token_at_least(context: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--plan", "1b", "--context", context])
+    assert f"--context {context}: must be at least 1" in capsys.readouterr().err
+
+
 def test_the_commit_is_that_of_a_clone_of_rekindle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("git") is None:
         pytest.skip("git is not installed")

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/run"
 # Of these each case is run; of slow tests, many of which have dozens of cases, one case of each function.
 ALL_CASES = ("thorough", "browser", "accelerator")
-# Those that slow.yml alone runs, on Saturdays: variants of what the sections run. The list only gets shorter.
+# Those that slow.yml alone runs, on Saturdays: variants of what the sections run, some of which take minutes. The list
+# only gets shorter.
 WEEKLY = {
     "accelerator/test_kernels.py": ("test_attention_compiles",),
     "accelerator/test_mesh.py": ("test_devices_of_one_data_shard_exchange_sums_and_logits",),

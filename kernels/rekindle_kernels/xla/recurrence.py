@@ -138,8 +138,8 @@ def _last(mask: Array) -> Array:
 Carry = tuple[Array, Array]  # results of tokens, and states
 
 
-def _while_real(total: Array, body: Callable[[Array, Carry], Carry], index: Array, carry: Carry) -> Carry:
-    """Run the body of a loop, or nothing beyond the last turn."""
+def _bounded(total: Array, body: Callable[[Array, Carry], Carry], index: Array, carry: Carry) -> Carry:
+    """Run a turn of a loop that has more turns than the `total` it needs: the ones beyond change nothing."""
     return lax.cond(index < total, body, lambda _, carry: carry, index, carry)
 
 
@@ -172,7 +172,7 @@ def _scan(moves: _Moves, rows: Rows, states: Array, batch: RaggedBatch, step: St
         shape = jax.eval_shape(chunk, tuple(row[:EDGE] for row in padded), jnp.ones(EDGE, bool), before[0])[0]
         out = jnp.zeros((T - R + EDGE, *shape.shape[1:]), shape.dtype)
         if batch.differentiable:
-            turn = partial(_while_real, chunks.total, body)
+            turn = partial(_bounded, chunks.total, body)
             out, kept = lax.fori_loop(0, len(chunks.owner), turn, (out, before))
         else:
             out, kept = lax.fori_loop(0, chunks.total, body, (out, before))

@@ -180,7 +180,7 @@ def make_plan(
     """Return the plan for a model; raises ConfigError if the devices can't share it. `kinds` are those of matrices
     that stay as they are stored."""
     partition.check(config)
-    length = min(context or 8192, config.max_position_embeddings)
+    length = min(8192 if context is None else context, config.max_position_embeddings)
     weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards), kinds)
     itemsize = 4 if dtype == "float32" else 2
     by_kind = [0, 0]  # of layers that keep everything, and of those that give pages back

@@ -64,7 +64,7 @@ def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         if arguments.device == "here":
             return _guarded(lambda: plan_here(arguments))
-        sizes = {"quantize": arguments.quantize, "context": arguments.context or 8192}
+        sizes = {"quantize": arguments.quantize, "context": arguments.context}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
         return _guarded(lambda: examine_mesh(arguments.mesh))
@@ -307,7 +307,7 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def plan_model(
-    shape: str, mesh: MeshShape | None, device: str, *, quantize: str | None = None, context: int = 8192
+    shape: str, mesh: MeshShape | None, device: str, *, quantize: str | None = None, context: int | None = None
 ) -> Iterator[Check]:
     """Return a model's needs on each device, as lines of the report."""
     sizes = mesh or MeshShape({"model": 1})

@@ -106,7 +106,7 @@ def parser() -> Parser:
     doctor.add("--context", "with --plan: tokens of a request (default 8192; here: the session's)", type=int)
     doctor.flag("--json", "print the checks as JSON")
     doctor.flag("--report", "print one text for an issue, without home directory, user name and secrets")
-    doctor.checks += usage.check_report, usage.check_models
+    doctor.checks += usage.check_doctor, usage.check_models
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'", nargs="?", default="tiny")

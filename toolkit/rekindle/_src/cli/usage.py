@@ -187,9 +187,13 @@ def check_names(arguments: argparse.Namespace) -> None:
         raise ConfigError("NAME", arguments.names[0], "is for rm", f"Write rekindle cache rm {arguments.names[0]}")
 
 
-def check_report(arguments: argparse.Namespace) -> None:
+def check_doctor(arguments: argparse.Namespace) -> None:
     if arguments.report and arguments.json:
         raise ConfigError("--report", True, "is text, and --json is none", "Pass one of them")
+    if arguments.context is not None and arguments.context < 1:
+        raise ConfigError(
+            "--context", arguments.context, "must be at least 1", "Pass tokens of a request, or leave it out"
+        )
 
 
 def check_out(arguments: argparse.Namespace) -> None:
