@@ -12,6 +12,7 @@ adapters and taps, on which outputs depend.
 from __future__ import annotations
 
 import sys
+import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ class SuffixIndex:
 
     def salted(self, root: str | None) -> int:
         """Return what is mixed into the keys of a root's runs."""
-        return hash(root) & MASK
+        return zlib.crc32(root.encode()) if root is not None else 0  # the same in every process
 
     def entry(self, key: int, salted: int) -> int:
         """Return the entry of a run in the table, by its key."""
