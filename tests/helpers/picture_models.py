@@ -117,9 +117,9 @@ GEMMA4_VISION: dict[str, Any] = {
 GEMMA4_TEXT = {
     **TEXT, **WINDOWS, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320,
 }  # fmt: skip
-GEMMA4_IDS = {
-    "boi_token_id": FIRST + 3, "eoi_token_id": FIRST + 4, "image_token_id": FIRST + 5, "video_token_id": 318,
-    "audio_token_id": 317, "boa_token_id": 316, "eoa_token_index": 315,
+GEMMA4_IDS = {  # those of films and sounds are never generated: in transformers they would stand for padding
+    "boi_token_id": FIRST + 3, "eoi_token_id": FIRST + 4, "image_token_id": FIRST + 5, "video_token_id": 1318,
+    "audio_token_id": 1317, "boa_token_id": 1316, "eoa_token_index": 1315,
 }  # fmt: skip
 GEMMA4: dict[str, Any] = {
     "special": ("<|image>", "<image|>", "<|image|>"),
