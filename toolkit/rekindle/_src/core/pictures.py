@@ -26,6 +26,16 @@ UNNAMED = -1  # stands for a token of a picture in a page that is not full; it e
 _FIRST = -2  # the largest of a page's names
 
 
+class PictureStatistics(NamedTuple):
+    """The figures of a session that reads pictures."""
+
+    pictures_encoded: int
+    pictures_waiting: int  # those that are being encoded, too
+    picture_row_bytes: int  # of rows in host memory
+    encoder_bytes: int  # of the encoder's weights on the device; 0 before the first picture, and asleep
+    encoder_compilations: int
+
+
 class PictureSpan(NamedTuple):
     """The place of a picture in its prompt."""
 

@@ -20,6 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.pictures import PictureStatistics
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -220,8 +221,12 @@ class PicturesLike(Protocol):
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any) -> Any:
-        """Return the rows of a picture [1 + levels, rows, E]."""
+    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> Any:
+        """Return the rows of a picture [1 + levels, rows, E]. Raise `RequestAborted` once it is not `wanted`."""
+        ...
+
+    def statistics(self) -> PictureStatistics:
+        """Return the figures of now."""
         ...
 
     def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:

@@ -13,7 +13,8 @@ from rekindle._src.core.pictures import PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
-from rekindle.errors import InvalidRequest
+from rekindle._src.scheduling.sequence import how_to_fit
+from rekindle.errors import InvalidRequest, PromptTooLong
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,12 @@ class PictureIntake(Capability):
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None or pictures is None:
             return []
-        return [await pictures.encoded(picture) for picture in given.pictures]
+        mailbox, limit = submission.mailbox, front.config.max_model_len
+        length = 0 if mailbox.prompt_ids is None else len(mailbox.prompt_ids)
+        if limit is not None and length > limit:  # before anything is encoded for nothing
+            problem = f"is longer than max_model_len, which is {limit}"
+            raise PromptTooLong("prompt", f"{length} tokens", problem, how_to_fit(limit, front.longest))
+        return [await pictures.encoded(picture, lambda: not mailbox.abandoned) for picture in given.pictures]
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: list[Any]

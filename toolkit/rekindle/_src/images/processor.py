@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -63,11 +63,39 @@ class PicturePatches(NamedTuple):
     channels: np.ndarray[Any, np.dtype[np.intp]]
     positions: np.ndarray[Any, np.dtype[np.int32]]
 
-    def floats(self) -> Floats:
-        """Return the patches in float32, [P, D], as transformers' processor computes them."""
+    def floats(self, codes: Codes | None = None) -> Floats:
+        """Return the patches in float32, [P, D], as transformers' processor computes them; or some, from their codes.
+
+        All patches of a picture of 4096 × 4096 take 400 MB so, and a quarter of that as codes.
+        """
+        codes = self.codes if codes is None else codes
         if (self.levels == self.levels[0]).all():
-            return self.levels[0][self.codes]
-        return self.levels[self.channels, self.codes]
+            return self.levels[0][codes]
+        return self.levels[self.channels, codes]
+
+    def views(self) -> Iterator[tuple[PictureView, ViewPatches]]:
+        """Yield each view with its patches."""
+        first = 0
+        for view in self.plan.views:
+            stop = first + view.rows * view.columns
+            yield view, ViewPatches(self, self.codes[first:stop])
+            first = stop
+
+
+class ViewPatches:
+    """The patches of a view, whose floats are computed when they are taken."""
+
+    __slots__ = ("_codes", "_whole")
+
+    def __init__(self, whole: PicturePatches, codes: Codes) -> None:
+        self._whole, self._codes = whole, codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._codes.shape
+
+    def __getitem__(self, patches: np.ndarray[Any, np.dtype[np.int32]]) -> Floats:
+        return self._whole.floats(self._codes[patches])
 
 
 class TokenRun(NamedTuple):

@@ -11,37 +11,37 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.pictures import PictureStatistics
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
-from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
-from rekindle._src.models.vision.weights import read_tower
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.picture_plan import PicturesPlan, framed
-from rekindle._src.programs.encoder import EncodingPrograms
-from rekindle._src.programs.plan import ProgramPlan
-from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
+from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
+from rekindle._src.opening.picture_plan import framed
+from rekindle._src.programs.encoder import EncodingPrograms, Unwanted
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RequestAborted
 
 FOLDER = "pictures"  # in a cache folder
 SHARE = 8  # of host memory and of disk that rows may have: a part in so many
-Rows = NDArray[Any]  # [1 + levels, tokens, E]
 log = logging.getLogger("rekindle.engine")
 
 
 class GivenPicture:
-    """A picture of a request: what it becomes is known from its size; it is decoded when it is encoded."""
+    """A picture of a request: what it becomes is known from its size.
+
+    Its pixels are decoded when they are needed, and let go once they are encoded: a completion that names its pictures
+    keeps files as they came. Those of a picture that came as pixels stay, since there is nothing else of it.
+    """
 
     __slots__ = ("_digest", "plan", "source")
 
@@ -55,9 +55,14 @@ class GivenPicture:
         assert self._digest is not None, "its rows are asked for first"
         return self._digest
 
+    @property
+    def identified(self) -> bool:
+        """True if its digest is known."""
+        return self._digest is not None
+
     def decode(self, identity: bytes) -> Picture:
-        """Return the pixels, which are decoded once."""
-        picture = self.source = self.source.decode()
+        """Return the pixels."""
+        picture = self.source.decode()
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
 
@@ -70,13 +75,19 @@ class KeptRows:
         self._rows: OrderedDict[bytes, Rows] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, digest: bytes) -> Rows | None:
-        """Return rows that are in host memory or on disk."""
+    def at_hand(self, digest: bytes) -> Rows | None:
+        """Return rows that are in host memory."""
         with self._lock:
             rows = self._rows.get(digest)
             if rows is not None:
                 self._rows.move_to_end(digest)
-                return rows
+            return rows
+
+    def get(self, digest: bytes) -> Rows | None:
+        """Return rows that are in host memory or on disk."""
+        rows = self.at_hand(digest)
+        if rows is not None:
+            return rows
         rows = self._stored(digest)
         if rows is not None:
             self._hold(digest, rows)
@@ -118,38 +129,17 @@ class KeptRows:
             return None
 
 
-class PictureEncoder:
-    """The encoder of a session. Its weights are read when the first picture comes."""
-
-    def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
-        self._plan, self._programs = plan, programs
-        self._made: EncodingPrograms | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, patches: PicturePatches) -> Rows:
-        """Return the rows of a picture [1 + levels, tokens, E]."""
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            floats, images, first = patches.floats(), list[ImagePatches](), 0
-            for view in patches.plan.views:
-                count = view.rows * view.columns
-                images.append(ImagePatches(floats[first : first + count], PatchGrid(view.rows, view.columns)))
-                first += count
-            return self._made(images)
+class Encoder(Protocol):
+    """What makes rows of patches."""
 
     @property
-    def compilations(self) -> int:
-        """The number of programs that were compiled."""
-        return 0 if self._made is None else self._made.compilations
-
-    def _make(self) -> EncodingPrograms:
-        programs, config = self._programs, self._programs.config
-        kept = ExecutableStore(cache_folder(config.cache_dir) / "programs")
-        key = digest({**programs.fields, "pictures": repr(self._plan.tower.graph)})
-        name = programs.name or programs.model.model_type
-        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
-        return EncodingPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
+    def programs(self) -> EncodingPrograms: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Rows: ...
+    def sleep(self) -> int: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class SessionPictures:
@@ -158,7 +148,7 @@ class SessionPictures:
     def __init__(
         self,
         processor: PictureProcessor,
-        encode: Callable[[PicturePatches], Rows],
+        encoder: Encoder,
         kept: KeptRows,
         *,
         identity: bytes,
@@ -171,10 +161,10 @@ class SessionPictures:
         `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With
         `whole`, a step computes all tokens of a picture.
         """
-        self._processor, self._encode, self._kept = processor, encode, kept
+        self._processor, self._encoder, self._kept = processor, encoder, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
-        self._running: dict[bytes, Future[Rows]] = {}
+        self._waiting = 0
         self.encoded_pictures = 0
 
     @classmethod
@@ -196,6 +186,7 @@ class SessionPictures:
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
         encoder = PictureEncoder(pictures, plan.programs)
+        encoder.make_ahead(plan.precompile)
         spec = plan.model.pictures
         assert spec is not None, "it has a plan for them"
         return cls(
@@ -211,7 +202,25 @@ class SessionPictures:
     @property
     def compilations(self) -> int:
         """The number of the encoder's programs that were compiled."""
-        return getattr(self._encode, "compilations", 0)
+        return self._encoder.programs.compilations
+
+    def statistics(self) -> PictureStatistics:
+        """Return the figures of now."""
+        return PictureStatistics(
+            pictures_encoded=self.encoded_pictures,
+            pictures_waiting=self._waiting,
+            picture_row_bytes=self._kept.nbytes,
+            encoder_bytes=self._encoder.nbytes,
+            encoder_compilations=self.compilations,
+        )
+
+    def sleep(self) -> int:
+        """Give the encoder's memory back until `wake`. Return its bytes. Rows of pictures stay in host memory."""
+        return self._encoder.sleep()
+
+    def wake(self) -> None:
+        """Go on."""
+        self._encoder.wake()
 
     @property
     def marker(self) -> str:
@@ -244,28 +253,48 @@ class SessionPictures:
         return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
     def known(self, picture: GivenPicture) -> bool:
-        """True if the rows of a picture are at hand."""
-        return False  # to tell, it has to be decoded
+        """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
+        return picture.identified and self._kept.at_hand(picture.digest) is not None
 
-    async def encoded(self, picture: GivenPicture) -> Rows:
-        """Return the rows of a picture [1 + levels, rows, E]."""
-        reply: OneShot[Rows] = OneShot()
+    async def encoded(self, picture: GivenPicture, wanted: Callable[[], bool]) -> Rows:
+        """Return the rows of a picture [1 + levels, rows, E]. Raise `RequestAborted` once it is not `wanted`."""
+        if picture.identified:
+            rows = self._kept.at_hand(picture.digest)
+            if rows is not None:
+                return rows
+        reply, left = OneShot[Rows](), threading.Event()
 
-        def done(future: Future[Rows]) -> None:
-            error = future.exception()
-            if error is None:
-                reply.put(future.result())
-            else:
-                reply.fail(error)
+        def work() -> None:
+            try:
+                reply.run(lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
+            finally:
+                self._waiting -= 1  # in this thread alone
 
-        self._worker.submit(self._rows, picture).add_done_callback(done)
-        return await reply.get()
+        def begin() -> None:
+            self._waiting += 1
 
-    def _rows(self, picture: GivenPicture) -> Rows:
+        self._worker.submit(begin)
+        self._worker.submit(work)
+        try:
+            return await reply.get()
+        finally:
+            left.set()
+
+    def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> Rows:
+        if not wanted():
+            raise _cancelled()
+        rows = self._kept.get(picture.digest) if picture.identified else None
+        if rows is not None:
+            return rows
         pixels = picture.decode(self._identity)
         rows = self._kept.get(picture.digest)
         if rows is None:
-            rows = self._encode(self._processor.patches(pixels))
+            patches = self._processor.patches(pixels)
+            del pixels
+            try:
+                rows = self._encoder(patches, wanted)
+            except Unwanted:
+                raise _cancelled() from None
             self.encoded_pictures += 1
             self._kept.put(picture.digest, rows)
         return rows
@@ -280,11 +309,16 @@ class SessionPictures:
         return coordinates_of(len(token_ids), runs, [(view.rows, view.columns) for view in views], self._merge)
 
     def close(self) -> None:
-        """End the thread once it has encoded what it has begun."""
+        """End the thread after the step that it computes, and give all memory back."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._encoder.close()
 
     def _stands(self, run: TokenRun) -> bool:
         return run.token == self._processor.image_token
+
+
+def _cancelled() -> RequestAborted:
+    return RequestAborted("the request was cancelled before its pictures were encoded")
 
 
 def _text(part: str | TokenRun) -> str:

@@ -437,6 +437,7 @@ class Session(
                 runner=runner,
                 mesh=engine.device.mesh,
                 collective_seconds=engine.device.collective_seconds(runner.programs),
+                pictures=self._front.pictures and self._front.pictures.statistics(),
                 **engine.watchdog.figures()._asdict(),
             )
 
