@@ -264,9 +264,9 @@ MODEL_TYPES = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5", "gemma3": "gemma3"}
 TEXT_TYPES = {"qwen3-vl": "qwen3_vl_text", "qwen3.5": "qwen3_5_text", "gemma3": "gemma3_text"}
 
 
-def written(name: str, folder: Path, seed: int = 0) -> Path:
-    """A model's folder with random weights, made without transformers."""
-    case = CASES[name]
+def written(name: str, folder: Path, seed: int = 0, case: PictureModel | None = None) -> Path:
+    """A model's folder with random weights, made without transformers. `case` is another model of this family."""
+    case = case or CASES[name]
     raw = {"model_type": MODEL_TYPES[name], **case.config}
     text = {"model_type": TEXT_TYPES[name], "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **raw["text_config"]}
     raw["text_config"] = text

@@ -134,7 +134,9 @@ class Events(NamedTuple):
     then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
 
 
-Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
+Control = (
+    Pause | Resume | StepOnce | Exclusive
+)  # sent through intake: they overtake no submission that is taken in soon
 BackendMessage = Request | Abort | Finish | Control | Drain
 ScheduleMessage = BackendMessage | TurnOutcome
 

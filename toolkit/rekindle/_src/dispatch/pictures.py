@@ -49,6 +49,9 @@ class PictureIntake(Capability):
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         return given is not None and pictures is not None and not all(map(pictures.known, given.pictures))
 
+    def overtaken(self, submission: Submission, front: Front) -> bool:
+        return self.waits(submission, front)
+
     async def resource(self, submission: Submission, front: Front) -> list[Any]:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None or pictures is None:

@@ -28,17 +28,22 @@ class PictureEncoder:
     when it wakes.
     """
 
-    def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
-        self._plan = plan
-        kept = ExecutableStore(cache_folder(programs.config.cache_dir) / "programs")
-        key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})
-        name = programs.name or programs.model.model_type
-        self.programs = EncodingPrograms(plan.tower, ProgramStore(kept, name, key, tuple(programs.placement.devices)))
+    def __init__(self, plan: PicturesPlan, programs: EncodingPrograms) -> None:
+        self._plan, self.programs = plan, programs
         self._leaves: tuple[Any, ...] = ()
         self._busy = threading.Lock()
         self._change = threading.Condition()  # of the two below
         self._asleep = self._closed = False
         self._making: threading.Thread | None = None
+
+    @classmethod
+    def open(cls, plan: PicturesPlan, programs: ProgramPlan) -> PictureEncoder:
+        """Return the encoder of a session, whose programs are kept where those of its steps are."""
+        kept = ExecutableStore(cache_folder(programs.config.cache_dir) / "programs")
+        key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})
+        name = programs.name or programs.model.model_type
+        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
+        return cls(plan, EncodingPrograms(plan.tower, store))
 
     def make_ahead(self, precompile: str) -> None:
         """Make the programs as the option `precompile` says: before this returns, in a thread, or with a picture."""

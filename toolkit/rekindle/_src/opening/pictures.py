@@ -164,7 +164,7 @@ class SessionPictures:
         self._processor, self._encoder, self._kept = processor, encoder, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
-        self._waiting = 0
+        self._counting, self._waiting = threading.Lock(), 0
         self.encoded_pictures = 0
 
     @classmethod
@@ -185,7 +185,7 @@ class SessionPictures:
             folder = cache_folder(config.cache_dir) / FOLDER
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
-        encoder = PictureEncoder(pictures, plan.programs)
+        encoder = PictureEncoder.open(pictures, plan.programs)
         encoder.make_ahead(plan.precompile)
         spec = plan.model.pictures
         assert spec is not None, "it has a plan for them"
@@ -263,22 +263,15 @@ class SessionPictures:
             if rows is not None:
                 return rows
         reply, left = OneShot[Rows](), threading.Event()
-
-        def work() -> None:
-            try:
-                reply.run(lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
-            finally:
-                self._waiting -= 1  # in this thread alone
-
-        def begin() -> None:
+        self._worker.submit(reply.run, lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
+        with self._counting:
             self._waiting += 1
-
-        self._worker.submit(begin)
-        self._worker.submit(work)
         try:
             return await reply.get()
         finally:
             left.set()
+            with self._counting:
+                self._waiting -= 1
 
     def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> Rows:
         if not wanted():
