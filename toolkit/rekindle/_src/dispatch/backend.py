@@ -216,6 +216,10 @@ class PicturesLike(Protocol):
         """Return the lengths of the runs of rows of a picture."""
         ...
 
+    def identify(self, picture: Any) -> None:
+        """Decode a picture, so that its digest is known."""
+        ...
+
     def known(self, picture: Any) -> bool:
         """True if the rows of a picture are here."""
         ...

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.backend import Front, PicturesLike
-from rekindle._src.dispatch.pictures import PromptPictures
+from rekindle._src.dispatch.pictures import PromptPictures, encoded, names_of
 from rekindle._src.session.prompts import Prompt
 from rekindle.errors import InvalidRequest
 
@@ -38,6 +39,24 @@ def with_pictures(front: Front, prompt: Prompt, images: Any) -> Prompt:
         raise InvalidRequest("images", f"{len(read)} pictures", f"have {marks} places in the prompt", fix)
     text = text.replace(MARKER, pictures.marker)
     return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read))
+
+
+def prefix_of(front: Front, prompt: Prompt, images: Any) -> IntArray:
+    """Return what the prefix tree calls the tokens of a prompt. Its pictures are decoded, which may take seconds.
+
+    Token ids that have places of pictures already, such as those of a completion, come with these pictures.
+    """
+    values = [] if images is None else [*images] if isinstance(images, list | tuple) else [images]
+    if prompt.text is not None:
+        prompt = with_pictures(front, prompt, values or None)
+        given = prompt.extensions.get(PromptPictures)
+        shown = () if given is None else given.pictures
+        token_ids = encoded(front, prompt.text or "", shown)
+    else:
+        assert prompt.token_ids is not None, "a prompt has text or token ids"
+        token_ids, shown = prompt.token_ids, _reader(front, images).read(values) if values else ()
+    pictures, page_size = front.pictures, front.config.page_size
+    return token_ids if pictures is None or page_size is None else names_of(token_ids, shown, pictures, page_size)
 
 
 def of_several(images: Any, count: int) -> Sequence[Any]:
