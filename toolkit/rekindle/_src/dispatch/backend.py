@@ -185,6 +185,11 @@ class PictureLike(Protocol):
         """The digest of its content, known once its rows are."""
         ...
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed, known at once."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""

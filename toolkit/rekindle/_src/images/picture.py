@@ -108,8 +108,16 @@ class Picture:
     def height(self) -> int:
         return int(self.pixels.shape[0])
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed."""
+        return f"pixels {self.digest}"
+
     def decode(self) -> Picture:
         """Return this picture, which is decoded."""
+        return self
+
+    def __deepcopy__(self, memory: object) -> Picture:
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -138,6 +146,11 @@ class EncodedPicture:
     @property
     def height(self) -> int:
         return self.header.upright[1]
+
+    @property
+    def content(self) -> str:
+        """A digest of what was passed."""
+        return f"file {hashlib.sha256(self.data).hexdigest()}"
 
     def decode(self) -> Picture:
         """Return the picture; a JPEG of 4096 × 4096 takes 0.6 s. Raises `InvalidRequest` if the file is broken."""

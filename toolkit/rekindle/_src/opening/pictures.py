@@ -57,11 +57,27 @@ class GivenPicture:
         assert self._digest is not None, "its rows are asked for first"
         return self._digest
 
+    @property
+    def known(self) -> bool:
+        """True if its digest is known: it was decoded before."""
+        return self._digest is not None
+
+    @property
+    def content(self) -> str:
+        """A digest of what was passed: of a file's bytes, or of pixels."""
+        return self.source.content
+
     def decode(self, identity: bytes) -> Picture:
-        """Return the pixels, which are decoded once."""
-        picture = self.source = self.source.decode()
+        """Return the pixels. They are not kept, since its rows are."""
+        picture = self.source.decode()
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
+
+    def __deepcopy__(self, memory: object) -> GivenPicture:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.source)
 
 
 class KeptRows:
@@ -253,7 +269,8 @@ class SessionPictures:
 
     def identify(self, picture: GivenPicture) -> None:
         """Decode a picture, so that its digest is known."""
-        picture.decode(self._identity)
+        if not picture.known:
+            picture.decode(self._identity)
 
     def known(self, picture: GivenPicture) -> bool:
         """True if the rows of a picture are at hand."""
@@ -274,9 +291,10 @@ class SessionPictures:
         return await reply.get()
 
     def _rows(self, picture: GivenPicture) -> Rows:
-        pixels = picture.decode(self._identity)
+        pixels = None if picture.known else picture.decode(self._identity)
         rows = self._kept.get(picture.digest)
         if rows is None:
+            pixels = picture.decode(self._identity) if pixels is None else pixels
             rows = self._encode(self._processor.patches(pixels))
             self.encoded_pictures += 1
             self._kept.put(picture.digest, rows)
