@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import json
+import struct
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -174,3 +178,85 @@ async def test_models_of_text_refuse_pictures_in_every_call() -> None:
             assert caught.value.field.startswith("images")
         (answer,) = await session.map([{"file": ONE}], "a", images="file")
         assert "reads text alone" in str(answer.error)
+
+
+@thorough
+@anyio_test
+async def test_a_conversation_with_pictures_is_kept(session: Session, files: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    chat = session.conversation(system="Be brief.", **GREEDY)
+    await chat.say("What is <image>?", images=files[0])
+    await chat.say("And these?", images=[TWO, pillow.fromarray(ONE)])
+    assert [part["type"] for part in chat.messages[1]["content"]] == ["text", "image", "text"]
+    assert [part["type"] for part in chat.messages[3]["content"]] == ["image", "image", "text"]
+    assert "What is <image>?" in repr(chat._repr_html_()).replace("&lt;", "<").replace("&gt;", ">")
+    for path_ in (path, tmp_path / "again.json"):
+        chat.save(path_)
+    record = json.loads(path.read_text())
+    assert record["version"] == 2 and (tmp_path / "again.json").read_bytes() == path.read_bytes()
+    uri = record["messages"][1]["content"][1]["image"]
+    assert uri == "data:image/png;base64," + base64.b64encode(png(ONE)).decode(), "the file that was passed"
+    restored = session.conversation(restore=path, **GREEDY)
+    restored.save(tmp_path / "third.json")
+    assert (tmp_path / "third.json").read_bytes() == path.read_bytes()
+    forked = chat.fork()
+    done = [await one.say("Which one is red?") for one in (chat, restored, forked)]
+    assert done[0].token_ids == done[1].token_ids == done[2].token_ids
+    assert done[1].usage.cached_tokens > len(done[1].prompt_token_ids) // 2, "its pictures have the same pages"
+    plain = session.conversation(**GREEDY)
+    await plain.say("a")
+    plain.save(path)
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def text_alone(messages: Any) -> bytes:
+    return json.dumps({"format": "rekindle conversation", "version": 2, "messages": messages}).encode()
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "path": ({"type": "image", "image": "/etc/hostname"}, "no picture in base64"),
+    "url": ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "no picture in base64"),
+    "no text": ({"type": "image", "image": {"a": 1}}, "no picture in base64"),
+    "nothing": ({"type": "image"}, "without a picture"),
+    "no base64": ({"type": "image", "image": "data:image/png;base64,####"}, "not valid base64"),
+    "no image": ({"type": "image", "image": "data:image/png;base64,QUJD"}, "restore"),
+    "bomb": ({"type": "image", "image": "BOMB"}, "pixels"),
+    "many": ([{"type": "image", "image": "ONE"}] * 65, "one too many"),
+    "unhashable": ({"type": ["image"], "image": "a"}, ""),
+}  # fmt: skip
+
+
+@thorough
+@anyio_test
+async def test_a_strangers_conversation_is_bounded(session: Session, tmp_path: Path) -> None:
+    head = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 60_000, 60_000) + b"\x08\x02\0\0\0"
+    bomb = head + struct.pack(">I", zlib.crc32(head[12:])) + b"\0" * 64
+    uris = {
+        name: f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        for name, data in {"BOMB": bomb, "ONE": png(ONE)}.items()
+    }
+    path = tmp_path / "chat.json"
+    for name, (part, problem) in HOSTILE.items():
+        parts = part if isinstance(part, list) else [part]
+        parts = [
+            {**one, **({"image": uris[one["image"]]} if one.get("image") in ("BOMB", "ONE") else {})} for one in parts
+        ]
+        path.write_bytes(text_alone([{"role": "user", "content": parts}]))
+        if not problem:
+            session.conversation(restore=path)
+            continue
+        with pytest.raises(InvalidRequest, match=problem) as caught:
+            session.conversation(restore=path)
+        assert caught.value.field == "restore", name
+
+
+def test_what_is_read_of_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rekindle._src.session import conversation
+
+    path = tmp_path / "chat.json"
+    path.write_bytes(b"[" * 200_000)
+    with pytest.raises(InvalidRequest, match="is no JSON"):
+        conversation.read(path)
+    monkeypatch.setattr(conversation, "MOST_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="at most 1,000"):
+        conversation.read(path)

@@ -190,6 +190,10 @@ class PictureLike(Protocol):
         """A digest of what was passed, known at once."""
         ...
 
+    def uri(self) -> str:
+        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""

@@ -117,6 +117,12 @@ class Picture:
         """Return this picture, which is decoded."""
         return self
 
+    def encode(self) -> EncodedPicture:
+        """Return it as a PNG, which has the same pixels."""
+        stream = io.BytesIO()
+        _pillow().fromarray(self.pixels).save(stream, "PNG", compress_level=1)
+        return open_bytes(stream.getvalue())
+
     def __deepcopy__(self, memory: object) -> Picture:
         return self
 
@@ -172,6 +178,15 @@ class EncodedPicture:
             except Exception:  # decoders raise whatever a stranger's bytes lead them to
                 raise broken from None
             return Picture.of(pixels if header.format == "TIFF" else _upright(pixels, header.orientation))
+
+    def encode(self) -> EncodedPicture:
+        """Return this picture, which is encoded."""
+        return self
+
+    @property
+    def uri(self) -> str:
+        """The file as a `data:` URI in base64."""
+        return f"data:image/{self.header.format.lower()};base64,{base64.b64encode(self.data).decode()}"
 
     def __repr__(self) -> str:
         return f"EncodedPicture({self.header.format}, {self.width}×{self.height}, {len(self.data):,} bytes)"

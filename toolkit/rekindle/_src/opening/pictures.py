@@ -67,6 +67,11 @@ class GivenPicture:
         """A digest of what was passed: of a file's bytes, or of pixels."""
         return self.source.content
 
+    def uri(self) -> str:
+        """Return it as a `data:` URI: the file that was passed, or a PNG, which it is from then on."""
+        self.source = self.source.encode()
+        return self.source.uri
+
     def decode(self, identity: bytes) -> Picture:
         """Return the pixels. They are not kept, since its rows are."""
         picture = self.source.decode()

@@ -102,6 +102,37 @@ def read_values(front: Front, images: Any, field: str = "images") -> tuple[Pictu
     return reader.read(values, field)
 
 
+def written_messages(front: Front, messages: Any, most: int) -> tuple[Any, int]:
+    """Return messages with `data:` URIs for pictures, as JSON has them, and the number of pictures.
+
+    Raises `InvalidRequest` if the URIs have more than `most` characters in all.
+    """
+    shown, pictures = read_messages(front, messages)
+    if not pictures:
+        return messages, 0
+    for message in filter(_has_parts, shown):
+        for part in filter(is_picture, message["content"]):
+            part["image"] = part["image"].uri()
+            most -= len(part["image"])
+            if most < 0:
+                problem = "have more bytes than a saved conversation may have"
+                fix = "Drop turns by chat.forget(), or pass smaller pictures"
+                raise InvalidRequest("conversation", f"{len(pictures)} pictures", problem, fix)
+    return shown, len(pictures)
+
+
+def restored_messages(front: Front, messages: Any) -> Any:
+    """Return messages of a file with their pictures opened, of which headers are read. Only `data:` URIs are pictures:
+    no path is opened. Raises `InvalidRequest`."""
+    for index, message in enumerate(messages):
+        for part in filter(is_picture, message["content"] if _has_parts(message) else ()):
+            value = _value(part)
+            if not isinstance(value, str) or value[:5].lower() != "data:":
+                fix = "Pass a file that chat.save(path) wrote"
+                raise InvalidRequest(f"messages[{index}]", value, "is no picture in base64", fix)
+    return read_messages(front, messages)[0]
+
+
 def read_messages(front: Front, messages: Any) -> tuple[Any, tuple[PictureLike, ...]]:
     """Return the messages of a chat with the pictures that were read in their parts, and these."""
     shown, found = of_messages(front, messages)
@@ -110,7 +141,7 @@ def read_messages(front: Front, messages: Any) -> tuple[Any, tuple[PictureLike, 
     rest = iter(found.pictures)
     for message in filter(_has_parts, shown):
         message["content"] = [
-            {"type": "image", "image": next(rest)} if _is_picture(part) else part for part in message["content"]
+            {"type": "image", "image": next(rest)} if is_picture(part) else part for part in message["content"]
         ]
     return shown, found.pictures
 
@@ -144,11 +175,12 @@ def _misplaced(count: int, marks: int, field: str = "images") -> InvalidRequest:
 
 def _has_parts(message: Any) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, list | tuple) and any(map(_is_picture, content))
+    return isinstance(content, list | tuple) and any(map(is_picture, content))
 
 
-def _is_picture(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _KINDS
+def is_picture(part: Any) -> bool:
+    """True if a part of a message is a picture."""
+    return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in _KINDS
 
 
 def _without_pictures(message: Any, values: list[Any]) -> Any:
@@ -156,7 +188,7 @@ def _without_pictures(message: Any, values: list[Any]) -> Any:
         return message
     parts: list[Any] = []
     for part in message["content"]:
-        if _is_picture(part):
+        if is_picture(part):
             values.append(_value(part))
             part = {"type": "image"}
         parts.append(part)

@@ -292,7 +292,7 @@ class RowPictures:
                 raise InvalidRequest("images", f"{len(self._images):,} entries", problem, fix)
 
     def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
-        """Return the pictures of a row, of which files' headers are read; None if no row has any. Errors name the row."""
+        """Return the pictures of a row, of which headers are read; None if no row has any. Errors name the row."""
         if self._images is None:
             return None
         field = f"images[{index}]"
