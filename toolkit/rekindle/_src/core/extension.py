@@ -58,6 +58,14 @@ class Extension:
         """
         return tokens
 
+    def masked(self, tokens: NDArray[np.int32], start: int) -> NDArray[np.int32]:
+        """Return the request's `tokens`, the first of which is at `start`, with a number below 0 in the place of each
+        that stands for something else than text.
+
+        Overridden where `names` is; called only then.
+        """
+        return tokens
+
     def another(self) -> Extension:
         """Return the extension of another sequence of the same prompt."""
         return self

@@ -55,19 +55,27 @@ class PictureUse(Extension):
         return inside.stop - start if inside.stop - start <= room else 0
 
     def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
-        stop = start + len(tokens)
-        spans = [span for span in self.spans if span.start < stop and span.stop > start]
+        spans, hidden = self._within(start, start + len(tokens)), self.masked(tokens, start)
+        if not spans:
+            return tokens
+        named = hidden.copy()
+        assert start % page_size == 0, "pages are named as a whole"
+        for page in _touched(spans, start // page_size, (start + len(tokens)) // page_size, page_size):
+            place = page * page_size - start
+            named[place : place + page_size] = self._named(hidden[place : place + page_size], page, page_size)
+        return named
+
+    def masked(self, tokens: IntArray, start: int) -> IntArray:
+        spans = self._within(start, start + len(tokens))
         if not spans:
             return tokens
         hidden = tokens.copy()
         for span in spans:
             hidden[max(0, span.start - start) : span.stop - start] = UNNAMED
-        named = hidden.copy()
-        assert start % page_size == 0, "pages are named as a whole"
-        for page in _touched(spans, start // page_size, stop // page_size, page_size):
-            place = page * page_size - start
-            named[place : place + page_size] = self._named(hidden[place : place + page_size], page, page_size)
-        return named
+        return hidden
+
+    def _within(self, start: int, stop: int) -> list[PictureSpan]:
+        return [span for span in self.spans if span.start < stop and span.stop > start]
 
     def _named(self, hidden: IntArray, page: int, page_size: int) -> IntArray:
         key = page, page_size

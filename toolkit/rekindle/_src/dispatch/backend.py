@@ -185,6 +185,15 @@ class PictureLike(Protocol):
         """The digest of its content, known once its rows are."""
         ...
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed, known at once."""
+        ...
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
@@ -214,6 +223,10 @@ class PicturesLike(Protocol):
 
     def counts(self, picture: Any) -> Sequence[int]:
         """Return the lengths of the runs of rows of a picture."""
+        ...
+
+    def identify(self, picture: Any) -> None:
+        """Decode a picture, so that its digest is known."""
         ...
 
     def known(self, picture: Any) -> bool:

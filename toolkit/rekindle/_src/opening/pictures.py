@@ -12,9 +12,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,11 +57,32 @@ class GivenPicture:
         assert self._digest is not None, "its rows are asked for first"
         return self._digest
 
+    @property
+    def known(self) -> bool:
+        """True if its digest is known: it was decoded before."""
+        return self._digest is not None
+
+    @property
+    def content(self) -> str:
+        """A digest of what was passed: of a file's bytes, or of pixels."""
+        return self.source.content
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI: the file that was passed, or a PNG, which it is from then on."""
+        self.source = self.source.encode()
+        return self.source.uri
+
     def decode(self, identity: bytes) -> Picture:
-        """Return the pixels, which are decoded once."""
-        picture = self.source = self.source.decode()
+        """Return the pixels. They are not kept, since its rows are."""
+        picture = self.source.decode()
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
+
+    def __deepcopy__(self, memory: object) -> GivenPicture:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.source)
 
 
 class KeptRows:
@@ -119,16 +142,17 @@ class KeptRows:
 
 
 class PictureEncoder:
-    """The encoder of a session. Its weights are read when the first picture comes."""
+    """The encoder of a session. Its weights are read when the first picture comes. Of a mesh, it has one device."""
 
     def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
         self._plan, self._programs = plan, programs
+        self._device = next(iter(programs.placement.devices), None)  # None: the default one
         self._made: EncodingPrograms | None = None
         self._lock = threading.Lock()
 
     def __call__(self, patches: PicturePatches) -> Rows:
         """Return the rows of a picture [1 + levels, tokens, E]."""
-        with self._lock:
+        with self._lock, nullcontext() if self._device is None else jax.default_device(self._device):
             if self._made is None:
                 self._made = self._make()
             floats, images, first = patches.floats(), list[ImagePatches](), 0
@@ -148,8 +172,12 @@ class PictureEncoder:
         kept = ExecutableStore(cache_folder(config.cache_dir) / "programs")
         key = digest({**programs.fields, "pictures": repr(self._plan.tower.graph)})
         name = programs.name or programs.model.model_type
-        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
-        return EncodingPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
+        store = ProgramStore(kept, name, key, () if self._device is None else (self._device,))
+        leaves = read_tower(self._plan.tower, self._plan.tensors, place=self._place)
+        return EncodingPrograms(self._plan.tower, leaves, store)
+
+    def _place(self, path: str, array: NDArray[Any]) -> jax.Array:
+        return jax.device_put(array, self._device, may_alias=True)
 
 
 class SessionPictures:
@@ -222,6 +250,7 @@ class SessionPictures:
     def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
         """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
+        values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
 
     def spelled(self, text: str, pictures: Sequence[GivenPicture]) -> str:
@@ -243,6 +272,11 @@ class SessionPictures:
         expansion = self._processor.expansion(picture.plan)
         return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
+    def identify(self, picture: GivenPicture) -> None:
+        """Decode a picture, so that its digest is known."""
+        if not picture.known:
+            picture.decode(self._identity)
+
     def known(self, picture: GivenPicture) -> bool:
         """True if the rows of a picture are at hand."""
         return False  # to tell, it has to be decoded
@@ -262,9 +296,10 @@ class SessionPictures:
         return await reply.get()
 
     def _rows(self, picture: GivenPicture) -> Rows:
-        pixels = picture.decode(self._identity)
+        pixels = None if picture.known else picture.decode(self._identity)
         rows = self._kept.get(picture.digest)
         if rows is None:
+            pixels = picture.decode(self._identity) if pixels is None else pixels
             rows = self._encode(self._processor.patches(pixels))
             self.encoded_pictures += 1
             self._kept.put(picture.digest, rows)

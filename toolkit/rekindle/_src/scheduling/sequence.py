@@ -264,6 +264,11 @@ class Sequence:
         tokens = self.tokens(start, stop)
         return tokens if self.naming is None else self.naming.names(tokens, start, self.page_size)
 
+    def text(self) -> IntArray:
+        """Return all known tokens, with numbers below 0 for those that no text has, such as those of a picture."""
+        tokens = self.tokens(0, self.known)
+        return tokens if self.naming is None else self.naming.masked(tokens, 0)
+
     def keys(self, count: int) -> list[int]:
         """Return the lookup keys of the first `count` pages; each is computed once."""
         keys = self._keys
