@@ -11,13 +11,16 @@ known by their tokens, so they are shared with prompts that have no picture.
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import shake_128
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rekindle._src.core.extension import Extension
+from rekindle._src.core import html
+from rekindle._src.core.extension import Extension, PromptNote
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import IntArray
@@ -34,6 +37,21 @@ class PictureSpan(NamedTuple):
     digest: bytes  # of the picture, and of all else that its rows depend on but the weights
 
 
+class RowsOrigin(enum.Enum):
+    """The place that the rows of a picture came from."""
+
+    ENCODER = "computed"
+    MEMORY = "in memory"
+    DISK = "on disk"
+
+
+class EncodedRows(NamedTuple):
+    """The rows of a picture [1 + levels, its tokens, E], and the place that they came from."""
+
+    rows: Any
+    origin: RowsOrigin
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PictureUse(Extension):
     """Pictures stand in the prompt."""
@@ -43,6 +61,7 @@ class PictureUse(Extension):
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
     offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none
+    origins: tuple[RowsOrigin, ...] = ()  # of each picture's rows
     _words: dict[tuple[int, int], IntArray] = dataclasses.field(default_factory=dict, repr=False)
 
     def cut(self, start: int, length: int, room: int) -> int:
@@ -53,6 +72,21 @@ class PictureUse(Extension):
         if inside.start > start:
             return inside.start - start
         return inside.stop - start if inside.stop - start <= room else 0
+
+    def note(self, cached: int) -> PromptNote:
+        tokens = sum(span.stop - span.start for span in self.spans)
+        hit = sum(max(0, min(span.stop, cached) - span.start) for span in self.spans)
+        pictures = html.count(len(self.origins) or len(self.spans), "picture")
+        words = f"{pictures} with {html.count(tokens, 'token')}, {hit} of them cached"
+        return PromptNote("picture", tokens, hit, f"{words}; {self._encoding()}")
+
+    def _encoding(self) -> str:
+        """Say whether the encoder ran, and where the rows of the other pictures were."""
+        counts = Counter(self.origins)
+        ran = counts.pop(RowsOrigin.ENCODER, 0)
+        parts = [f"the encoder ran for {ran} of them" if ran else "the encoder did not run"]
+        parts += [f"the rows of {count} were {origin.value}" for origin, count in counts.items()]
+        return ", and ".join(parts)
 
     def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
         spans, hidden = self._within(start, start + len(tokens)), self.masked(tokens, start)

@@ -20,6 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.pictures import EncodedRows
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -233,8 +234,8 @@ class PicturesLike(Protocol):
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any) -> Any:
-        """Return the rows of a picture [1 + levels, rows, E]."""
+    async def encoded(self, picture: Any) -> EncodedRows:
+        """Return the rows of a picture."""
         ...
 
     def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
@@ -93,17 +94,18 @@ class KeptRows:
         self._rows: OrderedDict[bytes, Rows] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, digest: bytes) -> Rows | None:
+    def get(self, digest: bytes) -> EncodedRows | None:
         """Return rows that are in host memory or on disk."""
         with self._lock:
             rows = self._rows.get(digest)
             if rows is not None:
                 self._rows.move_to_end(digest)
-                return rows
+                return EncodedRows(rows, RowsOrigin.MEMORY)
         rows = self._stored(digest)
-        if rows is not None:
-            self._hold(digest, rows)
-        return rows
+        if rows is None:
+            return None
+        self._hold(digest, rows)
+        return EncodedRows(rows, RowsOrigin.DISK)
 
     def put(self, digest: bytes, rows: Rows) -> None:
         """Keep rows."""
@@ -202,7 +204,7 @@ class SessionPictures:
         self._processor, self._encode, self._kept = processor, encode, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
-        self._running: dict[bytes, Future[Rows]] = {}
+        self._running: dict[bytes, Future[EncodedRows]] = {}
         self.encoded_pictures = 0
 
     @classmethod
@@ -281,11 +283,11 @@ class SessionPictures:
         """True if the rows of a picture are at hand."""
         return False  # to tell, it has to be decoded
 
-    async def encoded(self, picture: GivenPicture) -> Rows:
-        """Return the rows of a picture [1 + levels, rows, E]."""
-        reply: OneShot[Rows] = OneShot()
+    async def encoded(self, picture: GivenPicture) -> EncodedRows:
+        """Return the rows of a picture, and the place that they came from."""
+        reply: OneShot[EncodedRows] = OneShot()
 
-        def done(future: Future[Rows]) -> None:
+        def done(future: Future[EncodedRows]) -> None:
             error = future.exception()
             if error is None:
                 reply.put(future.result())
@@ -295,15 +297,16 @@ class SessionPictures:
         self._worker.submit(self._rows, picture).add_done_callback(done)
         return await reply.get()
 
-    def _rows(self, picture: GivenPicture) -> Rows:
+    def _rows(self, picture: GivenPicture) -> EncodedRows:
         pixels = None if picture.known else picture.decode(self._identity)
-        rows = self._kept.get(picture.digest)
-        if rows is None:
-            pixels = picture.decode(self._identity) if pixels is None else pixels
-            rows = self._encode(self._processor.patches(pixels))
-            self.encoded_pictures += 1
-            self._kept.put(picture.digest, rows)
-        return rows
+        kept = self._kept.get(picture.digest)
+        if kept is not None:
+            return kept
+        pixels = picture.decode(self._identity) if pixels is None else pixels
+        rows = self._encode(self._processor.patches(pixels))
+        self.encoded_pictures += 1
+        self._kept.put(picture.digest, rows)
+        return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
         self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]
