@@ -1,14 +1,21 @@
-"""What is shown of pictures: an explanation counts their tokens and says where their rows were."""
+"""What is shown of pictures: explanations count their tokens, and reprs have thumbnails of them."""
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers import seeing
+from rekindle._src.images import open_bytes
+from rekindle._src.images import thumbnail as thumbnails
+from rekindle._src.session import conversation
 
-pytest.importorskip("PIL.Image")
+pillow = pytest.importorskip("PIL.Image")
 anyio_test = pytest.mark.anyio
 
 
@@ -32,3 +39,61 @@ async def test_an_explanation_counts_the_tokens_of_pictures_and_says_where_their
     with seeing.opened(folder=tmp_path) as session:
         later = session.explain(await session.generate(question, images=one, max_tokens=2))
         assert "0 of them cached; the encoder did not run, and the rows of 1 were on disk" in str(later)
+
+
+def shown(markup: str) -> list[Any]:
+    """The thumbnails in HTML, decoded."""
+    files = re.findall(
+        r'<img src="data:image/png;base64,([A-Za-z0-9+/=]+)" alt="[0-9 ×,]+" title="[^"<>]*" style=', markup
+    )
+    assert len(files) == markup.count("<img") and all(len(file) < 40_000 for file in files)
+    return [pillow.open(io.BytesIO(base64.b64decode(file))) for file in files]
+
+
+@anyio_test
+async def test_completions_show_thumbnails_of_their_pictures_which_are_made_when_they_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        "rekindle._src.opening.pictures.thumbnail", lambda one: made.append(one) or thumbnails.thumbnail(one)
+    )
+    large, small = seeing.noise(1, 640, 320), seeing.noise(2, 40, 64)
+    with seeing.opened() as session:
+        done = await session.generate("What?", images=[large, seeing.png(small)], max_tokens=2)
+        several = await session.generate(["What?"] * 12, images=[large] * 12, max_tokens=2)
+        text = await session.generate("What?", max_tokens=2)
+    assert made == []
+    first, second = shown(done._repr_html_())
+    assert first.size == (160, 80) and second.size == (40, 64)
+    assert (second.convert("RGB").tobytes()) == small.tobytes(), "the picture itself"
+    assert done._repr_html_() == done._repr_html_() and len(made) == 2
+    assert len(shown(several._repr_html_())) == 8 and several._repr_html_().count("1 picture<") == 4
+    assert shown(text._repr_html_()) == []
+
+
+@anyio_test
+async def test_conversations_show_thumbnails_and_open_no_file_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    path.write_bytes(seeing.png(seeing.noise(3, 64, 64)))
+    uri = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    values: list[Any] = [uri, path, str(path), "https://example.org/a.png", b"no picture", "data:image/png;base64,"]
+    parts = [{"type": "image", "image": value} for value in values]
+    content = [*parts, {"type": "image"}, {"type": "text", "text": "<b>What?</b>"}]
+    with seeing.opened() as session:
+        chat = conversation.Conversation(session, [{"role": "user", "content": content}], {})
+        markup = chat._repr_html_()
+    assert [one.size for one in shown(markup)] == [(64, 64)] and markup.count("a picture<") == 6
+    assert "&lt;b&gt;What?" in markup and "plot.png" not in markup and len(markup) < 100_000
+
+
+def test_a_large_file_is_not_decoded_for_its_thumbnail_and_a_broken_one_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = open_bytes(seeing.png(seeing.noise(1, 65, 64)))
+    assert thumbnails.thumbnail(file).startswith("data:image/png;base64,")
+    monkeypatch.setattr(thumbnails, "MOST_DECODED", 64 * 64)
+    assert thumbnails.thumbnail(file) == "" and thumbnails.thumbnail(file.decode()) != ""
+    cut = seeing.png(seeing.noise(1, 60, 60))
+    assert thumbnails.Thumbnail.of(cut[: len(cut) // 2])[:2] == (60, 60)
+    assert thumbnails.Thumbnail.of(cut[: len(cut) // 2]).thumbnail == "" and thumbnails.Thumbnail.of(b"") == (0, 0, "")

@@ -10,7 +10,7 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 _TABLE = '<table style="border-collapse:collapse;font-size:90%">'
 _CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
@@ -35,6 +35,19 @@ class Token(NamedTuple):
     logprob: float | None = None
     alternatives: tuple[tuple[str, float], ...] = ()  # text and log-probability, most likely first
     forced: bool = False  # a grammar left no choice
+
+
+class ImageLike(Protocol):
+    """A picture of a prompt or a message, as it is shown."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def thumbnail(self) -> str:
+        """A small picture as a `data:` URI; empty if there is none."""
+        ...
 
 
 def escape(value: object) -> str:
@@ -230,6 +243,28 @@ def non_defaults(record: Any) -> dict[str, Any]:
         if field.repr and not usual:
             fields[field.name] = value
     return fields
+
+
+IMAGES = 8  # thumbnails in one output, of 36 kB each at most
+
+
+def images(entries: Sequence[ImageLike], *, limit: int = IMAGES) -> Markup:
+    """Return thumbnails of pictures, each with its size on hover. Those beyond `limit` are counted, not shown."""
+    if not entries:
+        return Markup("")
+    more = len(entries) - max(0, limit)
+    shown = "".join(map(_image, entries[: max(0, limit)]))
+    rest = line(count(more, "picture") if not shown else f"and {count(more, 'more picture')}") if more > 0 else ""
+    return Markup(f'<div style="display:flex;flex-wrap:wrap;gap:4px;align-items:end;margin:4px 0">{shown}{rest}</div>')
+
+
+def _image(entry: ImageLike) -> str:
+    size = f"{entry.width:,} × {entry.height:,}" if entry.width else "a picture"
+    source = entry.thumbnail
+    if not source:
+        return f'<span style="border:1px dashed rgba(128,128,128,.5);padding:2px 8px;font-size:80%">{size}</span>'
+    style = "max-width:160px;max-height:160px;border:1px solid rgba(128,128,128,.3)"
+    return f'<img src="{escape(source)}" alt="{size}" title="{size}" style="{style}">'
 
 
 def code(value: str) -> Markup:

@@ -550,7 +550,7 @@ class Completion:
         return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
-        parts: list[str] = [html.line(self._summary(), *self._speed())]
+        parts: list[str] = [html.line(self._summary(), *self._speed()), html.images(self.images)]
         if self.prompt_logprobs is not None:
             # Nothing comes before a prompt's first token, so that it has no probability.
             first = html.Token(self.text_of(self.prompt_token_ids[0]))

@@ -195,6 +195,15 @@ class PictureLike(Protocol):
         """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
         ...
 
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""

@@ -27,6 +27,7 @@ from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
+from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
 from rekindle._src.opening.blueprint import Blueprint
@@ -46,11 +47,27 @@ log = logging.getLogger("rekindle.engine")
 class GivenPicture:
     """A picture of a request: what it becomes is known from its size; it is decoded when it is encoded."""
 
-    __slots__ = ("_digest", "plan", "source")
+    __slots__ = ("_digest", "_thumbnail", "plan", "source")
 
     def __init__(self, source: EncodedPicture | Picture, plan: PicturePlan) -> None:
         self.source, self.plan = source, plan
         self._digest: bytes | None = None
+        self._thumbnail: str | None = None
+
+    @property
+    def width(self) -> int:
+        return self.source.width
+
+    @property
+    def height(self) -> int:
+        return self.source.height
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        if self._thumbnail is None:
+            self._thumbnail = thumbnail(self.source)
+        return self._thumbnail
 
     @property
     def digest(self) -> bytes:
@@ -76,6 +93,8 @@ class GivenPicture:
     def decode(self, identity: bytes) -> Picture:
         """Return the pixels. They are not kept, since its rows are."""
         picture = self.source.decode()
+        if self._thumbnail is None and picture.width * picture.height > MOST_DECODED:
+            self._thumbnail = thumbnail(picture)  # while its pixels are here
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
 
