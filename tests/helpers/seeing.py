@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from helpers.sessions import CONFIG, eventually, fake_front, threads, wait_until_idle
+from helpers.sessions import CONFIG, checked, fake_front, session_of
 from rekindle import Session
 from rekindle._src.core.store import Store
-from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
@@ -51,25 +51,20 @@ def zeros(patches: PicturePatches) -> Any:
 @contextmanager
 def opened(config: Any = CONFIG, *, folder: Path | None = None, **options: Any) -> Iterator[Session]:
     """A session that reads pictures, whose rows are kept in `folder`; it has to be whole again afterwards."""
-    before = threads()
     store = None if folder is None else Store(folder, verified=True, max_bytes=1 << 20)
-    kept = KeptRows(1 << 20, store)
-    pictures = SessionPictures(processor(), zeros, kept, identity=b"test", token=ord(MARK))
-    front = fake_front(config, **options)._replace(chat=ChatTemplate(TEMPLATE), pictures=pictures)
-    host = Host(lambda: front)
-    host.start()
-    session = Session.attached(host, wait(host.opened))
-    try:
+    pictures = SessionPictures(processor(), zeros, KeptRows(1 << 20, store), identity=b"test", token=ord(MARK))
+    front = fake_front(config, **options)._replace(chat=ChatTemplate(TEMPLATE))
+    with checked(lambda: session_of(front._replace(pictures=pictures))) as session:
         yield session
-        wait_until_idle(session)
-    finally:
-        session.close()
         pictures.close()
-    eventually(lambda: threads() <= before)
 
 
 def noise(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def uri(pixels: np.ndarray[Any, Any]) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
 
 
 def png(pixels: np.ndarray[Any, Any]) -> bytes:
