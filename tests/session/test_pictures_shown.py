@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers import picture_models as small
 from helpers import seeing
-from rekindle._src.images import open_bytes
+from rekindle._src.images import open_bytes, open_picture, processor_of_files
 from rekindle._src.images import thumbnail as thumbnails
 from rekindle._src.session import conversation
 
@@ -97,3 +99,45 @@ def test_a_large_file_is_not_decoded_for_its_thumbnail_and_a_broken_one_has_none
     cut = seeing.png(seeing.noise(1, 60, 60))
     assert thumbnails.Thumbnail.of(cut[: len(cut) // 2])[:2] == (60, 60)
     assert thumbnails.Thumbnail.of(cut[: len(cut) // 2]).thumbnail == "" and thumbnails.Thumbnail.of(b"") == (0, 0, "")
+
+
+@anyio_test
+async def test_tokens_of_pictures_say_which_patch_they_are() -> None:
+    wide, square = seeing.noise(1, 96, 64), seeing.noise(2, 32, 32)
+    with seeing.opened() as session:
+        prompt = "<image>a<image>b"
+        done = await session.generate(prompt, images=[wide, square], max_tokens=2, prompt_logprobs=1)
+        text = await session.generate("ab", max_tokens=2)
+    assert {position: patch[:3] for position, patch in done.patches.items()} == {
+        1: (0, 0, 0), 2: (0, 0, 1), 3: (0, 0, 2), 4: (0, 1, 0), 5: (0, 1, 1), 6: (0, 1, 2), 10: (1, 0, 0),
+    }  # fmt: skip
+    assert str(done.patches[6]) == "picture 0, row 1, column 2 of 2 × 3"
+    places = ["[", "▦0,0", "▦0,1", "▦0,2", "▦1,0", "▦1,1", "▦1,2", "]", "a", "[", "▦0,0", "]", "b"]
+    assert list(done.prompt_texts) == places and "".join(text.prompt_texts) == "ab"
+    markup = done._repr_html_()
+    assert markup.count("▦</span>") == 7 and markup.count('title="picture 0, row 1, column 2 of 2 × 3 ') == 1
+    assert pickle.loads(pickle.dumps(done)).patches == done.patches
+    assert text.patches == {} and "▦" not in text._repr_html_()
+
+
+@pytest.mark.parametrize("name", sorted(small.CASES))
+@pytest.mark.parametrize("size", [(64, 64), (300, 60), (97, 411), (1, 1)])
+def test_tokens_of_each_view_make_a_grid(name: str, size: tuple[int, int]) -> None:
+    case = small.CASES[name]
+    processor = processor_of_files(case.preprocessor, case.processor or None, case.config)
+    plan = processor.plan(*size)
+    runs = [one.times for one in processor.expansion(plan) if getattr(one, "token", "") == processor.image_token]
+    assert [grid.rows * grid.columns for grid in plan.grids] == runs
+    tiles = [grid.tile for grid in plan.grids if grid.tile is not None]
+    assert tiles == [(row, column) for row in range(plan.tile_rows) for column in range(plan.tile_columns)]
+    for view, grid in zip(plan.views, plan.grids, strict=True):
+        assert (view.rows % grid.rows, view.columns % grid.columns) == (0, 0)
+        assert view.rows // grid.rows == view.columns // grid.columns, "of square patches"
+
+
+def test_the_grid_is_in_the_order_of_qwens_merged_patches() -> None:
+    processor = seeing.processor()
+    picture = open_picture(seeing.noise(1, 96, 64)).decode()
+    patches, (grid,) = processor.patches(picture), processor.plan(96, 64).grids
+    first = patches.positions.reshape(-1, 4, 2).min(axis=1) // 2
+    assert first.tolist() == [[row, column] for row in range(grid.rows) for column in range(grid.columns)]

@@ -35,6 +35,7 @@ class Token(NamedTuple):
     logprob: float | None = None
     alternatives: tuple[tuple[str, float], ...] = ()  # text and log-probability, most likely first
     forced: bool = False  # a grammar left no choice
+    note: str = ""  # shown on hover
 
 
 class ImageLike(Protocol):
@@ -287,10 +288,11 @@ def tokens(entries: Iterable[Token]) -> Markup:
 def _token(token: Token) -> str:
     line = "border-bottom:2px solid rgba(128,128,128,.7);" if token.forced else ""
     if token.logprob is None:
-        return f'<span title="forced" style="{line}">{escape(token.text)}</span>' if line else escape(token.text)
+        hint, text = token.note or ("forced" if line else ""), escape(token.text)
+        return f'<span title="{escape(hint)}" style="{line}">{text}</span>' if hint else text
     probability = math.exp(token.logprob)
     shade = _SHADES[0 if probability < 0.2 else 1 if probability < 0.7 else 2]
-    title = [f"{token.text!r} {probability:.1%}"]
+    title = [f"{token.note or repr(token.text)} {probability:.1%}"]
     title += [f"{other!r} {math.exp(logprob):.1%}" for other, logprob in token.alternatives]
     title += ["forced by the grammar"] * token.forced
     style = f"{line}background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"

@@ -15,16 +15,15 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import shake_128
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import Extension, PromptNote
 
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray
-
+IntArray = NDArray[np.int32]
 UNNAMED = -1  # stands for a token of a picture in a page that is not full; it equals nothing
 _FIRST = -2  # the largest of a page's names
 
@@ -35,6 +34,38 @@ class PictureSpan(NamedTuple):
     start: int
     stop: int
     digest: bytes  # of the picture, and of all else that its rows depend on but the weights
+
+
+class TokenGrid(NamedTuple):
+    """The tokens of a picture, or of a tile of it, row by row."""
+
+    rows: int
+    columns: int
+    tile: tuple[int, int] | None = None  # row and column of the tile; None: the tokens are of the whole picture
+
+
+class PicturePatch(NamedTuple):
+    """The place in a picture that a token of a prompt stands for. All numbers count from 0."""
+
+    picture: int  # of the prompt
+    row: int
+    column: int
+    grid: TokenGrid  # that row and column are in
+
+    def __str__(self) -> str:
+        tile = "" if self.grid.tile is None else "tile {}, {}, ".format(*self.grid.tile)
+        of = f"of {self.grid.rows} × {self.grid.columns}"
+        return f"picture {self.picture}, {tile}row {self.row}, column {self.column} {of}"
+
+
+def patches_of(runs: Sequence[tuple[int, int]], grids: Sequence[Sequence[TokenGrid]]) -> dict[int, PicturePatch]:
+    """Return the place of each token, by its position, from the runs of positions and the grids of each picture."""
+    places = [(number, grid) for number, own in enumerate(grids) for grid in own]
+    return {
+        start + index: PicturePatch(number, index // grid.columns, index % grid.columns, grid)
+        for (start, stop), (number, grid) in zip(runs, places, strict=True)
+        for index in range(stop - start)
+    }
 
 
 class RowsOrigin(enum.Enum):

@@ -20,7 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.pictures import EncodedRows
+from rekindle._src.core.pictures import EncodedRows, TokenGrid
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -199,6 +199,11 @@ class PictureLike(Protocol):
     def width(self) -> int: ...
     @property
     def height(self) -> int: ...
+    @property
+    def grids(self) -> Sequence[TokenGrid]:
+        """The tokens of each of its runs of rows."""
+        ...
+
     @property
     def thumbnail(self) -> str:
         """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""

@@ -71,19 +71,20 @@ class PictureIntake(Capability):
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
-        return None if given is None else PictureOutput(given.pictures)
+        use = request.extensions.get(PictureUse)
+        return None if given is None or use is None else PictureOutput(given.pictures, use.spans)
 
 
 class PictureOutput(Part):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
-    __slots__ = ("_pictures",)
+    __slots__ = ("_pictures", "_runs")
 
-    def __init__(self, pictures: tuple[PictureLike, ...]) -> None:
-        self._pictures = pictures
+    def __init__(self, pictures: tuple[PictureLike, ...], spans: Sequence[PictureSpan]) -> None:
+        self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
-        return {"images": self._pictures}
+        return {"images": self._pictures, "image_runs": self._runs}
 
 
 def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.pictures import EncodedRows, RowsOrigin
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
@@ -61,6 +61,11 @@ class GivenPicture:
     @property
     def height(self) -> int:
         return self.source.height
+
+    @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each of its runs of rows."""
+        return self.plan.grids
 
     @property
     def thumbnail(self) -> str:
