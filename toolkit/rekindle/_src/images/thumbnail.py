@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle._src.images.picture import EncodedPicture, Picture, Pixels, open_picture
+from rekindle._src.images.picture import EncodedPicture, Picture, open_picture
 from rekindle.errors import InvalidRequest, MissingExtra
 
 SIDE = 160  # pixels along the longer side, at most
@@ -49,13 +49,6 @@ def thumbnail(picture: EncodedPicture | Picture) -> str:
     if len(content) > MOST_BYTES:
         content = _png(small.quantize(256))
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
-
-
-def png_of(pixels: Pixels) -> bytes:
-    """Return the PNG file of a picture's pixels."""
-    from PIL import Image
-
-    return _png(Image.fromarray(pixels))
 
 
 def _png(image: Any) -> bytes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.images.picture import EncodedPicture, PictureLimits, decode_uri, open_picture
-from rekindle._src.images.thumbnail import Thumbnail, png_of
+from rekindle._src.images.picture import PictureLimits, decode_uri, open_picture
+from rekindle._src.images.thumbnail import Thumbnail
 from rekindle._src.notebook.live import button, file
 from rekindle.errors import InvalidRequest
 
@@ -29,12 +28,9 @@ class Attachment(NamedTuple):
     @classmethod
     def of(cls, source: Any) -> Attachment:
         """Return the picture in any form that `session.chat` takes. Raises `InvalidRequest`."""
-        picture = open_picture(source, field="picture", limits=PictureLimits(bytes=MOST_OF_CHAT))
-        if isinstance(picture, EncodedPicture):
-            kind, data = picture.header.format.lower(), picture.data
-        else:
-            kind, data = "png", png_of(picture.pixels)
-        return cls(f"data:image/{kind};base64,{base64.b64encode(data).decode()}", Thumbnail.of(picture))
+        picture = open_picture(source, field="picture", limits=PictureLimits(bytes=MOST_OF_CHAT)).encode()
+        return cls(picture.uri, Thumbnail.of(picture))
+
 
 
 class Attachments:
