@@ -12,6 +12,7 @@ import pytest
 from helpers import seeing, sessions
 from helpers.sessions import CONFIG, eventually
 from rekindle import Session
+from rekindle._src.images import decode_uri
 from rekindle._src.notebook import ChatView, attachments
 from rekindle._src.notebook.chat import Transcripts
 from rekindle._src.text.chat import ChatTemplate
@@ -69,8 +70,10 @@ def test_a_picture_is_attached_sent_and_shown(view: ChatView, session: Session) 
     view.attach(seeing.noise(2, 96, 64))
     view.widget.fill("say", "Which is it?")
     press(view, "say:enter")
-    parts = [{"type": "image", "image": ONE}, {"type": "image", "image": TWO}, {"type": "text", "text": "Which is it?"}]
-    assert view.messages == [{"role": "user", "content": parts}]
+    (message,) = view.messages
+    first, second, text = message["content"]
+    assert first == {"type": "image", "image": ONE} and text == {"type": "text", "text": "Which is it?"}
+    assert decode_uri(second["image"]).decode() == decode_uri(TWO).decode(), "an array is a PNG here"
     done: Any = view.handle
     assert [(one.width, one.height) for one in done.result_sync().images] == [(96, 64)] * 2
     assert session.explain(done).notes[0].tokens == 12

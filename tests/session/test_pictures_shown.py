@@ -85,7 +85,10 @@ async def test_conversations_show_thumbnails_and_open_no_file_for_them(tmp_path:
     with seeing.opened() as session:
         chat = conversation.Conversation(session, [{"role": "user", "content": content}], {})
         markup = chat._repr_html_()
-    assert [one.size for one in shown(markup)] == [(64, 64)] and markup.count("a picture<") == 6
+        assert [one.size for one in shown(markup)] == [(64, 64)] and markup.count("a picture<") == 6
+        asked = session.conversation()
+        await asked.say("What?", images=[seeing.noise(4, 48, 32), path], max_tokens=2)
+        assert [one.size for one in shown(asked._repr_html_())] == [(48, 32), (64, 64)]
     assert "&lt;b&gt;What?" in markup and "plot.png" not in markup and len(markup) < 100_000
 
 

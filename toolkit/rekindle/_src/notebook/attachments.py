@@ -32,7 +32,6 @@ class Attachment(NamedTuple):
         return cls(picture.uri, Thumbnail.of(picture))
 
 
-
 class Attachments:
     """The pictures that are attached to the next message of a chat."""
 

@@ -519,6 +519,7 @@ def explanation(
             else f"none of its {request.prompt_length} prompt tokens were cached"
         )
         words += [line for holding in sequence.sides for line in holding.describe()]
+    if sequence.epoch:
         words += [note.words for note in notes]
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
