@@ -14,6 +14,7 @@ import pytest
 from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
 from rekindle import Session
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
 from rekindle._src.serve import pictures as serve_pictures
@@ -72,7 +73,7 @@ class Pictures:
         return True
 
     async def encoded(self, picture: Any) -> Any:
-        return np.zeros((1, 3, 8), np.float32)
+        return EncodedRows(np.zeros((1, 3, 8), np.float32), RowsOrigin.ENCODER)
 
     def use(self, token_ids: Any, runs: Any, pictures: Any) -> Any:
         return None, 0

@@ -20,6 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.pictures import EncodedRows, TokenGrid
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -194,6 +195,20 @@ class PictureLike(Protocol):
         """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
         ...
 
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def grids(self) -> Sequence[TokenGrid]:
+        """The tokens of each of its runs of rows."""
+        ...
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
@@ -233,8 +248,8 @@ class PicturesLike(Protocol):
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any) -> Any:
-        """Return the rows of a picture [1 + levels, rows, E]."""
+    async def encoded(self, picture: Any) -> EncodedRows:
+        """Return the rows of a picture."""
         ...
 
     def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:

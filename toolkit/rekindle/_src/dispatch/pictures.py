@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.pictures import PictureSpan, PictureUse
+from rekindle._src.core.pictures import EncodedRows, PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
@@ -42,14 +42,14 @@ class PictureIntake(Capability):
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         return given is not None and pictures is not None and not all(map(pictures.known, given.pictures))
 
-    async def resource(self, submission: Submission, front: Front) -> list[Any]:
+    async def resource(self, submission: Submission, front: Front) -> list[EncodedRows]:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None or pictures is None:
             return []
         return [await pictures.encoded(picture) for picture in given.pictures]
 
     def admit(
-        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[Any]
+        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows]
     ) -> PictureUse | None:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None:
@@ -71,19 +71,20 @@ class PictureIntake(Capability):
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
-        return None if given is None else PictureOutput(given.pictures)
+        use = request.extensions.get(PictureUse)
+        return None if given is None or use is None else PictureOutput(given.pictures, use.spans)
 
 
 class PictureOutput(Part):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
-    __slots__ = ("_pictures",)
+    __slots__ = ("_pictures", "_runs")
 
-    def __init__(self, pictures: tuple[PictureLike, ...]) -> None:
-        self._pictures = pictures
+    def __init__(self, pictures: tuple[PictureLike, ...], spans: Sequence[PictureSpan]) -> None:
+        self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
-        return {"images": self._pictures}
+        return {"images": self._pictures, "image_runs": self._runs}
 
 
 def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:
@@ -105,7 +106,7 @@ def names_of(token_ids: IntArray, shown: Sequence[PictureLike], pictures: Pictur
 
 
 def placed(
-    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[Any], pictures: PicturesLike
+    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[EncodedRows], pictures: PicturesLike
 ) -> PictureUse:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
     spans, parts, done = list[PictureSpan](), list[Any](), [0] * len(shown)
@@ -113,9 +114,10 @@ def placed(
         first = done[index]
         done[index] = first + span.stop - span.start
         spans.append(span)
-        parts.append(rows[index][:, first : done[index]])
+        parts.append(rows[index].rows[:, first : done[index]])
     coordinates, offset = pictures.use(token_ids, [(span.start, span.stop) for span in spans], shown)
-    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole)
+    origins = tuple(own.origin for own in rows)
+    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins)
 
 
 def _spans(

@@ -21,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
+from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
 from rekindle._src.opening.blueprint import Blueprint
@@ -45,11 +47,32 @@ log = logging.getLogger("rekindle.engine")
 class GivenPicture:
     """A picture of a request: what it becomes is known from its size; it is decoded when it is encoded."""
 
-    __slots__ = ("_digest", "plan", "source")
+    __slots__ = ("_digest", "_thumbnail", "plan", "source")
 
     def __init__(self, source: EncodedPicture | Picture, plan: PicturePlan) -> None:
         self.source, self.plan = source, plan
         self._digest: bytes | None = None
+        self._thumbnail: str | None = None
+
+    @property
+    def width(self) -> int:
+        return self.source.width
+
+    @property
+    def height(self) -> int:
+        return self.source.height
+
+    @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each of its runs of rows."""
+        return self.plan.grids
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        if self._thumbnail is None:
+            self._thumbnail = thumbnail(self.source)
+        return self._thumbnail
 
     @property
     def digest(self) -> bytes:
@@ -75,6 +98,8 @@ class GivenPicture:
     def decode(self, identity: bytes) -> Picture:
         """Return the pixels. They are not kept, since its rows are."""
         picture = self.source.decode()
+        if self._thumbnail is None and picture.width * picture.height > MOST_DECODED:
+            self._thumbnail = thumbnail(picture)  # while its pixels are here
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
 
@@ -93,17 +118,18 @@ class KeptRows:
         self._rows: OrderedDict[bytes, Rows] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, digest: bytes) -> Rows | None:
+    def get(self, digest: bytes) -> EncodedRows | None:
         """Return rows that are in host memory or on disk."""
         with self._lock:
             rows = self._rows.get(digest)
             if rows is not None:
                 self._rows.move_to_end(digest)
-                return rows
+                return EncodedRows(rows, RowsOrigin.MEMORY)
         rows = self._stored(digest)
-        if rows is not None:
-            self._hold(digest, rows)
-        return rows
+        if rows is None:
+            return None
+        self._hold(digest, rows)
+        return EncodedRows(rows, RowsOrigin.DISK)
 
     def put(self, digest: bytes, rows: Rows) -> None:
         """Keep rows."""
@@ -202,7 +228,7 @@ class SessionPictures:
         self._processor, self._encode, self._kept = processor, encode, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
-        self._running: dict[bytes, Future[Rows]] = {}
+        self._running: dict[bytes, Future[EncodedRows]] = {}
         self.encoded_pictures = 0
 
     @classmethod
@@ -281,11 +307,11 @@ class SessionPictures:
         """True if the rows of a picture are at hand."""
         return False  # to tell, it has to be decoded
 
-    async def encoded(self, picture: GivenPicture) -> Rows:
-        """Return the rows of a picture [1 + levels, rows, E]."""
-        reply: OneShot[Rows] = OneShot()
+    async def encoded(self, picture: GivenPicture) -> EncodedRows:
+        """Return the rows of a picture, and the place that they came from."""
+        reply: OneShot[EncodedRows] = OneShot()
 
-        def done(future: Future[Rows]) -> None:
+        def done(future: Future[EncodedRows]) -> None:
             error = future.exception()
             if error is None:
                 reply.put(future.result())
@@ -295,15 +321,16 @@ class SessionPictures:
         self._worker.submit(self._rows, picture).add_done_callback(done)
         return await reply.get()
 
-    def _rows(self, picture: GivenPicture) -> Rows:
+    def _rows(self, picture: GivenPicture) -> EncodedRows:
         pixels = None if picture.known else picture.decode(self._identity)
-        rows = self._kept.get(picture.digest)
-        if rows is None:
-            pixels = picture.decode(self._identity) if pixels is None else pixels
-            rows = self._encode(self._processor.patches(pixels))
-            self.encoded_pictures += 1
-            self._kept.put(picture.digest, rows)
-        return rows
+        kept = self._kept.get(picture.digest)
+        if kept is not None:
+            return kept
+        pixels = picture.decode(self._identity) if pixels is None else pixels
+        rows = self._encode(self._processor.patches(pixels))
+        self.encoded_pictures += 1
+        self._kept.put(picture.digest, rows)
+        return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
         self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]

@@ -23,7 +23,7 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.pictures import parts_of, read_values, restored_messages, written_messages
-from rekindle._src.session.tool_loop import ToolLoop, described
+from rekindle._src.session.tool_loop import ToolLoop, described, message_table
 from rekindle.errors import InvalidRequest
 from rekindle_kernels import private_files
 
@@ -315,7 +315,7 @@ class Conversation:
 
     def _repr_html_(self) -> str:
         state = self._state()
-        shown = html.table(["role", "content"], [(m.get("role"), described(m)) for m in self.messages])
+        shown = message_table(self.messages)
         return str(html.block(shown, html.line(state)) if state else shown)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.core.html import ImageLike
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike
 from rekindle._src.dispatch.pictures import PromptPictures, encoded, names_of
+from rekindle._src.images.thumbnail import Thumbnail
 from rekindle._src.session.prompts import Prompt, from_column, is_missing
 from rekindle.errors import InvalidRequest
 
@@ -168,13 +170,27 @@ def of_messages(front: Front, messages: Any) -> tuple[Any, PromptPictures | None
     return changed, PromptPictures(reader.read(found, "messages"))
 
 
+def thumbnails(content: Any, most: int) -> list[ImageLike]:
+    """Return the pictures in the content of a message, of which the first `most` are drawn."""
+    parts = filter(is_picture, content) if _has_pictures(content) else ()
+    return [_shown(_value(part)) if place < most else Thumbnail() for place, part in enumerate(parts)]
+
+
+def _shown(value: Any) -> ImageLike:
+    is_read = isinstance(getattr(value, "thumbnail", None), str)  # as a conversation keeps it
+    return value if is_read else Thumbnail.of(value)
+
+
 def _misplaced(count: int, marks: int, field: str = "images") -> InvalidRequest:
     fix = f"Write {MARKER} once for each picture, or leave it out: then they come first"
     return InvalidRequest(field, f"{count} pictures", f"have {marks} places in the prompt", fix)
 
 
 def _has_parts(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, Mapping) else None
+    return _has_pictures(message.get("content") if isinstance(message, Mapping) else None)
+
+
+def _has_pictures(content: Any) -> bool:
     return isinstance(content, list | tuple) and any(map(is_picture, content))
 
 
@@ -189,14 +205,18 @@ def _without_pictures(message: Any, values: list[Any]) -> Any:
     parts: list[Any] = []
     for part in message["content"]:
         if is_picture(part):
-            values.append(_value(part))
+            value = _value(part)
+            if value is None:
+                fix = "Write {'type': 'image', 'image': picture}"
+                raise InvalidRequest("messages", dict(part), "is a part without a picture", fix)
+            values.append(value)
             part = {"type": "image"}
         parts.append(part)
     return {**message, "content": parts}
 
 
 def _value(part: Mapping[str, Any]) -> Any:
-    """Return the picture in a part, as OpenAI's, Anthropic's and transformers' messages have it."""
+    """Return the picture in a part, as OpenAI's, Anthropic's and transformers' messages have it; None without one."""
     for name in _KINDS[part["type"]]:
         value = part.get(name)
         if name == "source" and isinstance(value, Mapping):
@@ -205,8 +225,7 @@ def _value(part: Mapping[str, Any]) -> Any:
             return value.get("url")
         if value is not None:
             return value.get("url") if isinstance(value, Mapping) else value
-    fix = "Write {'type': 'image', 'image': picture}"
-    raise InvalidRequest("messages", dict(part), "is a part without a picture", fix)
+    return None
 
 
 def _reader(front: Front, value: Any) -> PicturesLike:
