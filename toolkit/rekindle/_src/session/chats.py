@@ -285,6 +285,6 @@ class Conversations:
         }
         resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
         present = {name: value for name, value in optional.items() if value is not None}
-        conversation = open_conversation(self, system=system, restore=restore, sampling=options, **present)
+        conversation = open_conversation(self, self._front, system=system, restore=restore, sampling=options, **present)
         self._front.expect_chat()
         return conversation

@@ -57,8 +57,6 @@ class Answer(NamedTuple):
 class Chats(Protocol):
     """The part of a session that a conversation uses."""
 
-    _front: Front
-
     @property
     def model(self) -> str: ...
     def chat(
@@ -71,6 +69,7 @@ class Chats(Protocol):
 
 def open_conversation(
     session: Any,
+    front: Front,
     *,
     system: str | None,
     restore: str | os.PathLike[str] | None,
@@ -87,14 +86,14 @@ def open_conversation(
             raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
         messages = read(restore)
         try:
-            messages = restored_messages(session._front, messages)
+            messages = restored_messages(front, messages)
         except InvalidRequest as error:
             raise InvalidRequest(
                 "restore", str(restore), f"has {error.field}, which {error.problem}", error.fix
             ) from None
     plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
     session.chat([{"role": "user", "content": "…"}], **plain)  # a model without a template is refused now, too
-    return Conversation(session, messages, {**options, **sampling})
+    return Conversation(session, front, messages, {**options, **sampling})
 
 
 def read(path: str | os.PathLike[str]) -> list[Message]:
@@ -126,8 +125,11 @@ class Conversation:
     """
 
     # Any: the signature of a public class names no private type.
-    def __init__(self, session: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Any, front: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> None:
         self._session: Chats = session
+        self._front: Front = front
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._options = dict(options)
         self._last: Answer | None = None  # None if the last message's origin is unknown
@@ -204,7 +206,7 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """Return another conversation that begins with the same messages. Their pages in the cache are shared."""
-        copied = Conversation(self._session, self.messages, self._options)
+        copied = Conversation(self._session, self._front, self.messages, self._options)
         copied._last = self._last
         return copied
 
@@ -234,7 +236,7 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages to a JSON file, for `session.conversation(restore=path)`. Pictures are in it: the files
         that were passed, or PNGs of arrays and figures."""
-        messages, pictures = written_messages(self._session._front, self.messages, MOST_PICTURES)
+        messages, pictures = written_messages(self._front, self.messages, MOST_PICTURES)
         version = WITH_PICTURES if pictures else VERSION
         record = {"format": FORMAT, "version": version, "model": self._session.model, "messages": messages}
         content = json.dumps(record, ensure_ascii=False, indent=1).encode()
@@ -243,7 +245,7 @@ class Conversation:
     def _user_message(self, text: object, images: Any) -> list[Message]:
         if not isinstance(text, str) or not (text or images is not None):
             raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
-        pictures = None if images is None else read_values(self._session._front, images)
+        pictures = None if images is None else read_values(self._front, images)
         return [{"role": "user", "content": parts_of(text, pictures)}]
 
     def _users(self) -> list[int]:
