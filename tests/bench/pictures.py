@@ -3,12 +3,12 @@
     python tests/bench/pictures.py [--side 4096] [--seconds 60] [--ask 1024] [--dtype bfloat16] [--layers 24]
                                    [--encode 512 1024] [--peer] [--repeat 3] [--work FOLDER]
 
-The model has random weights: an encoder as large as that of Qwen3-VL 2B (1,024 wide, 24 layers, patches of 16 pixels),
-and a small text model, whose own steps take a few milliseconds. Pauses are the times between two tokens of a stream of text that runs along
-with a picture of `--side` pixels, for `--seconds`, or until it is encoded; they are compared with those of the same
-stream alone, before and after it. First tokens are those of a first and a second question about a picture of `--ask`
-pixels. `--encode` are the sides of pictures whose encoding is timed alone; with `--peer`, in turns with transformers'
-encoder of the same weights in this process (float32; needs torch).
+The model has random weights: an encoder as large as that of Qwen3-VL 2B (1,024 wide, 24 layers, patches of 16
+pixels), and a small text model, whose own steps take a few milliseconds. Pauses are the times between two tokens of a
+stream of text that runs along with a picture of `--side` pixels, for `--seconds`, or until it is encoded; they are
+compared with those of the same stream alone, before and after it. First tokens are those of a first and a second
+question about a picture of `--ask` pixels. `--encode` are the sides of pictures whose encoding is timed alone; with
+`--peer`, in turns with transformers' encoder of the same weights in this process (float32; needs torch).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def pauses(session: rekindle.Session, side: int, seconds: float) -> dict[str, An
         report["with_picture_seconds"] = round(time.perf_counter() - start, 1)
         report["answered"] = handle.done
         report["with_picture"] = neighbour.figures()
-        longest = sorted(zip(harness.gaps(neighbour.times), neighbour.times), reverse=True)[:6]
+        longest = sorted(zip(harness.gaps(neighbour.times), neighbour.times, strict=False), reverse=True)[:6]
         report["longest_at"] = [(round(1000 * gap), round(at - start, 2)) for gap, at in longest]
         handle.cancel()
     report["alone_again"] = alone()

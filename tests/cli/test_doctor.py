@@ -128,6 +128,13 @@ def test_a_context_has_a_token_at_least(context: str, capsys: pytest.CaptureFixt
     assert f"--context {context}: must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--context", "4096"], ["--quantize", "int4"]])
+def test_options_of_a_plan_come_with_one(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", *option])
+    assert f"{' '.join(option)}: is of a plan" in capsys.readouterr().err.replace("'", "")
+
+
 def test_the_commit_is_that_of_a_clone_of_rekindle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("git") is None:
         pytest.skip("git is not installed")

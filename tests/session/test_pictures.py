@@ -15,7 +15,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models as small
-from rekindle import Session
+from rekindle import Capture, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 
 pillow = pytest.importorskip("PIL.Image")
@@ -215,3 +215,36 @@ async def test_forks_go_on_after_the_same_pictures(session: Session) -> None:
     for source in (done, handle):
         assert (await session.fork(source, at=2)).token_ids == done.token_ids[2:]
     assert [picture.decode(b"").width for picture in done.images] == [96]
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_captures_the_lens_and_attention_name_the_patches_of_pictures(session: Session) -> None:
+    pixels = small.picture(1, 96, 64)
+    done = await session.generate(
+        "What <image> is it?", images=pixels, capture=Capture({"residual": 0}, "prompt"), **GREEDY
+    )
+    assert done.captured is not None
+    assert done.captured.select(positions=list(done.patches))["residual", 0].shape == (6, 64)
+    lens = await session.view.lens("What <image> is it?", images=pixels)
+    assert [text for text in lens.tokens if "▦" in text] == ["▦0,0", "▦0,1", "▦0,2", "▦1,0", "▦1,1", "▦1,2"]
+    assert "▦1,2" in lens._repr_html_()
+    shown = await session.view.attention("What <image> is it?", images=pixels, layer=1)
+    assert shown.tokens == done.prompt_texts and "▦1,2" in shown._repr_html_()
+    assert np.triu(shown.weights, 1).max() == 0
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_the_attention_of_a_picture_whose_tokens_see_each_other_is_shown(tmp_path: Path) -> None:
+    folder = small.written("gemma3", tmp_path / "gemma3")
+    async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path / "cache")) as session:
+        pixels, prompt = small.picture(1, 56, 56), "a <image> b"
+        done = await session.generate(prompt, images=pixels, **GREEDY)
+        shown = await session.view.attention(prompt, images=pixels, layer=0)
+    ((start, stop),) = done.image_runs
+    inside = np.zeros(shown.weights.shape[1:], bool)
+    inside[start:stop, start:stop] = True
+    later = np.triu(np.ones_like(inside), 1)
+    assert (shown.weights[:, inside & later] > 0).all() and (shown.weights[:, ~inside & later] == 0).all()
+    assert np.allclose(shown.weights.sum(axis=-1), 1, atol=1e-6)

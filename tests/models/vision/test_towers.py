@@ -232,9 +232,9 @@ def test_patches_are_computed_chunk_by_chunk() -> None:
     chunks = chunks_of(pack_images([ImagePatches(rows, picture.grid)], config), 16)
     assert rows.taken == []
     first = next(chunks)
-    assert rows.taken == [16] and (first.count, first.sees) == (16, (0, 24))
+    assert rows.taken == [16] and (first.span.patches, first.span.sees) == (16, (0, 24))
     last = next(chunks)
-    assert rows.taken == [16, 8] and (last.first, last.count) == (16, 8)
+    assert rows.taken == [16, 8] and (last.span.first, last.span.patches) == (16, 8)
     assert not last.batch.patches[8:].any() and not last.batch.stops[8:].any()
 
 

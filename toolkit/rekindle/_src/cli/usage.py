@@ -194,6 +194,10 @@ def check_doctor(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--context", arguments.context, "must be at least 1", "Pass tokens of a request, or leave it out"
         )
+    planned = {"--quantize": arguments.quantize, "--context": arguments.context}
+    for option, value in planned.items():
+        if value is not None and not arguments.plan:
+            raise ConfigError(option, value, "is of a plan", "Pass --plan SHAPE as well, or leave it out")
 
 
 def check_out(arguments: argparse.Namespace) -> None:

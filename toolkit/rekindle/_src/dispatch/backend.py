@@ -20,7 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.pictures import PictureStatistics
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, TokenGrid
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -188,6 +188,29 @@ class PictureLike(Protocol):
         """The digest of its content, known once its rows are."""
         ...
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed, known at once."""
+        ...
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
+        ...
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def grids(self) -> Sequence[TokenGrid]:
+        """The tokens of each of its runs of rows."""
+        ...
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
@@ -219,12 +242,16 @@ class PicturesLike(Protocol):
         """Return the lengths of the runs of rows of a picture."""
         ...
 
+    def identify(self, picture: Any) -> None:
+        """Decode a picture, so that its digest is known."""
+        ...
+
     def known(self, picture: Any) -> bool:
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> Any:
-        """Return the rows of a picture [1 + levels, rows, E]. Raise `RequestAborted` once it is not `wanted`."""
+    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> EncodedRows:
+        """Return the rows of a picture. Raise `RequestAborted` once it is not `wanted`."""
         ...
 
     def statistics(self) -> PictureStatistics:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from rekindle._src.core.pictures import TokenGrid
 from rekindle._src.images.picture import Picture
 from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.images.transforms import Codes, Floats
@@ -25,6 +27,12 @@ class PictureView(NamedTuple):
     rows: int  # of patches
     columns: int
     tokens: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of its tokens, each of which stands for a square of patches."""
+        side = math.isqrt(self.rows * self.columns // self.tokens)
+        return self.rows // side, self.columns // side
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,15 @@ class PicturePlan:
     def tokens(self) -> int:
         """Count the positions of the prompt that are image: those that get the tower's output."""
         return sum(view.tokens for view in self.views)
+
+    @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each view. Tiles come first, row by row."""
+        tiles = self.tile_rows * self.tile_columns
+        return tuple(
+            TokenGrid(*view.grid, tile=divmod(index, self.tile_columns) if index < tiles else None)
+            for index, view in enumerate(self.views)
+        )
 
     @property
     def patches(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax
 from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
@@ -24,12 +26,12 @@ Rows = NDArray[Any]  # [1 + levels, tokens, E]
 class PictureEncoder:
     """Encodes pictures, one at a time. Its weights are read when the first one comes, and again after each sleep.
 
-    Methods may be called in any thread. A picture that is being encoded when the session falls asleep is begun anew
-    when it wakes.
+    Of a mesh, it has one device. Methods may be called in any thread. A picture that is being encoded when the session
+    falls asleep is begun anew when it wakes.
     """
 
-    def __init__(self, plan: PicturesPlan, programs: EncodingPrograms) -> None:
-        self._plan, self.programs = plan, programs
+    def __init__(self, plan: PicturesPlan, programs: EncodingPrograms, device: jax.Device | None = None) -> None:
+        self._plan, self.programs, self._device = plan, programs, device  # None: the default one
         self._leaves: tuple[Any, ...] = ()
         self._busy = threading.Lock()
         self._change = threading.Condition()  # of the two below
@@ -42,8 +44,9 @@ class PictureEncoder:
         kept = ExecutableStore(cache_folder(programs.config.cache_dir) / "programs")
         key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})
         name = programs.name or programs.model.model_type
-        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
-        return cls(plan, EncodingPrograms(plan.tower, store))
+        device = next(iter(programs.placement.devices), None)
+        store = ProgramStore(kept, name, key, () if device is None else (device,))
+        return cls(plan, EncodingPrograms(plan.tower, store), device)
 
     def make_ahead(self, precompile: str) -> None:
         """Make the programs as the option `precompile` says: before this returns, in a thread, or with a picture."""
@@ -56,7 +59,8 @@ class PictureEncoder:
 
     def _make(self) -> None:
         view = self._plan.processor.plan(512, 512).views[0]
-        self.programs.make(PatchGrid(view.rows, view.columns), lambda: self._closed)
+        with self._placed():
+            self.programs.make(PatchGrid(view.rows, view.columns), lambda: self._closed)
 
     def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Rows:
         """Return the rows of a picture [1 + levels, tokens, E]. Raise `Unwanted` once it is not `wanted`."""
@@ -73,8 +77,15 @@ class PictureEncoder:
 
     def _encoded(self, images: list[ImagePatches], wanted: Callable[[], bool]) -> Rows:
         if not self._leaves and wanted():
-            self._leaves = read_tower(self._plan.tower, self._plan.tensors)
-        return self.programs.encode(self._leaves, images, wanted)
+            self._leaves = read_tower(self._plan.tower, self._plan.tensors, place=self._place)
+        with self._placed():
+            return self.programs.encode(self._leaves, images, wanted)
+
+    def _place(self, path: str, array: NDArray[Any]) -> jax.Array:
+        return jax.device_put(array, self._device, may_alias=True)
+
+    def _placed(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._device is None else jax.default_device(self._device)
 
     @property
     def nbytes(self) -> int:

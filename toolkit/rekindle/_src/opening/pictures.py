@@ -18,12 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.pictures import PictureStatistics
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
+from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
 from rekindle._src.opening.picture_plan import framed
@@ -43,11 +44,32 @@ class GivenPicture:
     keeps files as they came. Those of a picture that came as pixels stay, since there is nothing else of it.
     """
 
-    __slots__ = ("_digest", "plan", "source")
+    __slots__ = ("_digest", "_thumbnail", "plan", "source")
 
     def __init__(self, source: EncodedPicture | Picture, plan: PicturePlan) -> None:
         self.source, self.plan = source, plan
         self._digest: bytes | None = None
+        self._thumbnail: str | None = None
+
+    @property
+    def width(self) -> int:
+        return self.source.width
+
+    @property
+    def height(self) -> int:
+        return self.source.height
+
+    @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each of its runs of rows."""
+        return self.plan.grids
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        if self._thumbnail is None:
+            self._thumbnail = thumbnail(self.source)
+        return self._thumbnail
 
     @property
     def digest(self) -> bytes:
@@ -57,14 +79,32 @@ class GivenPicture:
 
     @property
     def identified(self) -> bool:
-        """True if its digest is known."""
+        """True if its digest is known: it was decoded before."""
         return self._digest is not None
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed: of a file's bytes, or of pixels."""
+        return self.source.content
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI: the file that was passed, or a PNG, which it is from then on."""
+        self.source = self.source.encode()
+        return self.source.uri
+
     def decode(self, identity: bytes) -> Picture:
-        """Return the pixels."""
+        """Return the pixels. They are not kept, since its rows are."""
         picture = self.source.decode()
+        if self._thumbnail is None and picture.width * picture.height > MOST_DECODED:
+            self._thumbnail = thumbnail(picture)  # while its pixels are here
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
+
+    def __deepcopy__(self, memory: object) -> GivenPicture:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.source)
 
 
 class KeptRows:
@@ -75,23 +115,24 @@ class KeptRows:
         self._rows: OrderedDict[bytes, Rows] = OrderedDict()
         self._lock = threading.Lock()
 
-    def at_hand(self, digest: bytes) -> Rows | None:
+    def at_hand(self, digest: bytes) -> EncodedRows | None:
         """Return rows that are in host memory."""
         with self._lock:
             rows = self._rows.get(digest)
             if rows is not None:
                 self._rows.move_to_end(digest)
-            return rows
+            return None if rows is None else EncodedRows(rows, RowsOrigin.MEMORY)
 
-    def get(self, digest: bytes) -> Rows | None:
+    def get(self, digest: bytes) -> EncodedRows | None:
         """Return rows that are in host memory or on disk."""
-        rows = self.at_hand(digest)
-        if rows is not None:
-            return rows
+        kept = self.at_hand(digest)
+        if kept is not None:
+            return kept
         rows = self._stored(digest)
-        if rows is not None:
-            self._hold(digest, rows)
-        return rows
+        if rows is None:
+            return None
+        self._hold(digest, rows)
+        return EncodedRows(rows, RowsOrigin.DISK)
 
     def put(self, digest: bytes, rows: Rows) -> None:
         """Keep rows."""
@@ -231,6 +272,7 @@ class SessionPictures:
     def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
         """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
+        values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
 
     def spelled(self, text: str, pictures: Sequence[GivenPicture]) -> str:
@@ -252,17 +294,22 @@ class SessionPictures:
         expansion = self._processor.expansion(picture.plan)
         return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
+    def identify(self, picture: GivenPicture) -> None:
+        """Decode a picture, so that its digest is known."""
+        if not picture.identified:
+            picture.decode(self._identity)
+
     def known(self, picture: GivenPicture) -> bool:
         """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
         return picture.identified and self._kept.at_hand(picture.digest) is not None
 
-    async def encoded(self, picture: GivenPicture, wanted: Callable[[], bool]) -> Rows:
-        """Return the rows of a picture [1 + levels, rows, E]. Raise `RequestAborted` once it is not `wanted`."""
+    async def encoded(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
+        """Return the rows of a picture, and where they came from. Raise `RequestAborted` once it is not `wanted`."""
         if picture.identified:
-            rows = self._kept.at_hand(picture.digest)
-            if rows is not None:
-                return rows
-        reply, left = OneShot[Rows](), threading.Event()
+            kept = self._kept.at_hand(picture.digest)
+            if kept is not None:
+                return kept
+        reply, left = OneShot[EncodedRows](), threading.Event()
         self._worker.submit(reply.run, lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
         with self._counting:
             self._waiting += 1
@@ -273,24 +320,25 @@ class SessionPictures:
             with self._counting:
                 self._waiting -= 1
 
-    def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> Rows:
+    def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
         if not wanted():
             raise _cancelled()
-        rows = self._kept.get(picture.digest) if picture.identified else None
-        if rows is not None:
-            return rows
+        kept = self._kept.get(picture.digest) if picture.identified else None
+        if kept is not None:
+            return kept
         pixels = picture.decode(self._identity)
-        rows = self._kept.get(picture.digest)
-        if rows is None:
-            patches = self._processor.patches(pixels)
-            del pixels
-            try:
-                rows = self._encoder(patches, wanted)
-            except Unwanted:
-                raise _cancelled() from None
-            self.encoded_pictures += 1
-            self._kept.put(picture.digest, rows)
-        return rows
+        kept = self._kept.get(picture.digest)
+        if kept is not None:
+            return kept
+        patches = self._processor.patches(pixels)
+        del pixels
+        try:
+            rows = self._encoder(patches, wanted)
+        except Unwanted:
+            raise _cancelled() from None
+        self.encoded_pictures += 1
+        self._kept.put(picture.digest, rows)
+        return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
         self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]

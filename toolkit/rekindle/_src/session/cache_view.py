@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.kvcache.tiers.tiers import Rates
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
+from rekindle._src.session.pictures import MARKER
 from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -334,12 +336,17 @@ class CacheView:
         return self._client.ask(collect)
 
     def explain(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Any = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> PrefixExplanation:
         """Explain which pages a request with these options would hit, where they are and what fetching them costs."""
         root = self._client.root(salt, adapter)
         cache, tiers = self._parts()
-        tokens = self._client.tokens(prompt)
+        tokens = self._client.tokens(prompt, images)
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
@@ -407,9 +414,9 @@ class CacheView:
 
     # -- keeping
 
-    def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
+    def export_prefix(self, prompt: PromptLike, path: str | Path, *, images: Any = None) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
-        writer, tokens, target = self._client.writer, self._client.tokens(prompt), Path(path)
+        writer, tokens, target = self._client.writer, self._client.tokens(prompt, images), Path(path)
         return Once(writer.run, partial(writer.export_prefix, tokens, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
@@ -426,16 +433,24 @@ class CacheView:
         return Once(self._share, host, port, secret, name="share")
 
     def pull(
-        self, address: str, prompt: PromptLike | None = None, *, salt: str | None = None, secret: str | None = None
+        self,
+        address: str,
+        prompt: PromptLike | None = None,
+        *,
+        images: Any = None,
+        salt: str | None = None,
+        secret: str | None = None,
     ) -> Call[int]:
         """Await it to take pages from a session that shares them. The result is how many tokens they cover.
 
-        With a `prompt`, and the `salt` of its requests, its leading pages that are not here yet. Without one, the pages
-        that the other session is likeliest to need again, until half of host_memory is used.
+        With a `prompt`, and the `images` and `salt` of its requests, its leading pages that are not here yet. Without
+        one, the pages that the other session is likeliest to need again, until half of host_memory is used.
         """
         client = self._client
         root = client.root(salt)
-        tokens = None if prompt is None else client.tokens(prompt)
+        if prompt is None and images is not None:
+            raise InvalidRequest("images", images, "come without a prompt", "Pass the prompt that they are in")
+        tokens = None if prompt is None else client.tokens(prompt, images)
         return Once(self._pull, address, tokens, root, secret, name="pull")
 
     def __repr__(self) -> str:
@@ -505,7 +520,8 @@ class CacheView:
         tokenizer = self._client.front.tokenizer
         if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
-        text = tokenizer.decode(tokens.tolist())
+        runs = groupby(tokens.tolist(), lambda token: token < 0)  # those below 0 are of pages with a picture
+        text = "".join(MARKER if pictures else tokenizer.decode(list(run)) for pictures, run in runs)
         return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
 
 

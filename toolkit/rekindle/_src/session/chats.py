@@ -16,8 +16,9 @@ from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.pictures import encoded
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.pictures import of_messages
+from rekindle._src.session.pictures import of_messages, read_messages
 from rekindle._src.session.requests import sampling_of, structured_text
 from rekindle.errors import InvalidRequest
 
@@ -214,6 +215,33 @@ class ChatRequests:
         assert prompt.render is not None, "a chat's prompt is rendered"
         return prompt.render()
 
+    def chat_tokens(
+        self,
+        messages: Messages | str,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that `chat` makes of these messages.
+
+        Pictures have theirs by their sizes, which are read from headers: nothing is decoded or encoded.
+        """
+        messages, pictures = read_messages(self._front, messages)
+        text = self.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            template=template,
+            continue_final_message=continue_final_message,
+            reasoning_effort=reasoning_effort,
+            template_options=template_options,
+        )
+        return [int(token) for token in encoded(self._front, text, pictures, special=False)]
+
 
 class Conversations:
     """Chats that keep their messages."""
@@ -257,6 +285,6 @@ class Conversations:
         }
         resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
         present = {name: value for name, value in optional.items() if value is not None}
-        conversation = open_conversation(self, system=system, restore=restore, sampling=options, **present)
+        conversation = open_conversation(self, self._front, system=system, restore=restore, sampling=options, **present)
         self._front.expect_chat()
         return conversation

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rekindle._src.core.options import check_salt
 from rekindle._src.core.records import IntArray, PageMove, root_name
@@ -15,6 +13,7 @@ from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.session.cache_writer import CacheWriter
+from rekindle._src.session.pictures import prefix_of
 from rekindle._src.session.prompts import PromptLike, parse_one
 from rekindle.errors import InvalidRequest
 
@@ -59,13 +58,9 @@ class Client:
         reply: OneShot[T] = OneShot()
         return await self.host.send(Exclusive(job, after, reply), reply).get()
 
-    def tokens(self, prompt: PromptLike) -> IntArray:
-        """Return the token ids that a request with this prompt would have."""
-        parsed = parse_one(prompt)
-        if parsed.token_ids is not None:
-            return parsed.token_ids
-        assert parsed.text is not None, "a prompt has text or token ids"
-        return np.asarray(self.front.tokenizer.encode(parsed.text), np.int32)
+    def tokens(self, prompt: PromptLike, images: Any = None) -> IntArray:
+        """Return the token ids that a request with this prompt would have, as the prefix tree knows them."""
+        return prefix_of(self.front, parse_one(prompt), images)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""
@@ -81,18 +76,28 @@ class Client:
             raise InvalidRequest("adapter", adapter, "can't be used here", "Leave it out")
         return root_name(salt, self.front.adapters.find(adapter)[1])
 
-    def pin(self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None) -> int:
+    def pin(
+        self,
+        prompt: PromptLike,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: Any = None,
+    ) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
         return self.ask(lambda: self.engine.scheduler.pin(tokens, root))
 
     def unpin(
-        self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: Any = None,
     ) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
         return self.ask(lambda: self.engine.scheduler.unpin(tokens, root))
 
     async def pause(self) -> None:

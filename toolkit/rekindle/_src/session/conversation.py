@@ -16,15 +16,20 @@ from typing import Any, NamedTuple, Protocol, Unpack
 
 from rekindle._src.core import html
 from rekindle._src.core.options import takes_options
+from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.tool_loop import ToolLoop, described
+from rekindle._src.session.pictures import parts_of, read_values, restored_messages, written_messages
+from rekindle._src.session.tool_loop import ToolLoop, described, message_table
 from rekindle.errors import InvalidRequest
 from rekindle_kernels import private_files
 
-FORMAT, VERSION = "rekindle conversation", 1
+FORMAT, VERSION, WITH_PICTURES = "rekindle conversation", 1, 2  # the version of those without and with pictures
+MOST_PICTURES = 256 << 20  # characters of a saved conversation's pictures
+MOST_BYTES = MOST_PICTURES + (64 << 20)  # of its file
 Message = dict[str, Any]
 
 
@@ -64,6 +69,7 @@ class Chats(Protocol):
 
 def open_conversation(
     session: Any,
+    front: Front,
     *,
     system: str | None,
     restore: str | os.PathLike[str] | None,
@@ -79,22 +85,29 @@ def open_conversation(
         if messages:
             raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
         messages = read(restore)
+        try:
+            messages = restored_messages(front, messages)
+        except InvalidRequest as error:
+            raise InvalidRequest(
+                "restore", str(restore), f"has {error.field}, which {error.problem}", error.fix
+            ) from None
     plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
     session.chat([{"role": "user", "content": "…"}], **plain)  # a model without a template is refused now, too
-    return Conversation(session, messages, {**options, **sampling})
+    return Conversation(session, front, messages, {**options, **sampling})
 
 
 def read(path: str | os.PathLike[str]) -> list[Message]:
     """Return the messages of a file that `Conversation.save` wrote."""
     fix = "Pass a file that chat.save(path) wrote"
     try:
-        record = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        record = json.loads(read_plain(Path(path).expanduser(), MOST_BYTES))
     except OSError as error:
         raise InvalidRequest("restore", str(path), f"can't be read ({error.strerror})", fix) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequest("restore", str(path), "is no JSON", fix) from None
-    if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
-        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION}", fix)
+    versions = VERSION, WITH_PICTURES
+    if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("version") not in versions:
+        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION} or {WITH_PICTURES}", fix)
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
@@ -112,22 +125,44 @@ class Conversation:
     """
 
     # Any: the signature of a public class names no private type.
-    def __init__(self, session: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Any, front: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> None:
         self._session: Chats = session
+        self._front: Front = front
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._options = dict(options)
         self._last: Answer | None = None  # None if the last message's origin is unknown
         self._turn: Turn | None = None  # the latest turn, until it joins the messages or is dropped
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
-    def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
-        """Await it for the model's answer to `text`. Both then belong to the conversation."""
-        return Turn(self, _user_message(text), sampling, options)
+    def say(
+        self,
+        text: str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Any = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Await it for the model's answer to `text`. Both then belong to the conversation.
+
+        `images` is a picture or a list of them: `<image>` in the text marks their places, or they come first.
+        """
+        return Turn(self, self._user_message(text, images), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
-    def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
-        """Iterate over it with `async for` for the deltas of the model's answer to `text`."""
-        return Turn(self, _user_message(text), sampling, options)
+    def stream(
+        self,
+        text: str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Any = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Iterate over it with `async for` for the deltas of the model's answer to `text`, and `images` as in `say`."""
+        return Turn(self, self._user_message(text, images), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def answer(
@@ -171,7 +206,7 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """Return another conversation that begins with the same messages. Their pages in the cache are shared."""
-        copied = Conversation(self._session, self.messages, self._options)
+        copied = Conversation(self._session, self._front, self.messages, self._options)
         copied._last = self._last
         return copied
 
@@ -199,10 +234,19 @@ class Conversation:
         return min(turns, len(users))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages to a JSON file, for `session.conversation(restore=path)`."""
-        record = {"format": FORMAT, "version": VERSION, "model": self._session.model, "messages": self.messages}
+        """Write the messages to a JSON file, for `session.conversation(restore=path)`. Pictures are in it: the files
+        that were passed, or PNGs of arrays and figures."""
+        messages, pictures = written_messages(self._front, self.messages, MOST_PICTURES)
+        version = WITH_PICTURES if pictures else VERSION
+        record = {"format": FORMAT, "version": version, "model": self._session.model, "messages": messages}
         content = json.dumps(record, ensure_ascii=False, indent=1).encode()
         private_files.write(Path(path).expanduser(), [content], mode=0o666, durable=True)
+
+    def _user_message(self, text: object, images: Any) -> list[Message]:
+        if not isinstance(text, str) or not (text or images is not None):
+            raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
+        pictures = None if images is None else read_values(self._front, images)
+        return [{"role": "user", "content": parts_of(text, pictures)}]
 
     def _users(self) -> list[int]:
         """Return the indices at which turns begin. Raise while a turn is being answered."""
@@ -273,7 +317,7 @@ class Conversation:
 
     def _repr_html_(self) -> str:
         state = self._state()
-        shown = html.table(["role", "content"], [(m.get("role"), described(m)) for m in self.messages])
+        shown = message_table(self.messages)
         return str(html.block(shown, html.line(state)) if state else shown)
 
 
@@ -285,12 +329,6 @@ def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
     if rest.get("tool_calls"):
         answer["tool_calls"] = rest["tool_calls"]
     return answer
-
-
-def _user_message(text: object) -> list[Message]:
-    if not isinstance(text, str) or not text:
-        raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
-    return [{"role": "user", "content": text}]
 
 
 class Turn(Call[Completion]):

@@ -14,7 +14,6 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
-from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, EmbeddingResult, Pooling, Status, Usage, Vector
@@ -25,6 +24,7 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.pictures import with_images
 from rekindle._src.session.prompts import Prompt, PromptLike, parse
 from rekindle.errors import InvalidRequest, RekindleError
 
@@ -95,6 +95,7 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
+        images: Any = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -109,6 +110,7 @@ class EmbeddingMethods:
         self,
         texts: Sequence[PromptLike],
         *,
+        images: Any = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -122,6 +124,7 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
+        images: Any = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -148,7 +151,8 @@ class EmbeddingMethods:
         that begin alike, such as chunks after the same description of their document, compute their beginning only
         once, whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list;
         with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
-        name, or names with their weights, as in `generate`) the states are those of the model with this adapter.
+        name, or names with their weights, as in `generate`) the states are those of the model with this adapter. With
+        `images`, as in `generate`, texts have pictures.
         """
         refuse_keywords(unknown, EmbeddingMethods.embed)
         embedder = self._front.embedder
@@ -184,6 +188,7 @@ class EmbeddingMethods:
         self._host.check()
         prompts, many = parse(texts, keep_errors=errors == "return")
         check_batch(len(prompts))
+        prompts = with_images(self._front, prompts, images, many=many, keep_errors=errors == "return")
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of texts", "Pass [text], or leave it out")
         if prompt_name and any(prompt.token_ids is not None for prompt in prompts):
@@ -191,8 +196,8 @@ class EmbeddingMethods:
 
         def pooled(prompt: Prompt) -> Prompt:
             text = before + prompt.text if prompt.text else prompt.text
-            pooled = NONE if keep else Extensions(PromptPooling(way))
-            return dataclasses.replace(prompt, text=text, extensions=pooled)
+            own = prompt.extensions if keep else prompt.extensions.plus(PromptPooling(way))
+            return dataclasses.replace(prompt, text=text, extensions=own)
 
         handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
@@ -220,6 +225,7 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
+        images: Any = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -234,6 +240,7 @@ class EmbeddingMethods:
         self,
         texts: Sequence[PromptLike],
         *,
+        images: Any = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,

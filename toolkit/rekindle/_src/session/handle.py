@@ -572,10 +572,12 @@ class Completions(list[T]):
 
     def _repr_html_(self) -> str:
         rows: list[tuple[object, ...]] = []
-        tokens = 0
+        tokens, thumbnails = 0, html.IMAGES
         for number, completion in _each(self):
             tokens += len(completion.token_ids)
-            prompt = html.shorten(completion.prompt or "", 60)
+            shown = html.images(completion.images, limit=thumbnails)
+            thumbnails -= len(completion.images)
+            prompt = html.Markup(f"{html.escape(html.shorten(completion.prompt or '', 60))}{shown}")
             cached = f"{completion.usage.cached_tokens:,} of {completion.usage.prompt_tokens:,}"
             rate = completion.timings.decode_rate(len(completion.token_ids))
             speed = f"{rate:,.0f}" if rate else ""

@@ -95,7 +95,7 @@ class AttentionMap:
         first = max(0, reading[-1] + 1 - size) if reading else 0  # of the positions that are read
         cells = []
         for row, position in enumerate(reading):
-            for column in range(position + 1 - first):
+            for column in range(size):
                 share = float(weights[row - len(reading), first + column])
                 if share >= 0.005:
                     read, of = self.tokens[position], self.tokens[first + column]
@@ -135,7 +135,8 @@ class LensCall(Call[Lens]):
                 shares.append(probabilities)
         known = {token: first.text_of(token) for token in np.unique(np.stack(ids)).tolist()}
         texts = tuple(tuple(tuple(known[token] for token in top) for top in layer.tolist()) for layer in ids)
-        tokens = tuple(first.text_of(first.prompt_token_ids[position]) for position in positions)
+        texts_of_prompt = first.prompt_texts
+        tokens = tuple(texts_of_prompt[position] for position in positions)
         return Lens(tokens, positions, texts, np.stack(ids), np.stack(shares))
 
 
@@ -193,14 +194,16 @@ class AttentionMapCall(Call[AttentionMap]):
         scores = np.einsum("ihd,jhd->hij", q[reading], np.repeat(k, groups, axis=1)) * spec.scale
         if spec.soft_cap is not None:
             scores = np.tanh(scores / spec.soft_cap) * spec.soft_cap
-        behind = reading[:, None] - np.arange(count)
-        seen = (behind >= 0) & (behind < (spec.sliding_window or count))
+        limits = np.arange(1, count + 1)
+        for start, stop in done.image_runs if layer in facts.both_ways else ():
+            limits[start:stop] = stop
+        seen = np.arange(count) < limits[reading][:, None]
+        seen &= reading[:, None] - np.arange(count) < (spec.sliding_window or count)
         scores = np.where(seen, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         assert weights.shape == (heads, len(reading), count)
-        tokens = tuple(map(done.text_of, done.prompt_token_ids))
-        return AttentionMap(tokens, layer, weights.astype(np.float32), reading)
+        return AttentionMap(done.prompt_texts, layer, weights.astype(np.float32), reading)
 
 
 def _positions_in(positions: Positions, count: int) -> NDArray[np.int32]:

@@ -56,6 +56,16 @@ def from_column(values: Any) -> Any:
     return values.to_numpy() if hasattr(values, "to_numpy") and hasattr(values, "dtype") else values
 
 
+def is_missing(value: Any) -> bool:
+    """True for None, NaN, and what else DataFrames have in cells without a value."""
+    if value is None:
+        return True
+    try:
+        return bool(value != value)  # NaN and NaT are not equal to themselves
+    except (TypeError, ValueError):  # neither pandas' NA nor an array says whether it is
+        return type(value).__name__ == "NAType"
+
+
 def _numbered(prompt: Any, index: int, keep_errors: bool) -> Prompt:
     try:
         return parse_one(prompt)

@@ -27,7 +27,7 @@ from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
-from rekindle._src.session.pictures import of_several, with_pictures
+from rekindle._src.session.pictures import with_images, with_pictures
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError
 
@@ -140,9 +140,7 @@ class Requests:
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         text = structured_text(self._front, options_)
-        if images is not None:
-            given = of_several(images, len(prompts)) if many else [images]
-            prompts = [with_pictures(self._front, item, own) for item, own in zip(prompts, given, strict=True)]
+        prompts = with_images(self._front, prompts, images, many=many, keep_errors=errors == "return")
         handles: list[Handle[Any]] = [Handle(self._host, self, item.plus(text), options_) for item in prompts]
         batch: Batch[Any] = Batch(handles, progress=shown(self._front, options_), keep_errors=errors == "return")
         return batch if many else handles[0]

@@ -12,6 +12,8 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Self, Unpack
 
+import numpy as np
+
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
@@ -21,12 +23,14 @@ from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
+from rekindle._src.dispatch.backend import Front, PictureLike
 from rekindle._src.dispatch.threads import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
-from rekindle._src.session.prompts import parse_one
-from rekindle._src.session.requests import Pace, Requests, sampling_of, structured_text
+from rekindle._src.session.pictures import of_messages, parts_of, read_messages, read_values
+from rekindle._src.session.prompts import from_column, is_missing, parse_one
+from rekindle._src.session.requests import Images, Pace, Requests, sampling_of, structured_text
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
 
 
@@ -161,7 +165,7 @@ class Rows:
         """The DataFrame or the sequence of the rows; None if they can be read only once."""
         return self._rows if self._frame or isinstance(self._rows, Sequence) else None
 
-    def check_names(self, names: Iterable[str]) -> None:
+    def check_names(self, names: Iterable[str], field: str = "template", shown: str = "{{{}}}") -> None:
         """Raise `InvalidRequest` for a field's name that no row has, as far as that is known before rows are read."""
         if self._frame:
             known = dict.fromkeys(str(name) for name in self._rows.columns)
@@ -174,7 +178,7 @@ class Rows:
                 similar = difflib.get_close_matches(name, known, n=1)
                 listed = ", ".join(map(repr, known)) or "none"
                 fix = f"Did you mean {similar[0]!r}?" if similar else f"The columns are {listed}"
-                raise InvalidRequest("template", "{" + name + "}", "names a column that no row has", fix)
+                raise InvalidRequest(field, shown.format(name), "names a column that no row has", fix)
 
     def __iter__(self) -> Iterator[Any]:
         if self._read and isinstance(self._rows, Iterator):
@@ -207,8 +211,8 @@ class RowPrompts:
         self._template, self._chat, self._system = template, chat, system
         self.fields = _fields(template) if isinstance(template, str) else ()
 
-    def fill(self, index: int, row: Any) -> str | list[int] | Messages:
-        """Return the prompt of a row: text, token ids, or the messages of a chat."""
+    def fill(self, index: int, row: Any, pictures: Sequence[Any] | None = None) -> str | list[int] | Messages:
+        """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's pictures."""
         field = f"rows[{index}]"
         if not isinstance(row, Mapping):
             raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
@@ -219,7 +223,7 @@ class RowPrompts:
                 raise InvalidRequest(
                     field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
                 )
-            empty = [name for name in self.fields if _is_missing(row[name])]
+            empty = [name for name in self.fields if is_missing(row[name])]
             if empty:
                 fix = "Drop such rows, fill their cells, or pass a function of a row as template"
                 raise InvalidRequest(field, dict(row), f"has nothing in {empty[0]!r}, which the template names", fix)
@@ -231,9 +235,12 @@ class RowPrompts:
             wrong.__cause__ = error
             raise wrong from error
         if isinstance(filled, Sequence) and not isinstance(filled, str) and filled and isinstance(filled[0], Mapping):
+            if pictures:
+                fix = "Return the pictures as parts of the messages, {'type': 'image', 'image': picture}"
+                raise InvalidRequest("images", f"{len(pictures)} pictures", "come with messages", fix)
             return self._messages([dict(message) for message in filled])
         if self._chat and isinstance(filled, str):
-            return self._messages([{"role": "user", "content": filled}])
+            return self._messages([{"role": "user", "content": parts_of(filled, pictures)}])
         try:
             prompt = parse_one(filled)
         except InvalidRequest as error:
@@ -246,16 +253,6 @@ class RowPrompts:
 
     def _messages(self, messages: Messages) -> Messages:
         return messages if self._system is None else [{"role": "system", "content": self._system}, *messages]
-
-
-def _is_missing(value: Any) -> bool:
-    """True for None, NaN, and what else DataFrames have in cells without a value."""
-    if value is None:
-        return True
-    try:
-        return bool(value != value)  # NaN and NaT are not equal to themselves
-    except (TypeError, ValueError):  # neither pandas' NA nor an array says whether it is
-        return type(value).__name__ == "NAType"
 
 
 def _fields(template: str) -> tuple[str, ...]:
@@ -275,6 +272,42 @@ def _fields(template: str) -> tuple[str, ...]:
             "Write {text}, and {{ or }} for braces in the text",
         )
     return tuple(dict.fromkeys(fields))
+
+
+class RowPictures:
+    """The pictures of rows: those in one of their columns, or an entry for each row."""
+
+    def __init__(self, front: Front, images: Any, rows: Rows) -> None:
+        self._front, self._images = front, from_column(images)
+        if isinstance(images, str):
+            rows.check_names((images,), "images", "{}")
+        elif images is not None:
+            a_column = isinstance(self._images, np.ndarray) and self._images.ndim in (1, 4)
+            if not a_column and not isinstance(self._images, list | tuple):
+                fix = "Pass the name of a column, or a column or list with an entry for each row"
+                raise InvalidRequest("images", images, "are not those of rows", fix)
+            if rows.total not in (None, len(self._images)):
+                problem = f"are not those of {html.count(rows.total or 0, 'row')}"
+                fix = "Pass an entry for each row: a picture, a list of pictures, or None"
+                raise InvalidRequest("images", f"{len(self._images):,} entries", problem, fix)
+
+    def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
+        """Return the pictures of a row, of which headers are read; None if no row has any. Errors name the row."""
+        if self._images is None:
+            return None
+        field = f"images[{index}]"
+        if isinstance(self._images, str):
+            field = f"rows[{index}][{self._images!r}]"
+            if not isinstance(row, Mapping) or self._images not in row:
+                fix = "Give each row such a field; None stands for no picture"
+                raise InvalidRequest(field, row, "is not there", fix)
+            entry = row[self._images]
+        elif index < len(self._images):
+            entry = self._images[index]
+        else:
+            fix = "Pass an entry for each row: a picture, a list of pictures, or None"
+            raise InvalidRequest("images", f"{index:,} entries", "are fewer than the rows", fix)
+        return () if is_missing(entry) else read_values(self._front, entry, field)
 
 
 def row_key(options: str, prompt: Any) -> str:
@@ -338,7 +371,7 @@ class RowMap(Call[RowAnswers]):
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
         self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
-        parse: Any, compiling: Any,
+        parse: Any, compiling: Any, pictures: Any,
     ) -> None:  # fmt: skip
         self._session: RowMapping = session
         self._config: EngineConfig = config
@@ -349,6 +382,7 @@ class RowMap(Call[RowAnswers]):
         self._chat_options: Mapping[str, Any] = chat
         self._parse: Callable[[str], Any] | None = parse
         self._compiling: Callable[[], str] = compiling
+        self._pictures: RowPictures = pictures
         self._answers: dict[int, RowAnswer] = {}
         self._live: list[RowRequest] = []
         self._tokens = 0  # tokens of answers that ended
@@ -402,11 +436,12 @@ class RowMap(Call[RowAnswers]):
         if row in self._answers and self._answers[row].error is None:
             return None  # the call was interrupted, and is awaited again
         try:
-            prompt = self._prompts.fill(row, values)
+            pictures = self._pictures.of(row, values)
+            prompt: Any = self._prompts.fill(row, values, pictures)
+            key, prompt = self._keyed(prompt, pictures)
         except InvalidRequest as error:
             self._keep(RowAnswer(row, error=error))
             return None
-        key = row_key(self._options, prompt)
         line = self._out.find(row, key) if self._out is not None else None
         if line is not None:
             tokens = line.get("prompt_tokens", 0), line.get("completion_tokens", 0)
@@ -418,13 +453,21 @@ class RowMap(Call[RowAnswers]):
             return None
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-                messages: Any = prompt
-                return RowRequest(row, key, self._session.chat(messages, self._sampling, **self._chat_options))
-            plain: Any = prompt
-            return RowRequest(row, key, self._session.generate(plain, self._sampling))
+                return RowRequest(row, key, self._session.chat(prompt, self._sampling, **self._chat_options))
+            images = None if pictures is None else [*pictures]
+            return RowRequest(row, key, self._session.generate(prompt, self._sampling, images=images))
         except InvalidRequest as error:
             self._failed(row, key, error)
             return None
+
+    def _keyed(self, prompt: Any, pictures: Sequence[PictureLike] | None) -> tuple[str, Any]:
+        """Return the key of a row, and its prompt with its pictures read: the key has digests of what they are."""
+        front, shown = self._session._front, prompt
+        if isinstance(prompt, list):
+            prompt, inside = read_messages(front, prompt)
+            if inside:
+                shown, pictures = of_messages(front, prompt)[0], inside
+        return row_key(self._options, [shown, [one.content for one in pictures]] if pictures else shown), prompt
 
     async def _wait(self) -> None:
         """Wait until a row is answered, and keep all answers that are there."""
@@ -513,6 +556,7 @@ class RowMapping(Requests, ChatRequests):
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
@@ -524,6 +568,9 @@ class RowMapping(Requests, ChatRequests):
         `rows` is a DataFrame, a list of dicts or any iterable of mappings. `template` is a format string whose names
         are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
         the user's message, after `system` if that is given; `template_options` are variables of the chat template.
+
+        `images` is the name of the column that has each row's picture or list of pictures, or a column or list with an
+        entry for each row; None is no picture. `<image>` in the template marks a picture's place, as in `generate`.
 
         A name in the template that no row has raises an error at once. A row that fails has its error in the result,
         and the others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row:
@@ -559,6 +606,7 @@ class RowMapping(Requests, ChatRequests):
             extra,
             parse,
             self._front.program_wait.describe,
+            RowPictures(self._front, images, table),
         )
 
     @takes_options(Sampling)
@@ -569,6 +617,7 @@ class RowMapping(Requests, ChatRequests):
         sampling: Sampling | None = None,
         /,
         *,
+        images: Images = None,
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
@@ -577,6 +626,14 @@ class RowMapping(Requests, ChatRequests):
     ) -> RowAnswers:
         """Run `map` from code without an event loop: blocks this thread until the answers are there."""
         call = self.map(
-            rows, template, sampling, out=out, chat=chat, system=system, template_options=template_options, **options
+            rows,
+            template,
+            sampling,
+            images=images,
+            out=out,
+            chat=chat,
+            system=system,
+            template_options=template_options,
+            **options,
         )
         return call.result_sync()

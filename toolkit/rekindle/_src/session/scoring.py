@@ -22,14 +22,17 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
+from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.session.call import Call
 from rekindle._src.session.embedding import texts_shown, usage_so_far
 from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.pictures import with_images
 from rekindle._src.session.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
 from rekindle.errors import InvalidRequest, MissingExtra
 
 T = TypeVar("T")
+Images = Any  # of a prompt: a picture or a list of them; of several prompts, an entry for each
 Measure = Literal["logprob", "per_token", "per_byte"]
 MEASURES = ("logprob", "per_token", "per_byte")
 ROWS_SHOWN = 20
@@ -246,6 +249,7 @@ class ScoreRequests:
         prompt: PromptLike,
         choices: Sequence[PromptLike],
         *,
+        images: Images = None,
         adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
@@ -256,13 +260,14 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
+        images: Images = None,
         adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
     ) -> Scoring[ScoreTable]: ...
     def score(
-        self, prompt: Any, choices: Any, *, adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None, priority: int = 0, **unknown: Any,
+        self, prompt: Any, choices: Any, *, images: Images = None,
+        adapter: str | Mapping[str, float] | None = None, salt: str | None = None, priority: int = 0, **unknown: Any,
     ) -> Any:  # fmt: skip
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
@@ -277,25 +282,30 @@ class ScoreRequests:
         Texts are encoded together, as the model would meet them. Where a choice changes the last tokens of its prompt
         (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
         this prompt. Numbers are those of the model's own distribution, before any sampling option, and with `adapter`
-        (a name, or names with their weights, as in `generate`) those of the model with this adapter.
+        (a name, or names with their weights, as in `generate`) those of the model with this adapter. With `images`, as
+        in `generate`, prompts have pictures.
         """
         refuse_keywords(unknown, ScoreRequests.score)
         sampling = Sampling(max_tokens=0, prompt_logprobs=1, adapter=adapter, salt=salt, priority=priority)
         self._host.check()
         prompts, many = parse(prompt)
+        prompts = with_images(self._front, prompts, images, many=many)
         lists = _choices(choices, prompts, many)
         questions = [_Question(one, entries) for one, entries in zip(prompts, lists, strict=True)]
         check_batch(sum(len(question.choices) for question in questions))
-        encoded: list[_EncodedChoices] = []
+        encodings: list[_EncodedChoices] = []
 
         def prepare() -> Batch[Completion]:
-            encoded[:] = [_encode(question, self._front) for question in questions]
+            encodings[:] = [_encode(question, self._front) for question in questions]
             handles: list[Handle[Completion]] = [
                 Handle(
-                    self._host, self, Prompt(None, tokens), dataclasses.replace(sampling, logprob_start=question.start)
+                    self._host,
+                    self,
+                    Prompt(None, tokens, extensions=question.prompt.extensions),
+                    dataclasses.replace(sampling, logprob_start=encoding.start),
                 )
-                for question in encoded
-                for tokens in question.tokens
+                for question, encoding in zip(questions, encodings, strict=True)
+                for tokens in encoding.tokens
             ]
             return Batch(handles, progress=texts_shown(self._front))
 
@@ -306,12 +316,12 @@ class ScoreRequests:
                     _score(next(ended), choice.text or "", ids[encoding.start :])
                     for choice, ids in zip(question.choices, encoding.tokens, strict=True)
                 )
-                for question, encoding in zip(questions, encoded, strict=True)
+                for question, encoding in zip(questions, encodings, strict=True)
             ]
             if not many:
                 return scores[0]
             index = prompt.index if hasattr(prompt, "iloc") else None  # a column of pandas
-            return ScoreTable(scores, prompts=[one.text for one in prompts], index=index)
+            return ScoreTable(scores, prompts=[one.shown or one.text for one in prompts], index=index)
 
         return Scoring(prepare, finish, long=sum(question.characters for question in questions) >= LONG_TEXT)
 
@@ -321,6 +331,7 @@ class ScoreRequests:
         prompt: PromptLike,
         choices: Sequence[PromptLike],
         *,
+        images: Images = None,
         adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
@@ -331,6 +342,7 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
+        images: Images = None,
         adapter: str | Mapping[str, float] | None = None,
         salt: str | None = None,
         priority: int = 0,
@@ -396,15 +408,16 @@ def _parsed(choices: Sequence[Any]) -> list[Prompt]:
 def _encode(question: _Question, front: Front) -> _EncodedChoices:
     """Encode a prompt together with each of its choices."""
     prompt, encode = question.prompt, front.tokenizer.encode
-    text = prompt.text
+    text, given = prompt.text, prompt.extensions.get(PromptPictures)
+    shown = () if given is None else given.pictures
     if text is not None:
         check_characters(text, front)
         check_beginning(text, front)
-    before = np.asarray(encode(text) if text is not None else prompt.token_ids, np.int32)
+    before = encoded(front, text, shown) if text is not None else np.asarray(prompt.token_ids, np.int32)
     tokens, start = [], len(before)
     for choice in question.choices:
         if text is not None and choice.text is not None:
-            whole = np.asarray(encode(text + choice.text), np.int32)
+            whole = encoded(front, text + choice.text, shown)
         else:
             end = encode(choice.text, add_special_tokens=False) if choice.text is not None else choice.token_ids
             whole = np.concatenate([before, np.asarray(end, np.int32)])

@@ -35,6 +35,7 @@ from rekindle._src.session.embedding import EmbeddingMethods
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.lens import AttentionMapCall, LensCall
 from rekindle._src.session.prompts import PromptLike
+from rekindle._src.session.requests import Images
 from rekindle._src.session.rollouts import RolloutRequests
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
@@ -437,7 +438,7 @@ class Session(
                 runner=runner,
                 mesh=engine.device.mesh,
                 collective_seconds=engine.device.collective_seconds(runner.programs),
-                pictures=self._front.pictures and self._front.pictures.statistics(),
+                pictures=None if self._front.pictures is None else self._front.pictures.statistics(),
                 **engine.watchdog.figures()._asdict(),
             )
 
@@ -529,21 +530,31 @@ class Session(
         return Once(self._cache_writer.save, name, name="save")
 
     def pin(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Images = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> int:
         """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
-        With `salt` or `adapter`, the pages are those of requests with these options.
+        With `images`, `salt` or `adapter`, the pages are those of requests with these options.
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt, salt, adapter)
+        return self._client.pin(prompt, salt, adapter, images)
 
     def unpin(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Images = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> int:
         """Undo one `pin` with these options. Return how many tokens are no longer kept."""
-        return self._client.unpin(prompt, salt, adapter)
+        return self._client.unpin(prompt, salt, adapter, images)
 
     def swap_weights(self, weights: Any, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.

@@ -21,6 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import blocks, fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
+from rekindle._src.session.pictures import MARKER, is_picture, thumbnails
 from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.call_grammar import call_grammar
@@ -79,13 +80,25 @@ class ToolRun:
         return f"<ToolRun: {html.shorten(self.content)!r}, {rounds}, {html.count(calls, 'call')} run>"
 
     def _repr_html_(self) -> str:
-        rows = [(message.get("role"), described(message)) for message in self.messages]
-        return str(html.block(html.line(repr(self)), html.table(["role", "content"], rows)))
+        return str(html.block(html.line(repr(self)), message_table(self.messages)))
+
+
+def message_table(messages: Sequence[Mapping[str, Any]]) -> html.Markup:
+    """Return messages as a table, with thumbnails of their first pictures."""
+    rows, most = list[tuple[object, ...]](), html.IMAGES
+    for message in messages:
+        shown = thumbnails(message.get("content"), most)
+        text = html.escape(described(message))
+        rows.append((message.get("role"), html.Markup(f"{text}{html.images(shown, limit=most)}")))
+        most -= len(shown)
+    return html.table(["role", "content"], rows)
 
 
 def described(message: Mapping[str, Any]) -> str:
     """Return a message as one text: its content, and its calls as in Python."""
     content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(map(_described_part, content))
     parts = [content if isinstance(content, str) else str(content)] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
@@ -93,6 +106,12 @@ def described(message: Mapping[str, Any]) -> str:
         keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if arguments else ""
         parts.append(f"{function.get('name')}({keywords})")
     return "\n".join(parts)
+
+
+def _described_part(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    return MARKER if is_picture(part) else str(part.get("text", ""))
 
 
 class ToolLoop(Call[ToolRun]):

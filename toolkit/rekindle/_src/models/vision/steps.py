@@ -44,13 +44,19 @@ class TowerStep(NamedTuple):
     donated: tuple[int, ...] = ()  # arguments that are not used again: the result can take their memory
 
 
+class ChunkSpan(NamedTuple):
+    """Which patches of packed pictures a chunk has, and sees."""
+
+    first: int  # its first patch among all
+    patches: int  # their number; padding follows
+    sees: tuple[int, int]  # the patches among all, from and to, that its patches attend to
+
+
 class PatchChunk(NamedTuple):
     """Some patches of packed pictures."""
 
     batch: PatchBatch
-    first: int  # its first patch among all
-    count: int  # its patches; padding follows
-    sees: tuple[int, int]  # the patches among all, from and to, that its patches attend to
+    span: ChunkSpan
 
 
 class ChunkBuffers(NamedTuple):
@@ -126,7 +132,7 @@ def chunks_of(packed: PackedPictures, size: int) -> Iterator[PatchChunk]:
     """Yield pictures in chunks of so many patches. What they are made of is computed when a chunk is taken."""
     for first in range(0, packed.patches, size):
         stop = min(first + size, packed.patches)
-        yield PatchChunk(packed.cut(first, size), first, stop - first, packed.span(first, stop))
+        yield PatchChunk(packed.cut(first, size), ChunkSpan(first, stop - first, packed.span(first, stop)))
 
 
 def tower_steps(
@@ -139,45 +145,45 @@ def tower_steps(
     def program(name: str, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> TowerStep:
         return TowerStep(name, functools.partial(function, parts), arguments, donated)
 
-    def firsts(chunk: PatchChunk) -> list[np.int32]:
-        return [np.int32(first) for first in range(0, chunk.count, sizes.rows)]
+    def firsts(span: ChunkSpan) -> list[np.int32]:
+        return [np.int32(first) for first in range(0, span.patches, sizes.rows)]
 
     cut = {name: functools.partial(function, count=sizes.rows) for name, function in _OF_ROWS.items()}
-    several, buffers = list[PatchChunk](), list[ChunkBuffers]()
-    for chunk in chunks:
-        x, heads, shared = yield program("buffers", _buffers, outer, chunk.batch)
-        for first in firsts(chunk):
-            x, shared = yield program("begin", cut["begin"], outer, chunk.batch, x, shared, first, donated=(2, 3))
-        several.append(chunk._replace(batch=None))
+    spans, buffers = list[ChunkSpan](), list[ChunkBuffers]()
+    for batch, span in chunks:
+        x, heads, shared = yield program("buffers", _buffers, outer, batch)
+        for first in firsts(span):
+            x, shared = yield program("begin", cut["begin"], outer, batch, x, shared, first, donated=(2, 3))
+        spans.append(span)
         buffers.append(ChunkBuffers(x, heads, shared))
     levels = list[list[Any]]()
     for number in range(config.num_layers):
         own = parts.leaves("layers", number, leaves)
-        for at, chunk in enumerate(several):
+        for at, span in enumerate(spans):
             x, heads, shared = buffers[at]
-            for first in firsts(chunk):
+            for first in firsts(span):
                 heads = yield program("project", cut["project"], own, x, heads, shared, first, donated=(2,))
             buffers[at] = ChunkBuffers(x, heads, shared)
-        for at, chunk in enumerate(several):
+        for at, span in enumerate(spans):
             x, heads, shared = buffers[at]
             sums = yield program("sums", _sums, heads.q)
-            for other, seen in zip(several, buffers, strict=True):
-                if chunk.sees[0] < other.first + size and other.first < chunk.sees[1]:
+            for other, seen in zip(spans, buffers, strict=True):
+                if span.sees[0] < other.first + size and other.first < span.sees[1]:
                     sums = yield program(
                         "attend", _attend, sums, heads.q, seen.heads, shared, np.int32(other.first), donated=(0,)
                     )
-            for first in firsts(chunk):
+            for first in firsts(span):
                 x = yield program("mix", cut["mix"], own, x, sums, first, donated=(1,))
             buffers[at] = ChunkBuffers(x, heads, shared)
         if number in config.deepstack:
             own, level = parts.leaves("mergers", len(levels), leaves), list[Any]()
-            for chunk, (x, _, _) in zip(several, buffers, strict=True):
-                for first in firsts(chunk):
+            for span, (x, _, _) in zip(spans, buffers, strict=True):
+                for first in firsts(span):
                     level.append((yield program("level", cut["level"], own, x, first)))
             levels.append(level)
     tokens = list[Any]()
-    for chunk, (x, _, _) in zip(several, buffers, strict=True):
-        for first in firsts(chunk):
+    for span, (x, _, _) in zip(spans, buffers, strict=True):
+        for first in firsts(span):
             tokens.append((yield program("end", cut["end"], outer, x, first)))
     return TokenParts(tokens, levels)
 
@@ -186,7 +192,7 @@ def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
     """Return the shapes of a chunk, with which the steps meet every program."""
     batch = packed.cut(0, size)
     shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in batch))
-    return PatchChunk(shapes, 0, 1, (0, 1))
+    return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))
 
 
 def run_steps(steps: Generator[TowerStep, Any, TokenParts], run: Callable[[TowerStep], Any]) -> TokenParts:
