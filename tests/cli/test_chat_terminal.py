@@ -25,20 +25,29 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pexpect needs a
 ROOT = Path(__file__).parents[2]
 READY = "\x1b[?2004h"  # the terminal is asked to mark what is pasted: a prompt waits for input
 COLUMNS = 48
-# `rekindle chat`, in which the program of the first prompt is compiled once a file is there.
+# `rekindle chat`, in which the programs of steps, whole ones and those of parts, are made once a file is there: some
+# machines make the first in less time than the spinner waits.
 HELD = """
 import pathlib, sys, time
 from rekindle._src.cli.main import main
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.layered import LayeredPrograms
 from rekindle._src.programs.programs import Programs
 
-compiled, file = Programs.compile, pathlib.Path(sys.argv.pop(1))
+file = pathlib.Path(sys.argv.pop(1))
 
-def held(programs, key, *args, **options):
-    while key.name == "r2t32" and not file.exists():
-        time.sleep(0.01)
-    return compiled(programs, key, *args, **options)
+def hold(owner, name):
+    made = getattr(owner, name)
 
-Programs.compile = held
+    def held(self, key, *args, **options):
+        while isinstance(key, Bucket) and not file.exists():
+            time.sleep(0.01)
+        return made(self, key, *args, **options)
+
+    setattr(owner, name, held)
+
+hold(Programs, "compile")
+hold(LayeredPrograms, "make")
 sys.exit(main(sys.argv[1:]))
 """
 
