@@ -136,7 +136,11 @@ def in_terminal(command: list[str], environment: dict[str, str]) -> tuple[subpro
 
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    takes = (
+        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGINT, signal.SIG_DFL); "  # which a shell's background jobs, such as these tests, ignore
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     running = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", takes, *command],
         stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
