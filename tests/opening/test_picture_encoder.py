@@ -20,7 +20,7 @@ from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.opening import picture_encoder
 from rekindle._src.opening.picture_encoder import PictureEncoder
 from rekindle._src.opening.pictures import GivenPicture, KeptRows, SessionPictures
-from rekindle._src.programs.encoder import Unwanted
+from rekindle._src.programs.encoder import Cancellation
 from rekindle.errors import RequestAborted
 
 pillow = pytest.importorskip("PIL.Image")
@@ -46,7 +46,7 @@ class Programs:
         self.begun.release()
         while not self.on.wait(0.01):
             if not wanted():
-                raise Unwanted
+                raise Cancellation
         return np.full((1, sum(image.grid.patches for image in images) // 4, 2), len(self.leaves), np.float32)
 
 
@@ -109,9 +109,9 @@ async def test_pixels_are_let_go_and_rows_that_were_evicted_are_encoded_again(re
     assert not pictures.known(one)
     rows = await pictures.encoded(one, always)
     assert isinstance(one.source, EncodedPicture), "its pixels are kept"
-    assert pictures.known(one) and await pictures.encoded(one, always) is rows
+    assert pictures.known(one) and (await pictures.encoded(one, always)).rows is rows.rows
     await pictures.encoded(other, always)
-    assert not pictures.known(one) and (await pictures.encoded(one, always))[0, 0, 0] == 3
+    assert not pictures.known(one) and (await pictures.encoded(one, always)).rows[0, 0, 0] == 3
     assert pictures.statistics()[:2] == (3, 0) and len(read) == 1
     pictures.close()
 
@@ -170,7 +170,7 @@ def test_closing_ends_a_picture(asleep: bool, read: list[Any]) -> None:
     def encode() -> None:
         try:
             encoder(patches(), always)
-        except Unwanted as error:
+        except Cancellation as error:
             errors.append(error)
 
     if asleep:

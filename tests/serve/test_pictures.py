@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
 from rekindle import Session
-from rekindle._src.core.pictures import EncodedRows, RowsOrigin
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
 from rekindle._src.serve import pictures as serve_pictures
@@ -72,8 +72,11 @@ class Pictures:
     def known(self, picture: Any) -> bool:
         return True
 
-    async def encoded(self, picture: Any) -> Any:
+    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> Any:
         return EncodedRows(np.zeros((1, 3, 8), np.float32), RowsOrigin.ENCODER)
+
+    def statistics(self) -> PictureStatistics:
+        return PictureStatistics(0, 0, 0, 0, 0)
 
     def use(self, token_ids: Any, runs: Any, pictures: Any) -> Any:
         return None, 0

@@ -83,7 +83,7 @@ async def test_conversations_show_thumbnails_and_open_no_file_for_them(tmp_path:
     parts = [{"type": "image", "image": value} for value in values]
     content = [*parts, {"type": "image"}, {"type": "text", "text": "<b>What?</b>"}]
     with seeing.opened() as session:
-        chat = conversation.Conversation(session, [{"role": "user", "content": content}], {})
+        chat = conversation.Conversation(session, session._front, [{"role": "user", "content": content}], {})
         markup = chat._repr_html_()
         assert [one.size for one in shown(markup)] == [(64, 64)] and markup.count("a picture<") == 6
         asked = session.conversation()

@@ -103,6 +103,7 @@ SESSION: dict[str, Recipe] = {
         ),
     ],
     "render": lambda session, path: session.render([{"role": "user", "content": EVIL}]),
+    "chat_tokens": lambda session, path: session.chat_tokens([{"role": "user", "content": EVIL}]),
     "serve": lambda session, path: served(session),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],

@@ -15,7 +15,7 @@ from rekindle._src.images.processor import PicturePatches
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
 from rekindle._src.opening.picture_plan import PicturesPlan
-from rekindle._src.programs.encoder import EncodingPrograms, Unwanted
+from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
 from rekindle._src.programs.warming import finish_at_exit
@@ -63,7 +63,7 @@ class PictureEncoder:
             self.programs.make(PatchGrid(view.rows, view.columns), lambda: self._closed)
 
     def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Rows:
-        """Return the rows of a picture [1 + levels, tokens, E]. Raise `Unwanted` once it is not `wanted`."""
+        """Return the rows of a picture [1 + levels, tokens, E]. Raise `Cancellation` once it is not `wanted`."""
         images = [ImagePatches(part, PatchGrid(view.rows, view.columns)) for view, part in patches.views()]
         while True:
             with self._change:
@@ -71,7 +71,7 @@ class PictureEncoder:
             with self._busy:
                 try:
                     return self._encoded(images, lambda: wanted() and not (self._closed or self._asleep))
-                except Unwanted:
+                except Cancellation:
                     if self._closed or not wanted():
                         raise
 

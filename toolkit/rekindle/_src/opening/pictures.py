@@ -28,7 +28,7 @@ from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
 from rekindle._src.opening.picture_plan import framed
-from rekindle._src.programs.encoder import EncodingPrograms, Unwanted
+from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
 
@@ -170,8 +170,8 @@ class KeptRows:
             return None
 
 
-class Encoder(Protocol):
-    """What makes rows of patches."""
+class RowEncoder(Protocol):
+    """Computes the rows of a picture from its patches."""
 
     @property
     def programs(self) -> EncodingPrograms: ...
@@ -189,7 +189,7 @@ class SessionPictures:
     def __init__(
         self,
         processor: PictureProcessor,
-        encoder: Encoder,
+        encoder: RowEncoder,
         kept: KeptRows,
         *,
         identity: bytes,
@@ -334,7 +334,7 @@ class SessionPictures:
         del pixels
         try:
             rows = self._encoder(patches, wanted)
-        except Unwanted:
+        except Cancellation:
             raise _cancelled() from None
         self.encoded_pictures += 1
         self._kept.put(picture.digest, rows)

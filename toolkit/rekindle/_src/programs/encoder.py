@@ -27,7 +27,7 @@ from rekindle_kernels import current_platform
 CPU_STEP, OTHER_STEP = (2e9, 512), (1e11, 2048)
 
 
-class Unwanted(Exception):
+class Cancellation(Exception):
     """Nobody waits for what is being encoded."""
 
 
@@ -46,13 +46,13 @@ class EncodingPrograms:
     ) -> NDArray[Any]:
         """Return the rows of pictures or tiles, one after the other [1 + levels, tokens, E].
 
-        At most one step is in the device's queue. Raise `Unwanted` between two steps once it is not `wanted`.
+        At most one step is in the device's queue. Raise `Cancellation` between two steps once it is not `wanted`.
         """
         config, packed = self._tower.graph.config, pack_images(images, self._tower.graph.config)
 
         def run(step: TowerStep) -> Any:
             if not wanted():
-                raise Unwanted
+                raise Cancellation
             return jax.block_until_ready(self._program(step)(*step.arguments))
 
         chunks = chunks_of(packed, self._sizes.chunk)
@@ -69,11 +69,11 @@ class EncodingPrograms:
 
         def shaped(step: TowerStep) -> Any:
             if stopped():
-                raise Unwanted
+                raise Cancellation
             self._program(step)
             return jax.eval_shape(step.function, *step.arguments)
 
-        with contextlib.suppress(Unwanted):
+        with contextlib.suppress(Cancellation):
             run_steps(tower_steps(self._tower, self._tower.shapes, iter([chunk]), self._sizes), shaped)
 
     def _program(self, step: TowerStep) -> Any:

@@ -2,8 +2,8 @@
 
 M queries, N keys, H heads, D numbers of a head, K keys of a block.
 
-What queries attend to is summed over blocks of keys, so that memory does not grow with the square of a picture, and so
-that a large picture can be computed in steps of a bounded size: `add_keys` adds one block to the sums of a few queries.
+The values that queries attend to are summed over blocks of keys: memory does not grow with the square of a picture, and
+a large picture can be computed in steps of a bounded size. `add_keys` adds one block to the sums of a few queries.
 On a CPU heads follow each other, so that a head's scores stay in its cache: on an EPYC with AVX2 (16 heads of 64,
 float32), 512 queries and 512 keys took 36 ms of a core, and 59 ms with all heads together. Elsewhere they run together.
 """
@@ -32,7 +32,7 @@ class AttentionSums(NamedTuple):
 
     @property
     def result(self) -> Array:
-        """What queries attend to [H, M, D]; 0 for those that attend to nothing."""
+        """The values that queries attend to [H, M, D]; 0 for those that attend to nothing."""
         return self.weighed / jnp.maximum(self.total, 1e-30)
 
 
