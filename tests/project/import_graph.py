@@ -35,6 +35,8 @@ FOLDERS = (
     "rekindle._src.serve",
     "rekindle.tiny",
     "rekindle._src.opening",
+    "rekindle._src.calls",
+    "rekindle._src.evaluation",
     "rekindle._src.session",
     "rekindle._src.replicas",
     "rekindle._src.bench",

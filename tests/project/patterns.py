@@ -124,7 +124,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
         "_ORIGIN": STRANGER("an Origin header", "MOST_HEADER_BYTES"),
         r"\*|(\*\.)?[^][:/@\s*]{1,253}": USER("an allowed host", "253 characters"),
     },
-    "toolkit/rekindle/_src/session/tool_functions.py": {
+    "toolkit/rekindle/_src/calls/tool_functions.py": {
         "_NAME": STRANGER("a tool's name", "64 characters"),
         "_SECTION": USER("a function's docstring", "a line"),
         "_OTHER": USER("a function's docstring", "a line"),
@@ -247,14 +247,14 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_network": US("networks", "a constant"),
         "ipaddress.IPv6Network": US("a network", "a constant"),
     },
-    "toolkit/rekindle/_src/session/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
+    "toolkit/rekindle/_src/calls/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
     "toolkit/rekindle/_src/session/page_sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
-    "toolkit/rekindle/_src/session/rows.py": {
+    "toolkit/rekindle/_src/calls/rows.py": {
         "difflib.get_close_matches": STRANGER(
             "names of columns", "the template's name; difflib passes over those of another length"
         ),
     },
-    "toolkit/rekindle/_src/session/tool_functions.py": {
+    "toolkit/rekindle/_src/calls/tool_functions.py": {
         "inspect.getdoc": USER("a function's docstring", "a docstring"),
         "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
     },

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.calls.call import Call, Once
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.opening.adapters import AdapterShelf
-from rekindle._src.session.call import Call, Once
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.pictures import MARKER
+from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
@@ -22,10 +25,7 @@ from rekindle._src.kvcache.tiers.disk import DiskStatistics
 from rekindle._src.kvcache.tiers.host import HostStatistics
 from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.kvcache.tiers.tiers import Rates
-from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
-from rekindle._src.session.pictures import MARKER
-from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rekindle._src.calls.pictures import prefix_of
+from rekindle._src.calls.prompts import PromptLike, parse_one
 from rekindle._src.core.options import check_salt
 from rekindle._src.core.records import IntArray, PageMove, root_name
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
@@ -13,8 +15,6 @@ from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.session.cache_writer import CacheWriter
-from rekindle._src.session.pictures import prefix_of
-from rekindle._src.session.prompts import PromptLike, parse_one
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from rekindle._src.calls.call import Call, Once
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import run_sync
-from rekindle._src.session.call import Call, Once
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

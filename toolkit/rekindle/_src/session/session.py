@@ -13,6 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.chats import Conversations
+from rekindle._src.calls.embedding import EmbeddingMethods
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.calls.requests import Images
+from rekindle._src.calls.rows import RowMapping
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
@@ -23,22 +30,15 @@ from rekindle._src.dispatch.backend import Front, StepOnce, StepOutcome
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
 from rekindle._src.dispatch.threads import OneShot, caller, run_sync
+from rekindle._src.evaluation.lens import AttentionMapCall, LensCall
+from rekindle._src.evaluation.rollouts import RolloutRequests
+from rekindle._src.evaluation.scoring import ScoreRequests
 from rekindle._src.kvcache import AnyCache, trees
 from rekindle._src.session.adapters import AdapterMethods
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
-from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import Conversations
 from rekindle._src.session.client import Client
-from rekindle._src.session.embedding import EmbeddingMethods
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.lens import AttentionMapCall, LensCall
-from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.requests import Images
-from rekindle._src.session.rollouts import RolloutRequests
-from rekindle._src.session.rows import RowMapping
-from rekindle._src.session.scoring import ScoreRequests
 from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import jax.typing
     from numpy.typing import ArrayLike
 
+    from rekindle._src.models.base import LoadedModel
     from rekindle._src.notebook.chat import ChatView
     from rekindle._src.notebook.dashboard import Dashboard, TreeView
     from rekindle._src.notebook.figures import Figure
@@ -706,6 +707,15 @@ class Session(
 def client_of(session: Session) -> Client:
     """Return the access to an open session that the rest of the toolkit has, such as the replicas of a fleet."""
     return session._client
+
+
+def weights_of(session: Session) -> LoadedModel:
+    """Return the weights that an open session computes with. Raise `InvalidRequest` if it has none now."""
+    device = session._client.engine.device
+    if not device.has_weights or session.asleep:
+        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
+    model: LoadedModel = device.model
+    return model
 
 
 def _kernels() -> str:
