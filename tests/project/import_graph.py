@@ -21,6 +21,7 @@ FOLDERS = (
     "rekindle_kernels",
     "rekindle.errors",
     "rekindle._src.core",
+    "rekindle._src.channels",
     "rekindle._src.images",
     "rekindle._src.models",
     "rekindle._src.text",

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from rekindle._src.evaluation.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.evaluation.scoring import Score, Scores, ScoreTable, Scoring
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
+    from rekindle._src.kvcache.sharing import SharedPages
+    from rekindle._src.kvcache.writer import SaveReport
     from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
@@ -84,9 +86,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
-    from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.opening import Opening, open, open_sync
-    from rekindle._src.session.page_sharing import SharedPages
     from rekindle._src.session.session import Session, SleepReport
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
@@ -112,6 +112,8 @@ _LAZY = {
         "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
+        "kvcache.sharing": ("SharedPages",),
+        "kvcache.writer": ("SaveReport",),
         "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
@@ -121,9 +123,7 @@ _LAZY = {
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
-        "session.cache_writer": ("SaveReport",),
         "session.opening": ("Opening", "open", "open_sync"),
-        "session.page_sharing": ("SharedPages",),
         "session.session": ("Session", "SleepReport"),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
     }.items()

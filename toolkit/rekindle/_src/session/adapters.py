@@ -45,7 +45,7 @@ class AdapterMethods:
 
     async def _load_adapter(self, name: str, source: Any, alpha: float | None) -> None:
         shelf = self._shelf()
-        adapter = await self._client.writer.run(partial(shelf.read, name, source, alpha))
+        adapter = await self._client.in_writer(partial(shelf.read, name, source, alpha))
         self._drop(shelf.put(adapter))
 
     async def _unload_adapter(self, name: str) -> None:

@@ -34,10 +34,10 @@ from rekindle._src.evaluation.lens import AttentionMapCall, LensCall
 from rekindle._src.evaluation.rollouts import RolloutRequests
 from rekindle._src.evaluation.scoring import ScoreRequests
 from rekindle._src.kvcache import AnyCache, trees
+from rekindle._src.kvcache.writer import SaveReport
 from rekindle._src.session.adapters import AdapterMethods
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.client import Client
 from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -528,7 +528,7 @@ class Session(
 
         A snapshot of other weights, or of another configuration, under this name is kept as well.
         """
-        return Once(self._cache_writer.save, name, name="save")
+        return Once(self._client.save, name, name="save")
 
     def pin(
         self,
@@ -668,7 +668,7 @@ class Session(
         for shared in self._client.shared:
             shared.close()
         if self.config.restore is not None and not self.closed:
-            await self._cache_writer.finish()
+            await self._client.finish_saving()
         self._cache_writer.stop()
 
     def __reduce__(self) -> NoReturn:
