@@ -259,7 +259,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_network": US("networks", "a constant"),
         "ipaddress.IPv6Network": US("a network", "a constant"),
     },
-    "toolkit/rekindle/_src/session/session.py": {
+    "toolkit/rekindle/_src/session/views.py": {
         "difflib.get_close_matches": USER("an attribute that is typed", "a name; those compared with it are ours"),
     },
     "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},

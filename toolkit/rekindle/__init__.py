@@ -87,7 +87,8 @@ if TYPE_CHECKING:
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
     from rekindle._src.session.opening import Opening, open, open_sync
-    from rekindle._src.session.session import Session, SleepReport
+    from rekindle._src.session.pausing import SleepReport
+    from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
 
 _LAZY = {
@@ -124,7 +125,8 @@ _LAZY = {
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
         "session.opening": ("Opening", "open", "open_sync"),
-        "session.session": ("Session", "SleepReport"),
+        "session.pausing": ("SleepReport",),
+        "session.session": ("Session",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
     }.items()
     for name in names

@@ -242,12 +242,6 @@ class ChatRequests:
         )
         return [int(token) for token in encoded(self._front, text, pictures, special=False)]
 
-
-class Conversations:
-    """Chats that keep their messages."""
-
-    _front: Front
-
     def conversation(
         self,
         *,

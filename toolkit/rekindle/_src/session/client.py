@@ -45,6 +45,8 @@ class Client:
         self.engine: Engine = front.backend
         self.writer: CacheWriter = CacheWriter(host, self.engine)
         self.pauses: int = 0  # paused() blocks that have been entered and not left
+        self.asleep: bool = False
+        self.sleeper: object = None  # the task that put it to sleep
         self.shared: list[SharedPages] = []  # addresses at which the cache's pages are shared
 
     def ask(self, function: Callable[[], T]) -> T:
