@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
+from rekindle._src.calls.handle import Handle
 from rekindle._src.serve import responses
 from rekindle._src.serve.chat import tool_options
 from rekindle._src.serve.errors import abbreviated
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Life
 from rekindle._src.serve.responses import messages_of
-from rekindle._src.session.handle import Handle
 from serve.replies import no_pictures
 
 pytestmark = pytest.mark.anyio

@@ -251,7 +251,7 @@ async def test_a_strangers_conversation_is_bounded(session: Session, tmp_path: P
 
 
 def test_what_is_read_of_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rekindle._src.session import conversation
+    from rekindle._src.calls import conversation
 
     path = tmp_path / "chat.json"
     path.write_bytes(b"[" * 200_000)

@@ -13,9 +13,9 @@ import pytest
 
 from helpers import picture_models as small
 from helpers import seeing
+from rekindle._src.calls import conversation
 from rekindle._src.images import open_bytes, open_picture, processor_of_files
 from rekindle._src.images import thumbnail as thumbnails
-from rekindle._src.session import conversation
 
 pillow = pytest.importorskip("PIL.Image")
 anyio_test = pytest.mark.anyio

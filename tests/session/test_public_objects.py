@@ -19,9 +19,9 @@ import pytest
 import rekindle
 from helpers import adapters
 from rekindle import Session
+from rekindle._src.calls.call import Call
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.call import Call
 from rekindle.tiny import folder as tiny_folder
 
 EVIL = "<script>alert('x')</script>"

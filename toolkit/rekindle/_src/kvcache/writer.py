@@ -14,21 +14,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.own_failure import one_line
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.backend import Exclusive, Front
-from rekindle._src.dispatch.engine import Engine
-from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
@@ -81,6 +78,51 @@ class SaveReport(html.Record):
         return str(html.block(html.text(str(self)), html.bar(counts)))
 
 
+class SessionLoop(Protocol):
+    """The loop of the session that has the cache. Its methods may be called from any other thread."""
+
+    @property
+    def closing(self) -> bool:
+        """True if the session is closed, or about to be."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """True once the session has ended."""
+        ...
+
+    def refusal(self) -> RekindleError:
+        """Return the error of a closed session."""
+        ...
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Run `function` on the loop, where nothing else changes meanwhile, and return its result. Blocks."""
+        ...
+
+    def between_steps(self, job: Callable[[], T], after: Callable[[T], object]) -> T:
+        """Run `job` on the device's thread while no step is in flight, then `after` on the loop. Blocks."""
+        ...
+
+
+class RestartLike(Protocol):
+    """The device of an engine, as its cache is saved."""
+
+    def prepare_restart(self, *, demanded: bool) -> bool:
+        """Make and store one program that a restart needs. Return False if none is left."""
+        ...
+
+
+class CachedEngine(Protocol):
+    """The engine whose pages are cached: its scheduler has the tree, and its runner reads pages of the device."""
+
+    @property
+    def scheduler(self) -> SchedulerLike: ...
+    @property
+    def runner(self) -> RunnerLike: ...
+    @property
+    def device(self) -> RestartLike: ...
+
+
 class PageRecord(NamedTuple):
     """A page whose payload is to be read."""
 
@@ -121,15 +163,15 @@ class Retries:
 class CacheWriter:
     """Its methods may be called from any thread; the work is done in the writer's own thread, one job at a time."""
 
-    def __init__(self, host: Host, front: Front, engine: Engine) -> None:
-        self._host, self._front, self._engine = host, front, engine
+    def __init__(self, loop: SessionLoop, engine: CachedEngine) -> None:
+        self._loop, self._engine = loop, engine
         cache = engine.scheduler.cache
         self.cache: AnyCache | None = cache if isinstance(cache, AnyCache) else None
         tiers = self.cache.host_tier if self.cache is not None else None
         self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
         self.sides: tuple[SideStore, ...] = side_stores(self.cache)
         self.saved_bytes: int = 0  # in the background
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._at_work = threading.Lock()  # held during a job, and while something is saved in the background
@@ -150,50 +192,33 @@ class CacheWriter:
     def _disk(self) -> DiskTier | None:
         return self.tiers.disk if self.tiers is not None else None
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` in the writer's thread. Return its result, or raise its error."""
-        self._host.check()
-        reply: OneShot[T] = OneShot()
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run `job` in the writer's thread, after those before it. Returns at once."""
+        reply: Future[T] = Future()
         self._start()
         self._jobs.put((job, reply))
-        return await reply.get()
+        return reply
 
-    async def save(self, name: str) -> SaveReport:
-        """Write the pages that are not on disk yet, then the list of all pages under `name`."""
+    def check_save(self, name: str) -> None:
+        """Raise if no snapshot can be saved under `name`."""
         snapshot.check_name(name)
         if self._disk is None:
             raise ConfigError("disk_memory", 0, "leaves no room for snapshots", "Open the session with disk_memory")
-        listed: list[Page] = []
 
-        def look() -> State:
-            return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
+    def finish(self) -> Future[None] | None:
+        """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed. None if none are saved.
 
-        with Activity(look, quiet=self._front.config.quiet):
-            return await self.run(partial(self._save, name, listed))
-
-    async def finish(self) -> None:
-        """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed."""
+        A job that waits for a disk can't be stopped: wait for at most twice as long.
+        """
         if self._disk is None or self._distrusted:
-            return
+            return None
         deadline = time.monotonic() + CLOSE_SECONDS
-        reply: OneShot[None] = OneShot()
-        self._start()
-        self._jobs.put((lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline), reply))
-        hung = StoreError("the disk did not answer")
-        timer = threading.Timer(2 * CLOSE_SECONDS, reply.fail, [hung])  # a job that waits for a disk can't be stopped
-        timer.daemon = True
-        timer.start()
-        try:
-            await reply.get()
-        except RekindleError as error:
-            log.debug("not everything was saved at the end of a session: %s", error)
-        finally:
-            timer.cancel()
+        return self.submit(lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline))
 
     def stop(self) -> None:
         """Ask the thread to end after its current job. Returns at once."""
         self._stopped = True
-        self._jobs.put((lambda: None, OneShot()))
+        self._jobs.put((lambda: None, Future()))
 
     def rest(self, seconds: float) -> None:
         """Save nothing more in the background, and wait for what is being saved; jobs are done as before."""
@@ -211,7 +236,7 @@ class CacheWriter:
                 self._thread.start()
 
     def _work(self) -> None:
-        while not (self._stopped or self._host.ended.filled):
+        while not (self._stopped or self._loop.is_over):
             try:
                 job, reply = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
             except queue.Empty:
@@ -221,26 +246,26 @@ class CacheWriter:
             with self._at_work:
                 self._do(job, reply)
         while not self._jobs.empty():
-            self._jobs.get()[1].fail(self._host.refusal())
+            self._jobs.get()[1].set_exception(self._loop.refusal())
 
-    def _do(self, job: Callable[[], Any], reply: OneShot[Any]) -> None:
+    def _do(self, job: Callable[[], Any], reply: Future[Any]) -> None:
         try:
-            reply.put(job())
+            reply.set_result(job())
         except (OSError, MemoryError, ImportError) as error:  # Orbax's library may find no room
             if isinstance(error, RekindleError):
-                reply.fail(error)
+                reply.set_exception(error)
                 return
             typed = StoreError(f"the cache folder can't be used now: {error}. Check disk and memory, and try again")
             typed.__cause__ = error
-            reply.fail(typed)
+            reply.set_exception(typed)
         except BaseException as error:
-            reply.fail(error)
+            reply.set_exception(error)
 
     def _tick(self) -> None:
         """Save some of the pages that are due. If that fails, it is tried again later; only the first failure is a
         warning."""
         cache = self.cache
-        if self._distrusted or self._leaving or cache is None or self._host.closing:
+        if self._distrusted or self._leaving or cache is None or self._loop.closing:
             return
         if cache.version == self._complete_at:
             if self.saved_bytes and self._preparing.due:
@@ -308,7 +333,11 @@ class CacheWriter:
             self._complete_at = version if self._whole and not (missing or batch or later) else -1
         self.saved_bytes += written
 
-    def _save(self, name: str, pages: list[Page]) -> SaveReport:
+    def save(self, name: str, pages: list[Page]) -> SaveReport:
+        """Write the pages that are not on disk yet, then the list of all pages, which goes into `pages`, under `name`.
+
+        Call it in the writer's thread.
+        """
         for _ in range(SAVES):
             report = self._save_once(name, pages)
             assert self._disk is not None
@@ -365,7 +394,7 @@ class CacheWriter:
         kept = None if self.cache is None else self.cache.kept
         if kept is None or self._disk is None:
             return
-        lines = self._host.ask(lambda: kept.whole(page.digest for page in pages))
+        lines = self._loop.ask(lambda: kept.whole(page.digest for page in pages))
         stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
         stored.save(name, pages, lines)
 
@@ -393,7 +422,7 @@ class CacheWriter:
                 if side.cache.worth_keeping(node) and cache.digest_of(node) not in disk
             ], now
 
-        found, now = self._host.ask(look)
+        found, now = self._loop.ask(look)
         records = [record for record in found if now - record.node.last_use >= cold]
         later = len(records) < len(found)
         while records and (deadline is None or time.monotonic() < deadline):
@@ -437,10 +466,8 @@ class CacheWriter:
                     pairs.append((record.page, payload))
 
         if on_device:
-            reply: OneShot[Any] = OneShot()
             slots = [record.on_device for record in on_device]
-            job = partial(self._engine.runner.read_side, side.cache.number, slots)
-            wait(self._host.send(Exclusive(job, check, reply), reply))
+            self._loop.between_steps(partial(self._engine.runner.read_side, side.cache.number, slots), check)
         return pairs
 
     def entries_of(self, side: SideStore, nodes: Sequence[Node]) -> list[tuple[Page, Payload]]:
@@ -449,7 +476,7 @@ class CacheWriter:
         Call it in any thread but the session's own.
         """
         count = max(1, PAUSE_BYTES // max(1, side.cache.plan.entry_bytes))
-        records: list[PageRecord] = self._host.ask(lambda: [self._side_record(side, node) for node in nodes])
+        records: list[PageRecord] = self._loop.ask(lambda: [self._side_record(side, node) for node in nodes])
         parts = (records[start : start + count] for start in range(0, len(records), count))
         return [pair for part in parts for pair in self._entries(side, part)]
 
@@ -471,7 +498,7 @@ class CacheWriter:
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
         """Write the cached pages of `tokens` to a file. Return how many tokens that covers."""
         cache, disk = self._parts()
-        matches: list[PageRecord] = self._host.ask(
+        matches: list[PageRecord] = self._loop.ask(
             lambda: [self.page_record(node) for node in cache.find(tokens)],
         )
         pairs = self.payloads(matches)
@@ -497,7 +524,7 @@ class CacheWriter:
                 host.put(page.digest, payload)
         else:
             disk.write(pairs)
-        return self._host.ask(lambda: snapshot.graft_all(cache, [page for page, _ in pairs])) * cache.page_size
+        return self._loop.ask(lambda: snapshot.graft_all(cache, [page for page, _ in pairs])) * cache.page_size
 
     def _parts(self) -> tuple[AnyCache, DiskTier]:
         if self.cache is None or self._disk is None:
@@ -512,7 +539,7 @@ class CacheWriter:
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
         resumed = most is not None and 0 < self._position < len(self._walk)
-        nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(distinct(cache)))
+        nodes: list[Node] = self._walk if resumed else self._loop.ask(lambda: list(distinct(cache)))
 
         def look(part: Sequence[Node]) -> list[PageRecord]:
             now = cache.clock()
@@ -523,7 +550,7 @@ class CacheWriter:
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
         self._whole = stop - start == len(nodes)
         self._position, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
-        yield from in_slices(self._host, nodes[start:stop], look)
+        yield from in_slices(self._loop, nodes[start:stop], look)
 
     def page_record(self, node: Node) -> PageRecord:
         """Return the record for reading a page that the tree holds now. Call it on the session's loop."""
@@ -591,16 +618,15 @@ class CacheWriter:
                 if cache.has(entry.node) and entry.node.page == entry.on_device:
                     pairs.append((entry.page, payload))
 
-        reply: OneShot[Any] = OneShot()
         job = partial(runner.read_pages, [entry.on_device for entry in part], [entry.page.digest for entry in part])
-        wait(self._host.send(Exclusive(job, check, reply), reply))
+        self._loop.between_steps(job, check)
         return pairs
 
 
-def in_slices(host: Host, entries: Sequence[T], look: Callable[[Sequence[T]], list[R]]) -> Iterator[R]:
+def in_slices(loop: SessionLoop, entries: Sequence[T], look: Callable[[Sequence[T]], list[R]]) -> Iterator[R]:
     """Yield what `look` returns for slices of the entries, one in each turn of the session's loop."""
     for start in range(0, len(entries), SLICE):
-        yield from host.ask(partial(look, entries[start : start + SLICE]))
+        yield from loop.ask(partial(look, entries[start : start + SLICE]))
 
 
 _writers: weakref.WeakSet[CacheWriter] = weakref.WeakSet()

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rekindle._src.calls.prompts import Prompt
+from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.core.contracts import ChatLike, TemplateLike
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.intake import LONG_TEXT
-from rekindle._src.session.prompts import Prompt
-from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.format import with_calls_as_text

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.calls.call import Call
 from rekindle._src.core import html
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.core.taps import END, Capture, Positions, layer_of, runs_of
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.session.call import Call
 from rekindle.errors import InvalidRequest
 
 TOP = 5  # tokens of a position that hovering shows

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.processes import bulk
-from rekindle._src.processes.bulk import PART, PARTS, BulkChannel, ReceiveMemory, SendMemory
-from rekindle._src.processes.channel import ChannelKeys, MessageKind
+from rekindle._src.channels import bulk
+from rekindle._src.channels.bulk import PART, PARTS, BulkChannel, ReceiveMemory, SendMemory
+from rekindle._src.channels.channel import ChannelKeys, MessageKind
 from rekindle.errors import ProcessLost
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files without a name")

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.calls.prompts import Prompt, from_column, is_missing
 from rekindle._src.core.html import ImageLike
 from rekindle._src.core.records import IntArray
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike
 from rekindle._src.dispatch.pictures import PromptPictures, encoded, names_of
 from rekindle._src.images.thumbnail import Thumbnail
-from rekindle._src.session.prompts import Prompt, from_column, is_missing
 from rekindle.errors import InvalidRequest
 
 MARKER = "<image>"  # the place of a picture in a caller's text

@@ -1,15 +1,18 @@
-"""The part that a session and a fleet share, apart from requests: their model, servers over HTTP, and their end."""
+"""The part that a session and a fleet share: requests, their model, servers over HTTP, and their end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.embedding import EmbeddingMethods
+from rekindle._src.calls.rows import RowMapping
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import run_sync
-from rekindle._src.session.call import Call, Once
+from rekindle._src.evaluation.scoring import ScoreRequests
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,8 +21,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class ServingMethods:
-    """An open model: its name and tokenizer, servers that run alongside the cells that use it, and how it is closed."""
+class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
+    """An open model: requests to it, its name and tokenizer, servers that run alongside the cells that use it; its end.
+
+    A session is one over an engine, a fleet one over its replicas.
+    """
 
     _host: Host
     _front: Front

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from rekindle._src.channels import greeting
+from rekindle._src.channels.bulk import BulkChannel
+from rekindle._src.channels.channel import MessageKind
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.host import Host
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.digest import (
     DIGEST_SIZE,
@@ -49,10 +51,7 @@ from rekindle._src.kvcache.persist.snapshot import connected
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.kvcache.tiers.side_tiers import SideStore
-from rekindle._src.processes import greeting
-from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.processes.channel import MessageKind
-from rekindle._src.session.cache_writer import CacheWriter, PageRecord, in_slices
+from rekindle._src.kvcache.writer import CacheWriter, PageRecord, SessionLoop, in_slices
 from rekindle.errors import ConfigError, ProcessLost, RekindleError, SnapshotRefused, StoreError
 
 log = logging.getLogger("rekindle.cache")
@@ -221,8 +220,9 @@ class SharedPages(html.Line):
     Made by `await session.cache.share()`. It ends with `close()` or with its session.
     """
 
-    def __init__(self, host: Any, writer: Any, *, at: str, port: int, secret: bytes) -> None:
-        self._host: Host = host
+    # Any: the signature of a public class names no private type.
+    def __init__(self, loop: Any, writer: Any, *, at: str, port: int, secret: bytes) -> None:
+        self._loop: SessionLoop = loop
         self._writer: CacheWriter = writer
         self._secret = secret
         self._cache, self._tiers = parts(writer)
@@ -250,7 +250,7 @@ class SharedPages(html.Line):
     @property
     def closed(self) -> bool:
         """True once it or its session was closed."""
-        return self._closed or self._host.closing
+        return self._closed or self._loop.closing
 
     def close(self) -> None:
         """Stop sharing pages. Closing it again is harmless."""
@@ -275,7 +275,7 @@ class SharedPages(html.Line):
 
     def _listen(self) -> None:
         with self._server:
-            while not (self._closed or self._host.ended.filled):
+            while not (self._closed or self._loop.is_over):
                 try:
                     connection, _ = self._server.accept()
                 except TimeoutError:
@@ -348,12 +348,12 @@ class SharedPages(html.Line):
     def _list_pages(self, identity: Identity, most: int) -> list[Page]:
         """Return the pages likeliest to be needed again, parents before children."""
         cache, writer = self._cache, self._writer
-        nodes = self._host.ask(lambda: list(cache))
+        nodes = self._loop.ask(lambda: list(cache))
 
         def look(part: Sequence[Node]) -> list[Page]:
             return [writer.page_record(node).page for node in part if cache.has(node)]
 
-        pages = connected(list(in_slices(self._host, nodes, look)), identity.root)
+        pages = connected(list(in_slices(self._loop, nodes, look)), identity.root)
         chosen = set(likeliest(pages, most)[:most])
         return [page for page in pages if page.digest in chosen]
 
@@ -369,7 +369,7 @@ class SharedPages(html.Line):
             nodes = ((index, cache.by_digest(key, digest)) for index, key, digest in part)
             return [_PageRequest(index, writer.page_record(node)) for index, node in nodes if node is not None]
 
-        return list(in_slices(self._host, requests, look))
+        return list(in_slices(self._loop, requests, look))
 
     def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], side: SideStore | None) -> None:
         """Send the contents of pages, or the entries that their nodes have in a side cache.
@@ -465,8 +465,8 @@ class _MissingPages(NamedTuple):
 class Puller:
     """Takes pages for one session. Its methods block, in any thread but the session's own."""
 
-    def __init__(self, host: Host, writer: CacheWriter) -> None:
-        self._host = host
+    def __init__(self, loop: SessionLoop, writer: CacheWriter) -> None:
+        self._loop = loop
         self._cache, self._tiers = parts(writer)
         self._sides = writer.sides
 
@@ -518,7 +518,7 @@ class Puller:
             end = missing.present + leading
             last = [*missing.before, *missing.digests[:leading]][-self._cache.sides.reach :]
             self._take_entries(address, last, partial(keys_of, slice(end - len(last), end)))
-        grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
+        grafted = self._loop.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
         return PulledPages(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
 
@@ -549,7 +549,7 @@ class Puller:
                     return snapshot.graft(cache, order) if cache.root_key == root_key else 0
 
                 if arrived:
-                    self._host.ask(graft)
+                    self._loop.ask(graft)
         seconds, size = time.perf_counter() - start, identity.page_size
         return PulledPages(
             len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, HostHold(host, ())
@@ -581,7 +581,7 @@ class Puller:
                 here.append(cache.digest_of(node))
             return cache.root_key, here
 
-        root_key, here = self._host.ask(look)
+        root_key, here = self._loop.ask(look)
         count, parent, reach = len(here) - 1, here[-1], cache.sides.reach
         digests = []
         most = count + self.budget // max(1, self.page_bytes)
@@ -611,7 +611,7 @@ class Puller:
             nodes = ((digest, cache.by_digest(key, digest)) for key, digest in part)
             return [digest for digest, node in nodes if (node is not None and node.page) or tiers.has(digest)]
 
-        return set(in_slices(self._host, named, look))
+        return set(in_slices(self._loop, named, look))
 
 
 def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:

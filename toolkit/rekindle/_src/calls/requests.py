@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
+from rekindle._src.calls.handle import Batch, Handle, SyncStream, chat_of
+from rekindle._src.calls.pictures import with_images, with_pictures
+from rekindle._src.calls.prompts import PromptLike, parse, parse_one
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
@@ -26,9 +29,6 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox
-from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
-from rekindle._src.session.pictures import with_images, with_pictures
-from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError
 
 Completions = list[Completion]

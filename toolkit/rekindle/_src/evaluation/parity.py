@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,6 @@ from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from flax import nnx
-
-    from rekindle._src.session.session import Session
 
 
 WORST = 10  # tokens that are listed
@@ -86,17 +84,22 @@ class ParityReport(html.Record):
         return str(html.block(html.line(str(self)), html.table(heads, rows), html.details("by part", stages)))
 
 
-def parity(
-    session: Session, model: LoadedModel | nnx.Module, texts: Sequence[str] | Sequence[Sequence[int]]
-) -> ParityReport:
-    """Compare a session's log-probabilities with those of a trainer's model, token by token.
+class ComparableSession(Protocol):
+    """A session, as a comparison uses it."""
 
-    `model` is what the trainer differentiates: a module as `merge` returns it, or a loaded model. `texts` are strings
-    or lists of at least two token ids. The session computes them as it computes prompts, in chunks over pages; the
-    model in one piece, with plain attention. Both graphs are also run part by part in this plain form, which says where
-    they begin to differ: in a layer, if weights or their format differ; in none, if what is left is the order in which
-    the session's programs add. Texts are computed in full, so pass some pages, not a corpus.
-    """
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def generate_sync(self) -> Callable[..., Any]: ...
+
+
+def compare(
+    session: ComparableSession,
+    weights: Callable[[], LoadedModel],
+    model: LoadedModel | nnx.Module,
+    texts: Sequence[str] | Sequence[Sequence[int]],
+) -> ParityReport:
+    """Compare the log-probabilities of a session, which has these `weights`, with those of a trainer's model."""
     encode = session.tokenizer.encode
     sequences = [np.asarray(encode(text) if isinstance(text, str) else text, np.int32) for text in texts]
     for number, ids in enumerate(sequences):
@@ -105,7 +108,7 @@ def parity(
     if not sequences:
         raise InvalidRequest("texts", [], "is empty", "Pass at least one text")
     theirs = _module(model)
-    own = _weights_of(session)
+    own = weights()
     ours = None if own.placement.divided else _module(own)
     scored = session.generate_sync([ids.tolist() for ids in sequences], max_tokens=0, prompt_logprobs=0)
     differences, worst, stages = [], list[TokenDifference](), dict[str, float]()
@@ -135,16 +138,6 @@ def parity(
     )
 
 
-def _weights_of(session: Session) -> LoadedModel:
-    from rekindle._src.session.session import client_of  # loading a model alone needs no session
-
-    device = client_of(session).engine.device
-    if not device.has_weights or session.asleep:
-        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
-    model: LoadedModel = device.model
-    return model
-
-
 def _module(model: Any) -> Any:
     return merge(model.graph, model.leaves) if isinstance(model, LoadedModel) else model
 
@@ -171,23 +164,12 @@ def _forward(graph: Any, state: Any, tokens: jax.Array) -> tuple[list[jax.Array]
     return [state.astype(jnp.float32) for state in (*stream.values(), hidden)], module.logits(hidden)
 
 
-def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:
+def deterministic_logprobs(plain: Graph, config: EngineConfig) -> Callable[[Any, Any], jax.Array]:
     """Return a function of weights and tokens [B, T] that computes a deterministic session's log-probabilities.
 
-        logprobs = rekindle.models.logprobs_like(session)
-        ratio = jnp.exp(logprobs(params, batch.tokens) - batch.logprobs)  # with the weights of the draw: exactly 1
-
-    Its values [B, T] are those of `RolloutBatch.logprobs` to the last bit, for the places of completions that were
-    drawn from the model's own distribution (at temperature 1, with no other option) by these weights. So it needs a
-    session that was opened with `deterministic=True`, whose kernels give a token the same numbers in any batch. Its
-    derivatives are those of `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
-    a loaded model.
+    Its values are those of the session to the last bit; its derivatives are those of `token_logprobs`, since native
+    kernels have none.
     """
-    config = session.config
-    if not config.deterministic:
-        problem = "gives a token other last bits in other batches"
-        raise InvalidRequest("session", repr(session), problem, "Open it with deterministic=True")
-    plain = _weights_of(session).graph
     fixed = deterministic(plain, config)
 
     @jax.custom_jvp

@@ -1,7 +1,4 @@
-"""The greeting of a connection, and the facts that must be equal in all processes of a session.
-
-In the greeting both sides prove that they know the secret, and derive the keys of the connection. Followers then report
-the facts, and the leader compares.
+"""The greeting of a connection, in which both sides prove that they know the secret, and derive the keys of it.
 
 Between the processes of a session:
 
@@ -22,19 +19,14 @@ from __future__ import annotations
 
 import enum
 import hmac
-import json
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.version import VERSION
-from rekindle._src.processes.channel import Channel, ChannelKeys, exactly, mark
-from rekindle._src.programs import store as program_store
+from rekindle._src.channels.channel import Channel, ChannelKeys, exactly, mark
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
 MAGIC = b"rekindle processes 1\n"
@@ -191,78 +183,3 @@ def _send(connection: socket.socket, content: bytes) -> None:
 
 def _keys(key: bytes, own: bytes, other: bytes, *randoms: bytes) -> ChannelKeys:
     return ChannelKeys(mark(key, b"to the " + other, *randoms), mark(key, b"to the " + own, *randoms))
-
-
-_OF_CPUS = ("cpu", "threads", "machine")  # facts on which programs for a CPU depend
-_LONGEST = 60  # characters of a value in a message
-
-
-class ProcessReport(NamedTuple):
-    """The report of one process on itself."""
-
-    same: Mapping[str, Any]  # must be equal to the leader's
-    pages: int  # that its devices have room for
-
-
-def facts(config: EngineConfig, *, model: str, fingerprint: str) -> ProcessReport:
-    """Collect the facts of this process; `config` is resolved, `model` a digest of the model's own config."""
-    environment = dict(program_store.environment())
-    for name in _OF_CPUS if environment["platform"] != "cpu" else ():
-        environment.pop(name)
-    assert config.device_pages is not None, "resolved"
-    options = {name: value for name, value in program_store.config_fields(config).items() if name != "device_pages"}
-    same = {
-        "rekindle": VERSION,
-        **{f"environment.{name}": value for name, value in environment.items()},
-        **{f"option {name}": value for name, value in options.items()},
-        "the model's config": model,
-        "the weights": fingerprint,
-    }
-    return ProcessReport(json.loads(json.dumps(same, default=str)), config.device_pages)
-
-
-def compare(leader: ProcessReport, follower: ProcessReport, process: int) -> None:
-    """Raise ProcessRefused with the facts that differ in a follower."""
-    names = dict.fromkeys((*leader.same, *follower.same))
-    reasons = [
-        f"{name} is {_shorten(follower.same.get(name))} there and {_shorten(leader.same.get(name))} here"
-        for name in names
-        if leader.same.get(name) != follower.same.get(name)
-    ]
-    if reasons:
-        raise ProcessRefused(
-            f"process {process} can't share the model, because it would compute other numbers: {'; '.join(reasons)}. "
-            "Give all processes the same installation, flags and checkpoint"
-        )
-
-
-def encoded(report: ProcessReport) -> bytes:
-    return as_json(report._asdict())
-
-
-def decoded(content: bytes) -> ProcessReport:
-    fields = from_json(content)
-    same, pages = fields.get("same"), fields.get("pages")
-    if not isinstance(same, dict) or not isinstance(pages, int):
-        raise ProcessLost("a process told its facts in another form")
-    return ProcessReport(same, pages)
-
-
-def as_json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, default=str).encode()
-
-
-def from_json(content: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a message. Raises ProcessLost if it holds none."""
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise ProcessLost("a message holds no JSON object")
-    return fields
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -10,6 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.pictures import of_messages, read_messages
+from rekindle._src.calls.requests import sampling_of, structured_text
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
@@ -17,16 +20,13 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.pictures import encoded
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.pictures import of_messages, read_messages
-from rekindle._src.session.requests import sampling_of, structured_text
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rekindle._src.session.chat_prompt import Messages
-    from rekindle._src.session.conversation import Conversation
-    from rekindle._src.session.tool_functions import ToolLike
-    from rekindle._src.session.tool_loop import ToolChoice, ToolLoop
+    from rekindle._src.calls.chat_prompt import Messages
+    from rekindle._src.calls.conversation import Conversation
+    from rekindle._src.calls.tool_functions import ToolLike
+    from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop
 
 
 MAX_ROUNDS = 8
@@ -139,9 +139,9 @@ class ChatRequests:
         "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
         where the last message ends.
         """
-        from rekindle._src.session.chat_prompt import chat_prompt, messages_of  # chats alone need it
-        from rekindle._src.session.tool_functions import tools_of
-        from rekindle._src.session.tool_loop import forcing, resolve_choice
+        from rekindle._src.calls.chat_prompt import chat_prompt, messages_of  # chats alone need it
+        from rekindle._src.calls.tool_functions import tools_of
+        from rekindle._src.calls.tool_loop import forcing, resolve_choice
 
         messages, tools_ = messages_of(messages), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
@@ -176,7 +176,7 @@ class ChatRequests:
         if sampling_.n != 1 or continue_final_message:
             field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
             raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
-        from rekindle._src.session.tool_loop import ToolLoop
+        from rekindle._src.calls.tool_loop import ToolLoop
 
         self._host.check()
         return ToolLoop(ask, messages, tools_, max_rounds)
@@ -198,8 +198,8 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt that `chat` makes of these messages, special tokens included."""
-        from rekindle._src.session.chat_prompt import chat_prompt, messages_of
-        from rekindle._src.session.tool_functions import tools_of
+        from rekindle._src.calls.chat_prompt import chat_prompt, messages_of
+        from rekindle._src.calls.tool_functions import tools_of
 
         prompt = chat_prompt(
             self._front.chat,
@@ -242,12 +242,6 @@ class ChatRequests:
         )
         return [int(token) for token in encoded(self._front, text, pictures, special=False)]
 
-
-class Conversations:
-    """Chats that keep their messages."""
-
-    _front: Front
-
     def conversation(
         self,
         *,
@@ -269,9 +263,9 @@ class Conversations:
         are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
         """
-        from rekindle._src.session.conversation import open_conversation  # chats alone need it
-        from rekindle._src.session.tool_functions import tools_of
-        from rekindle._src.session.tool_loop import resolve_choice
+        from rekindle._src.calls.conversation import open_conversation  # chats alone need it
+        from rekindle._src.calls.tool_functions import tools_of
+        from rekindle._src.calls.tool_loop import resolve_choice
 
         optional = {
             "tools": tools,

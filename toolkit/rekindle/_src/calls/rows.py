@@ -14,6 +14,12 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.chats import ChatRequests
+from rekindle._src.calls.handle import Handle, one_ended
+from rekindle._src.calls.pictures import of_messages, parts_of, read_messages, read_values
+from rekindle._src.calls.prompts import from_column, is_missing, parse_one
+from rekindle._src.calls.requests import Images, Pace, Requests, sampling_of, structured_text
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
@@ -25,12 +31,6 @@ from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front, PictureLike
 from rekindle._src.dispatch.threads import fresh
-from rekindle._src.session.call import Call
-from rekindle._src.session.chats import ChatRequests
-from rekindle._src.session.handle import Handle, one_ended
-from rekindle._src.session.pictures import of_messages, parts_of, read_messages, read_values
-from rekindle._src.session.prompts import from_column, is_missing, parse_one
-from rekindle._src.session.requests import Images, Pace, Requests, sampling_of, structured_text
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.processes import greeting
-from rekindle._src.processes.bulk import BulkChannel, on_loopback
-from rekindle._src.processes.channel import ChannelKeys, MessageKind
+from rekindle._src.channels import greeting
+from rekindle._src.channels.bulk import BulkChannel, on_loopback
+from rekindle._src.channels.channel import ChannelKeys, MessageKind
 from rekindle.errors import ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"

@@ -15,6 +15,11 @@ from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.embedding import texts_shown, usage_so_far
+from rekindle._src.calls.handle import Batch, Handle
+from rekindle._src.calls.pictures import with_images
+from rekindle._src.calls.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
 from rekindle._src.core import html
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, IntArray, Usage
@@ -24,11 +29,6 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
 from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.dispatch.threads import OneShot
-from rekindle._src.session.call import Call
-from rekindle._src.session.embedding import texts_shown, usage_so_far
-from rekindle._src.session.handle import Batch, Handle
-from rekindle._src.session.pictures import with_images
-from rekindle._src.session.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
 from rekindle.errors import InvalidRequest, MissingExtra
 
 T = TypeVar("T")

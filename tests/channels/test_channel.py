@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
-from rekindle._src.processes.greeting import MAGIC, ProcessPlace
+from rekindle._src.channels import greeting
+from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
+from rekindle._src.channels.greeting import MAGIC, ProcessPlace
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"

@@ -41,10 +41,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import hmac
+import json
 import socket
 import struct
 import threading
-from typing import NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 from rekindle.errors import ProcessLost
 
@@ -215,3 +217,18 @@ def exactly(connection: socket.socket, count: int) -> memoryview:
             raise ProcessLost(f"the connection was closed{progress}")
         at += received
     return buffer
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, default=str).encode()
+
+
+def from_json(content: bytes) -> dict[str, Any]:
+    """Parse the JSON object of a message. Raises ProcessLost if it holds none."""
+    try:
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ProcessLost("a message holds no JSON object")
+    return fields

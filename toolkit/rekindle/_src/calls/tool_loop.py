@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import anyio
 import anyio.to_thread
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.handle import Handle, SyncStream
+from rekindle._src.calls.pictures import MARKER, is_picture, thumbnails
+from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.core import html
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import blocks, fresh
-from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.pictures import MARKER, is_picture, thumbnails
-from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.prompts import Prompt, at_index
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.own_failure import interrupted
@@ -22,8 +24,6 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
-from rekindle._src.session.call import Call
-from rekindle._src.session.prompts import Prompt, at_index
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Unpack
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.handle import Handle, SyncStream
+from rekindle._src.calls.pictures import parts_of, read_values, restored_messages, written_messages
+from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
 from rekindle._src.core import html
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.pictures import parts_of, read_values, restored_messages, written_messages
-from rekindle._src.session.tool_loop import ToolLoop, described, message_table
 from rekindle.errors import InvalidRequest
 from rekindle_kernels import private_files
 

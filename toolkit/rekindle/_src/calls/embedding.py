@@ -11,6 +11,10 @@ from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.handle import Batch, Handle
+from rekindle._src.calls.pictures import with_images
+from rekindle._src.calls.prompts import Prompt, PromptLike, parse
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
@@ -22,10 +26,6 @@ from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import Mailbox
-from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Batch, Handle
-from rekindle._src.session.pictures import with_images
-from rekindle._src.session.prompts import Prompt, PromptLike, parse
 from rekindle.errors import InvalidRequest, RekindleError
 
 T = TypeVar("T")

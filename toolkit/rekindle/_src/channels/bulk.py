@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind, exactly
+from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind, exactly
 from rekindle.errors import ProcessLost
 
 try:
