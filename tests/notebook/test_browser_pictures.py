@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import browsing, picture_models, seeing
-from helpers.browsing import printed, run
-from notebook.test_browser import SHOTS
+from helpers.browsing import SHOTS, printed, run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")

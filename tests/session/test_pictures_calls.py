@@ -217,7 +217,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "path": ({"type": "image", "image": "/etc/hostname"}, "no picture in base64"),
     "url": ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "no picture in base64"),
     "no text": ({"type": "image", "image": {"a": 1}}, "no picture in base64"),
-    "nothing": ({"type": "image"}, "without a picture"),
+    "nothing": ({"type": "image"}, "no picture in base64"),
     "no base64": ({"type": "image", "image": "data:image/png;base64,####"}, "not valid base64"),
     "no image": ({"type": "image", "image": "data:image/png;base64,QUJD"}, "restore"),
     "bomb": ({"type": "image", "image": "BOMB"}, "pixels"),
