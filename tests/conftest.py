@@ -122,6 +122,21 @@ def left_alone_by_the_collector() -> Iterator[None]:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_ = "run the tests of half of the files, drawn by the name of a change; all of them without a name"
+    parser.addoption("--half-of", metavar="CHANGE", default="", help=help_)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    change = config.getoption("--half-of")
+    if change:
+        from helpers.thorough import drawn
+
+        files = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not drawn(files[item], change)])
+        items[:] = [item for item in items if drawn(files[item], change)]
+
+
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Every async test runs on both of anyio's backends."""

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import harness
 import numpy as np
 
+from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache import PagePool
-from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.processes.codec import StepCodec
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import (

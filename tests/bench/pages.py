@@ -20,8 +20,8 @@ from fleet import measured, pace
 
 import rekindle
 from rekindle._src.bench.simulation import HEAD, SimulatedRequest, Watch, simulate
-from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.session.page_sharing import PageAddress, Puller
+from rekindle._src.channels.bulk import BulkChannel
+from rekindle._src.kvcache.sharing import PageAddress, Puller
 
 SECRET = "a secret of this benchmark"
 

@@ -29,10 +29,8 @@ import harness
 import numpy as np
 
 import rekindle
-import rekindle._src.session.cache_writer
+import rekindle._src.kvcache.writer
 from rekindle._src.core.records import StepResult
-from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.session.session import Session
 
@@ -48,7 +46,7 @@ class Kind(NamedTuple):
 
 def use(session: Session, kind: Kind) -> None:
     """From now on; each thread exchanges its own while it does nothing else."""
-    scheduler, writer, done = session._engine.scheduler, session._cache_writer, OneShot[None]()
+    scheduler, writer = session._engine.scheduler, session._cache_writer
 
     def exchange() -> None:
         scheduler.cache = scheduler._ledger.cache = kind.cache
@@ -57,8 +55,7 @@ def use(session: Session, kind: Kind) -> None:
         writer.cache, writer.tiers = kind
 
     session._host.ask(exchange)
-    writer._jobs.put((exchange_for_writer, done))
-    wait(done)
+    writer.submit(exchange_for_writer).result()
 
 
 class Steps:
@@ -87,7 +84,7 @@ def step_ms(session: Session, steps: Steps, prompts: Sequence[list[int]], new: i
 def look_ms(session: Session) -> float:
     """How long the session's loop does nothing else while cold pages are looked for once, as between steps."""
     writer, spent = session._cache_writer, 0.0
-    host: Any = writer._host
+    host: Any = writer._loop
     ask = host.ask
 
     def timed(function: Callable[[], object]) -> object:
@@ -103,9 +100,7 @@ def look_ms(session: Session) -> float:
 
     host.ask = timed
     try:
-        done = OneShot[None]()
-        writer._jobs.put((lambda: writer._keep(0, cold=1.0, visited=True), done))
-        wait(done)
+        writer.submit(lambda: writer._keep(0, cold=1.0, visited=True)).result()
     finally:
         host.ask = ask
     return 1e3 * spent
@@ -138,7 +133,7 @@ def main() -> None:
 
 
 def idle(layers: int, hidden: int, rounds: int, new: int, nodes: int) -> None:
-    rekindle._src.session.cache_writer.TICK_SECONDS = 1e6
+    rekindle._src.kvcache.writer.TICK_SECONDS = 1e6
     draw = np.random.default_rng(0)
     room = 4 * (100 + (rounds + 1) * ROWS * (new // PAGE + 8))  # what the rounds leave in the trees
     model = harness.llama(layers, hidden, vocab_size=4096, num_key_value_heads=1, max_position_embeddings=4096)

@@ -10,9 +10,9 @@ import pytest
 from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
+from rekindle._src.calls.conversation import Turn
 from rekindle._src.cli import chat
 from rekindle._src.cli.main import main
-from rekindle._src.session.conversation import Turn
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import StepFailed
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rekindle._src.calls.prompts import parse, parse_one
 from rekindle._src.core.options import MAX_N, MAX_PROMPT, MAX_SEQUENCES, MAX_STOP_CHARACTERS, MAX_STOPS, check_batch
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.session.prompts import parse, parse_one
 from rekindle.errors import InvalidRequest
 
 

@@ -20,6 +20,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", ROOT / "build" / "screenshots"))
 NAME = "views.ipynb"
 # What a notebook's address is in each application.
 APPLICATIONS = {"jupyterlab": "lab/tree", "notebook": "notebooks"}

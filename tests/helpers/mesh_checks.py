@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 import rekindle  # noqa: E402
-from helpers import adapters, checkpoints, mesh_models, tapping  # noqa: E402
+from helpers import adapters, checkpoints, mesh_models, picture_models, tapping  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
@@ -466,6 +466,37 @@ def with_adapters(folder: Path) -> None:
         assert len({*map(tuple, texts[0])}) == 3, "the adapters change little"
     with opened(case("llama"), {"data": 2}) as session, pytest.raises(rekindle.ConfigError, match="data shards"):
         session.load_adapter("a", folder / "llama0").result_sync()
+
+
+@check
+def pictures(folder: Path) -> None:
+    """Prompts with pictures, together and from the cache, on two devices, there with stored programs, and on two data
+    shards."""
+    one, two = picture_models.picture(1, 96, 64), picture_models.picture(2, 96, 64)
+    orders = [[one, two], [two, one], [one, one], None]
+    options: dict[str, Any] = {"max_tokens_per_step": 48, "max_model_len": 128, "page_size": 16, "max_requests": 4}
+    for name, meshes in (("qwen3-vl", (2, 2, DATA)), ("qwen3.5", (2,)), ("gemma3", (2, DATA))):
+        made, expected = picture_models.written(name, folder / name), list[Any]()
+        for mesh in (None, *meshes):
+            with opened(made, mesh, **options) as session:
+                for _ in range(2):
+                    marks = (
+                        "Here are two pictures for you. <image> What do you see in this picture? <image>",
+                        "no picture",
+                    )
+                    asked = [(marks[images is None], images) for images in orders]
+                    handles = [
+                        session.submit(text, images=images, max_tokens=8, logprobs=1, ignore_eos=True)
+                        for text, images in asked
+                    ]
+                    done = [handle.result_sync() for handle in handles]
+                    expected = expected or done
+                    found = difference(expected, done)
+                    print(f"pictures of {name} on {mesh}: {found:.1e}", flush=True)
+                    assert found < CLOSE, (name, mesh, found)
+                assert sum(one.usage.cached_tokens for one in done) > 0
+                session.check_integrity()
+        assert min(difference(expected[:1], expected[1:2]), difference(expected[:1], expected[2:3])) > 100 * CLOSE
 
 
 @check

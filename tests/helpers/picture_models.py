@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from helpers import checkpoints
 from helpers.towers import random_tensors
+from rekindle._src.images import Picture, processor_of_files
 from rekindle._src.models.loading.stored import text_config
 from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.text.tokenizer_limits import byte_of_character
@@ -47,8 +48,10 @@ class PictureModel:
     token: str  # in whose place rows stand
     preprocessor: Mapping[str, Any]
     processor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    module: str = ""  # of the image processor
+    module: str = ""  # of the image processor; none where that is on torchvision alone: then its inputs are made here
     inputs: Callable[[Any, Any], dict[str, Any]] = lambda outputs, places: {}  # of the image processor's outputs
+
+    generating: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # options of transformers' `generate`
 
     def id_of(self, token: str) -> int:
         return FIRST + (*ENDS, *self.special).index(token)
@@ -69,6 +72,36 @@ def _gemma4(outputs: Any, places: Any) -> dict[str, Any]:
     return {
         "pixel_values": outputs["pixel_values"], "image_position_ids": outputs["image_position_ids"],
         "mm_token_type_ids": places.int(),
+    }  # fmt: skip
+
+
+def _views(outputs: Any) -> tuple[Any, list[Any], Any]:
+    """The patches of each view in rows of one length, [V, P, D], their counts along both sides, and which are there."""
+    import torch
+
+    grids = [(view.rows, view.columns) for plan in outputs for view in plan.plan.views]
+    parts = torch.split(torch.cat([torch.from_numpy(one.floats()) for one in outputs]), [a * b for a, b in grids])
+    padded = torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True)
+    there = torch.arange(padded.shape[1]) < torch.tensor([[len(part)] for part in parts])
+    return padded, grids, there
+
+
+def _gemma4_unified(outputs: Any, places: Any) -> dict[str, Any]:
+    import torch
+
+    patches, grids, there = _views(outputs)
+    index = torch.arange(patches.shape[1])
+    xy = torch.stack([torch.stack([index % columns, index // columns], -1) for _, columns in grids])
+    xy = torch.where(there[..., None], xy, -1)
+    return {"pixel_values": patches, "image_position_ids": xy, "mm_token_type_ids": places.int()}
+
+
+def _lfm2(outputs: Any, places: Any) -> dict[str, Any]:
+    import torch
+
+    patches, grids, there = _views(outputs)
+    return {
+        "pixel_values": patches, "spatial_shapes": torch.tensor(grids), "pixel_attention_mask": there.long(),
     }  # fmt: skip
 
 
@@ -132,6 +165,7 @@ GEMMA4: dict[str, Any] = {
     "module": "gemma4",
     "inputs": _gemma4,
 }  # fmt: skip
+TILES = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
 CASES: dict[str, PictureModel] = {
     "qwen3-vl": PictureModel(
         "Qwen3VL",
@@ -195,6 +229,50 @@ CASES: dict[str, PictureModel] = {
         module="smolvlm",
         inputs=_smolvlm,
     ),
+    "gemma4-unified": PictureModel(
+        "Gemma4Unified",
+        {
+            "text_config": {**TEXT, **WINDOWS, "global_head_dim": 16},
+            "vision_config": {
+                "patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 48, "mm_posemb_size": 80,
+                "output_proj_dims": 48,
+            },
+            **GEMMA4_IDS,
+        },
+        **GEMMA4
+        | {
+            "preprocessor": GEMMA4["preprocessor"] | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+            "module": "",
+            "inputs": _gemma4_unified,
+            # In transformers 5.24 `forward` makes the masks of Gemma 3. Those of Gemma 4, in which a picture's tokens
+            # see each other in layers with a window and within it, come with this cache alone.
+            "generating": {"cache_implementation": "static"},
+        },
+    ),
+    "lfm2-vl": PictureModel(
+        "Lfm2Vl",
+        {
+            "text_config": {
+                **TEXT, "model_type": "lfm2", "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+                "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            },
+            "vision_config": {
+                "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 48,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 16, "num_patches": 64,
+                "vision_use_head": False,
+            },
+            "projector_hidden_size": 40, "image_token_id": FIRST + 5,
+        },
+        ("<|image_start|>", "<|image_end|>", "<image>", "<|img_thumbnail|>", *TILES),
+        "<image>",
+        "<image>",
+        {
+            "image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 16, "downsample_factor": 2,
+            "tile_size": 64, "min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16,
+            "max_pixels_tolerance": 1.0, "image_mean": HALF, "image_std": HALF,
+        },
+        inputs=_lfm2,
+    ),
 }  # fmt: skip
 
 
@@ -239,13 +317,18 @@ def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
 
 
 def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], count: int) -> list[int]:
-    """What transformers generates for a prompt whose pictures have their places already."""
+    """What transformers generates for a prompt whose pictures have their places already: no places of others."""
     import torch
     from PIL import Image
 
     case = CASES[name]
     ids, inputs = torch.tensor([token_ids]), {}
-    if pictures:
+    if pictures and not case.module:
+        processor = processor_of_files(case.preprocessor, case.processor, case.config)
+        inputs = case.inputs(
+            [processor.patches(Picture.of(one.copy())) for one in pictures], ids == case.id_of(case.token)
+        )
+    elif pictures:
         module = importlib.import_module(f"transformers.models.{case.module}.image_processing_pil_{case.module}")
         kind = str(case.preprocessor["image_processor_type"])
         options = {key: value for key, value in case.preprocessor.items() if key != "image_processor_type"}
@@ -254,8 +337,9 @@ def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], cou
             [images], return_tensors="pt", input_data_format="channels_last"
         )
         inputs = case.inputs(outputs, ids == case.id_of(case.token))
+    options = {"do_sample": False, "max_new_tokens": count, "suppress_tokens": [case.id_of(case.token)]}
     with torch.no_grad():
-        out = model.generate(input_ids=ids, **inputs, do_sample=False, max_new_tokens=count)
+        out = model.generate(input_ids=ids, **inputs, **options, **case.generating)
     generated: list[int] = out[0, len(token_ids) :].tolist()
     return generated
 
@@ -264,9 +348,9 @@ MODEL_TYPES = {"qwen3-vl": "qwen3_vl", "qwen3.5": "qwen3_5", "gemma3": "gemma3"}
 TEXT_TYPES = {"qwen3-vl": "qwen3_vl_text", "qwen3.5": "qwen3_5_text", "gemma3": "gemma3_text"}
 
 
-def written(name: str, folder: Path, seed: int = 0) -> Path:
-    """A model's folder with random weights, made without transformers."""
-    case = CASES[name]
+def written(name: str, folder: Path, seed: int = 0, case: PictureModel | None = None) -> Path:
+    """A model's folder with random weights, made without transformers. `case` is another model of this family."""
+    case = case or CASES[name]
     raw = {"model_type": MODEL_TYPES[name], **case.config}
     text = {"model_type": TEXT_TYPES[name], "rms_norm_eps": 1e-6, "tie_word_embeddings": False, **raw["text_config"]}
     raw["text_config"] = text

@@ -71,6 +71,11 @@ def session_with(tokenizer: Tokenizer, config: EngineConfig = CONFIG, **options:
         tokenizer=tokenizer, detokenizer=real_detokenizer(tokenizer), vocab_size=tokenizer.vocab_size,
         characters_per_token=lambda: tokenizer.characters_per_token,
     )  # fmt: skip
+    return session_of(front)
+
+
+def session_of(front: Front) -> Session:
+    """A session over these parts."""
     host = Host(lambda: front)
     host.start()
     return Session.attached(host, wait(host.opened))
@@ -91,8 +96,15 @@ def fake_front(config: EngineConfig = CONFIG, **options: Any) -> Front:
 @contextmanager
 def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
     """A session that has to be whole again afterwards: no live request, every page back, no thread left."""
+    with checked(lambda: fake_session(config, **options)) as session:
+        yield session
+
+
+@contextmanager
+def checked(make: Callable[[], Session]) -> Iterator[Session]:
+    """A session that has to be whole again afterwards."""
     before = threads()
-    session = fake_session(config, **options)
+    session = make()
     try:
         yield session
         wait_until_idle(session)

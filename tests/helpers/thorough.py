@@ -1,8 +1,9 @@
-"""Cases that only CI runs."""
+"""Cases that only CI runs, and the half of them that it runs at one change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -19,6 +20,11 @@ def by_default(cases: Iterable[Any], chosen: int | Callable[[Any], bool] = 1) ->
         else:
             result.append(pytest.param(*(case if type(case) is tuple else (case,)), marks=marks))
     return result
+
+
+def drawn(file: str, change: str) -> bool:
+    """True if a file's tests are of the half that is run at a change. Each change draws its own half."""
+    return bool(sha256(f"{change} {file}".encode()).digest()[0] & 1)
 
 
 trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "trio"]))

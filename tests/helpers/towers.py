@@ -115,7 +115,7 @@ class SmallEncoder:
 
     def batch(self, pictures: Sequence[ImagePatches], bucket: int | None = None) -> PatchBatch:
         total = sum(picture.grid.patches for picture in pictures)
-        return pack_images(pictures, self.config, bucket or total)
+        return pack_images(pictures, self.config).cut(0, bucket or total)
 
     def __call__(
         self, pictures: Sequence[ImagePatches], bucket: int | None = None

@@ -109,6 +109,16 @@ def test_a_run_in_the_body_of_a_loop_becomes_one_call() -> None:
     ]
 
 
+def test_a_loop_without_native_calls_is_not_traced_again() -> None:
+    def body(index: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(index > 1, x * 2, x)
+
+    looped = lambda x: jax.lax.fori_loop(0, jnp.int32(3), body, x)  # noqa: E731
+    (loop,) = [eqn for eqn in jax.make_jaxpr(looped)(jnp.ones(4)).eqns if eqn.primitive.name == "while"]
+    assert chain._with_joined_body(loop) is loop
+    assert jax.jit(chain.chained(looped))(jnp.ones(4)).tolist() == [2.0] * 4
+
+
 @needs_numba
 def test_a_single_call_stays_one() -> None:
     assert calls(chain.chained(products.multiply), rows(), matrix()) == ["matvec_float32"]

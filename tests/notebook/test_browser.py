@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 
 from helpers import browsing
-from helpers.browsing import cell, printed, run
+from helpers.browsing import SHOTS, cell, printed, run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")
 
-SHOTS = Path(os.environ.get("REKINDLE_SCREENSHOTS", browsing.ROOT / "build" / "screenshots"))
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELLS = (
     'import rekindle\nsession = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64)\n'

@@ -11,7 +11,7 @@ import pytest
 import rekindle
 from helpers.sessions import opened
 from rekindle._src.notebook import live
-from rekindle._src.notebook.live import Panel, button, field
+from rekindle._src.notebook.live import Panel, button, field, file
 
 SCRIPT = live._SCRIPT
 CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
@@ -40,7 +40,7 @@ def test_script_and_style_are_installed_with_the_package() -> None:
 def test_every_control_has_a_name_the_script_knows() -> None:
     used = set(re.findall(r"function \w+\(\{ ([^}]+) \}\)", CODE))
     known = {name.strip() for names in used for name in names.split(",")}
-    for control in (button("a", "A", title="x"), field("b", "B")):
+    for control in (button("a", "A", title="x"), field("b", "B"), file("c", "C", kinds="image/*")):
         assert set(control) - {"kind"} <= known
 
 

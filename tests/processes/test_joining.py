@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.processes import greeting, joining
-from rekindle._src.processes.greeting import ProcessPlace
+from rekindle._src.channels import greeting
+from rekindle._src.channels.greeting import ProcessPlace
+from rekindle._src.processes import joining
 from rekindle._src.processes.team import Team
 from rekindle.errors import ConfigError, ProcessLost
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from rekindle._src.channels.channel import MessageKind
 from rekindle._src.kvcache.digest import page_digest
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec, Page
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
-from rekindle._src.processes.channel import MessageKind
 from rekindle._src.processes.replay import KeptPages
 from rekindle.errors import ProcessLost
 

@@ -15,12 +15,12 @@ import pytest
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier, extended
 from helpers.guides import RuleGuide
+from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import PageCopy, PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
-from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.processes.replay import LoadedWeights, Replay
 from rekindle._src.processes.team import Team
 from rekindle._src.programs.programs import Programs

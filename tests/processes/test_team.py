@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from helpers.driving import tiny_config
-from rekindle._src.processes.channel import Channel, ChannelKeys, MessageKind
+from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind, as_json
 from rekindle._src.processes.codec import DONE, checksum
-from rekindle._src.processes.greeting import ProcessReport, as_json, encoded, facts
+from rekindle._src.processes.facts import ProcessReport, encoded, facts
 from rekindle._src.processes.team import Team
 from rekindle.errors import CheckpointError, ProcessLost, ProcessRefused
 

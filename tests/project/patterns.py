@@ -75,6 +75,15 @@ PATTERNS: dict[str, dict[str, Text]] = {
         r"dot_general| (ragged-)?dot\(": US("a program as XLA prints it", "a line"),
     },
     "toolkit/rekindle/_src/bench/limits.py": {r"layers\.(\d+)\.": US("a parameter's path", "a path")},
+    "toolkit/rekindle/_src/calls/tool_functions.py": {
+        "_NAME": STRANGER("a tool's name", "64 characters"),
+        "_SECTION": USER("a function's docstring", "a line"),
+        "_OTHER": USER("a function's docstring", "a line"),
+        "_ENTRY": USER("a function's docstring", "a line"),
+        "_FIELD": USER("a function's docstring", "a line"),
+        "_NUMPY": USER("a function's docstring", "a line"),
+        r"-{3,}\s*": USER("a function's docstring", "a line"),
+    },
     "toolkit/rekindle/_src/cli/chat.py": {"COMMAND": USER("what is typed", "a message")},
     "toolkit/rekindle/_src/cli/report.py": {
         "_TOKEN": STRANGER("a check's text, with an error of a library's", "512 characters from where it begins"),
@@ -101,11 +110,11 @@ PATTERNS: dict[str, dict[str, Text]] = {
         r"int4|(int[68]|fp4|iq4)-\d": US("the name of a packing", "a name"),
         r"(int|fp|iq)([468])(?:-(\d+))?(-min)?(-f32|-k)?": US("the name of a packing", "a name"),
     },
+    "toolkit/rekindle/_src/models/registry.py": {"[^a-z0-9]": STRANGER("a config's model_type", "MAX_CONFIG")},
     "toolkit/rekindle/_src/models/vision/mmproj.py": {"_NUMBER": US("a parameter's name", "a name")},
     "toolkit/rekindle/_src/models/vision/weights.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored_of_towers),
     },
-    "toolkit/rekindle/_src/models/registry.py": {"[^a-z0-9]": STRANGER("a config's model_type", "MAX_CONFIG")},
     "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/notebook/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
     "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
@@ -123,15 +132,6 @@ PATTERNS: dict[str, dict[str, Text]] = {
         "_HOST": STRANGER("a Host header", "MOST_HEADER_BYTES"),
         "_ORIGIN": STRANGER("an Origin header", "MOST_HEADER_BYTES"),
         r"\*|(\*\.)?[^][:/@\s*]{1,253}": USER("an allowed host", "253 characters"),
-    },
-    "toolkit/rekindle/_src/session/tool_functions.py": {
-        "_NAME": STRANGER("a tool's name", "64 characters"),
-        "_SECTION": USER("a function's docstring", "a line"),
-        "_OTHER": USER("a function's docstring", "a line"),
-        "_ENTRY": USER("a function's docstring", "a line"),
-        "_FIELD": USER("a function's docstring", "a line"),
-        "_NUMPY": USER("a function's docstring", "a line"),
-        r"-{3,}\s*": USER("a function's docstring", "a line"),
     },
     "toolkit/rekindle/_src/structured/compilers.py": {
         "(_LARK, _GBNF)": STRANGER("a grammar", "MAX_STRUCTURE"),
@@ -182,6 +182,18 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
+    "toolkit/rekindle/_src/calls/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
+    "toolkit/rekindle/_src/calls/rows.py": {
+        "difflib.get_close_matches": STRANGER(
+            "names of columns", "the template's name; difflib passes over those of another length"
+        ),
+    },
+    "toolkit/rekindle/_src/calls/tool_functions.py": {
+        "inspect.getdoc": USER("a function's docstring", "a docstring"),
+        "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
+    },
+    "toolkit/rekindle/_src/channels/bulk.py": {"ipaddress.ip_address": US("an end of a connection", "an address")},
+    "toolkit/rekindle/_src/channels/channel.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/cli/cache.py": {
         "json.loads": US("descriptions in the cache folder", "a file"),
         "difflib.get_close_matches": USER("a model's name that is typed", "a name"),
@@ -213,6 +225,7 @@ CALLS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/core/taps.py": {"json.loads": US("the header of captures", "HEADER")},
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
+    "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
     "toolkit/rekindle/_src/models/loading/hub.py": {
         "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
@@ -223,19 +236,18 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
     "toolkit/rekindle/_src/notebook/chat.py": {"json.loads": US("a kept conversation", "a file")},
-    "toolkit/rekindle/_src/processes/bulk.py": {"ipaddress.ip_address": US("an end of a connection", "an address")},
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
-    "toolkit/rekindle/_src/processes/greeting.py": {"json.loads": STRANGER("a greeting, signed", "a message")},
+    "toolkit/rekindle/_src/processes/facts.py": {"json.loads": US("the facts of this process", "a line")},
     "toolkit/rekindle/_src/programs/store.py": {"json.loads": US("the description of a program", "a file")},
     "toolkit/rekindle/_src/replicas/replica.py": {"pickle.loads": US("an error that was pickled there", "an error")},
     "toolkit/rekindle/_src/replicas/wire.py": {"json.loads": US("a request on its way to a replica", "max_prompt")},
     "toolkit/rekindle/_src/serve/anthropic.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
     "toolkit/rekindle/_src/serve/batch.py": {"json.loads": US("an answer of ours", "an answer")},
     "toolkit/rekindle/_src/serve/bodies.py": {"json.loads": STRANGER("a body", "check_values")},
-    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text in a body", "check_values")},
     "toolkit/rekindle/_src/serve/fetching.py": {
         "ipaddress.ip_address": STRANGER("a resolver's answer", "a DNS message")
     },
+    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text in a body", "check_values")},
     "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
     "toolkit/rekindle/_src/serve/listening.py": {
         "ipaddress.ip_address": US("an end of a connection", "an address"),
@@ -247,18 +259,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_network": US("networks", "a constant"),
         "ipaddress.IPv6Network": US("a network", "a constant"),
     },
-    "toolkit/rekindle/_src/session/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
-    "toolkit/rekindle/_src/session/page_sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
-    "toolkit/rekindle/_src/session/rows.py": {
-        "difflib.get_close_matches": STRANGER(
-            "names of columns", "the template's name; difflib passes over those of another length"
-        ),
-    },
-    "toolkit/rekindle/_src/session/tool_functions.py": {
-        "inspect.getdoc": USER("a function's docstring", "a docstring"),
-        "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
-    },
-    "toolkit/rekindle/_src/session/session.py": {
+    "toolkit/rekindle/_src/session/views.py": {
         "difflib.get_close_matches": USER("an attribute that is typed", "a name; those compared with it are ours"),
     },
     "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},

@@ -26,6 +26,8 @@ from helpers.replies import EXAMPLES, THINK, TOOLS
 from helpers.thorough import by_default
 from project.patterns import PATTERNS
 from project.test_patterns import Pattern, patterns
+from rekindle._src.calls.rows import RowPrompts
+from rekindle._src.calls.tool_functions import read_docstring, tools_of
 from rekindle._src.cli.chat import COMMAND
 from rekindle._src.core.json_lines import JsonLines
 from rekindle._src.models.loading import stored, tensor_files
@@ -33,8 +35,6 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.notebook import bubbles
 from rekindle._src.serve import anthropic, bodies, completions, errors, info, life, openai_fields, responses
 from rekindle._src.serve.errors import ApiError
-from rekindle._src.session.rows import RowPrompts
-from rekindle._src.session.tool_functions import read_docstring, tools_of
 from rekindle._src.structured import compilers, endings, spec
 from rekindle._src.text import Detokenizer, template_code, tokenizer, tokenizer_limits
 from rekindle._src.text.chat import ChatTemplate

@@ -8,7 +8,8 @@ import re
 from project.import_graph import FOLDERS, PACKAGES, ROOT, circles, edges, folder_of, graph_of, modules
 
 HOST = tuple(
-    f"rekindle._src.{folder}" for folder in ("core", "dispatch", "session", "notebook", "serve", "replicas", "cli")
+    f"rekindle._src.{folder}"
+    for folder in ("core", "dispatch", "notebook", "serve", "calls", "evaluation", "session", "replicas", "cli")
 )
 
 

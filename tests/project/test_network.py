@@ -28,7 +28,7 @@ def places(pattern: re.Pattern[str]) -> set[str]:
 def test_ports_are_opened_by_what_is_asked_for_only() -> None:
     assert places(_LISTENS) == {
         "serve/listening.py",  # session.serve(), rekindle serve
-        "session/page_sharing.py",  # session.cache.share()
+        "kvcache/sharing.py",  # session.cache.share()
         "processes/joining.py",  # open(processes=…)
         "replicas/on_ray.py",  # rekindle.fleet
     }
@@ -37,7 +37,7 @@ def test_ports_are_opened_by_what_is_asked_for_only() -> None:
 def test_nothing_else_uses_the_network() -> None:
     assert places(_CONNECTS) == {
         "models/loading/hub.py",  # a hub id
-        "session/page_sharing.py",  # session.cache.pull()
+        "kvcache/sharing.py",  # session.cache.pull()
         "processes/joining.py",  # open(processes=…), rekindle follow
         "replicas/on_ray.py",  # rekindle.fleet
         "core/shared_cache.py",  # an object store

@@ -17,9 +17,12 @@ import pytest
 from _pytest.mark import KeywordMatcher, MarkMatcher
 from _pytest.mark.expression import Expression
 
+from helpers.thorough import drawn
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/run"
-# Of these each case is run; of slow tests, many of which have dozens of cases, one case of each function.
+# Of these each case is run, thorough ones and those of accelerators at every second change or so; of slow tests, many
+# of which have dozens of cases, one case of each function.
 ALL_CASES = ("thorough", "browser", "accelerator")
 # Those that slow.yml alone runs, on Saturdays: variants of what the sections run, some of which take minutes. The list
 # only gets shorter.
@@ -211,6 +214,24 @@ def collected() -> dict[str, list[str]]:
     found = [*commands(SCRIPT.read_text(), options[options.index("-m") + 1])]
     files = {item.nodeid.split("::")[0] for item in plugin.items}
     return {"files": sorted(files), "missing": unselected(plugin.items, found)}
+
+
+def test_each_change_draws_half_of_the_files_and_no_file_is_never_drawn() -> None:
+    files = [f"tests/core/test_{number}.py" for number in range(200)]
+    changes = [f"{number:040x}" for number in range(32)]
+    halves = [{file for file in files if drawn(file, change)} for change in changes]
+    assert all(60 < len(half) < 140 for half in halves)
+    assert set().union(*halves[:16]) == {*files} and not set.intersection(*halves[:16])
+    assert SCRIPT.read_text().count('--half-of="$change" -m') == 3, "thorough tests in two sections, and accelerators"
+
+
+@pytest.mark.thorough
+def test_a_half_is_run() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "", "--half-of=a change", "tests/images"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    found = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/images/")}
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/images").glob("test_*.py")}
+    assert found == {file for file in files if drawn(file, "a change")} and found < files
 
 
 @pytest.mark.thorough

@@ -57,6 +57,20 @@ def test_text_that_repeats_itself_is_taken_to_go_on() -> None:
     assert proposed(lookup_of([9, 1, 2, 3, 1, 2, 3, 1, 2]), 0, 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
+def test_pictures_are_neither_looked_up_nor_proposed() -> None:
+    """All pictures have the same tokens, which stand as -1 here."""
+    assert proposed(lookup_of([1, 2, 3, -1, -1, -1, -1, 9, 7, 1, 2, 3]), 0, 5) is None
+    assert proposed(lookup_of([1, 2, 3, 4, 5, -1, -1, -1, -1, 9, 1, 2, 3]), 0, 5) == [4, 5]
+    assert proposed(lookup_of([-1, -1, -1, -1]), 0, 5) is None
+    lookup = lookup_of([-1, -1, 5, 6, 8, 8, 8, -1, -1])
+    for token in (5, 6):
+        lookup.push(token)
+        assert proposed(lookup, 0, 5) is None, "what came after one picture does not come after another"
+    lookup.push(8)
+    lookup.push(8)
+    assert proposed(lookup, 0, 1) == [8], "as after 6 8 8 of the text alone"
+
+
 def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
     lookup = lookup_of([1, 2, 3, 4, 5, 6, 9, 4, 5, 6, 8, 1, 2, 3])
     for token in (4, 5, 6):

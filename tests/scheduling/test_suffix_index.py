@@ -126,6 +126,28 @@ def test_how_far_a_text_is_the_same_counts() -> None:
     assert deep.length == DEPTH - SIZE, "no more are compared"
 
 
+def test_pictures_are_neither_looked_up_nor_proposed() -> None:
+    """All pictures have the same tokens, which stand as -1 here; pages with one are named by numbers below that."""
+    index, names = SuffixIndex(), [-70_000, -3, -900]
+    index.end(index.begin(None, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54])))
+    index.end(index.begin(None, ids([11, 12, 13, 14, *names, 21, 22, 23, 24])))
+    for prompt, token, expected in (
+        ([1, 2], 3, [4]),
+        ([-1, -1], 50, None),
+        ([-1, -1, -1], 50, None),
+        ([-1, 50, 51], 52, [53, 54]),
+        ([11, 12], 13, [14]),
+        ([12, 13], 14, None),
+        ([*names[1:]], 21, None),
+    ):
+        lookup = PastLookup(RepeatChances(), index, index.begin(None, ids([900, *prompt])))
+        lookup.push(token)
+        proposal = lookup.propose(0, 5)
+        assert (None if proposal is None else list(proposal.tokens)) == expected, prompt
+    again = index.begin(None, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54] * 4), known=48)
+    assert len(again.tokens) == 48 and again.place > 0
+
+
 def test_no_text_is_seen_from_another_root() -> None:
     index = SuffixIndex()
     secret = list(range(50, 90))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helpers.sessions import byte_tokenizer
@@ -48,3 +48,8 @@ def sent(exchange: Any) -> list[Any]:
     """The data of the events that went over it."""
     data = b"".join(message.get("body", b"") for message in exchange.messages).decode()
     return [json.loads(line[6:]) for line in data.split("\n") if line.startswith("data: ")]
+
+
+def no_pictures(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Reads the pictures of messages that have none."""
+    raise AssertionError(f"{path} is no picture")

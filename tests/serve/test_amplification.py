@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
+from rekindle._src.calls.handle import Handle
 from rekindle._src.serve import responses
 from rekindle._src.serve.chat import tool_options
 from rekindle._src.serve.errors import abbreviated
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Life
 from rekindle._src.serve.responses import messages_of
-from rekindle._src.session.handle import Handle
+from serve.replies import no_pictures
 
 pytestmark = pytest.mark.anyio
 MOST_REFERENCES = 9_999
@@ -62,7 +63,7 @@ def test_many_parts_of_one_message_are_joined_once() -> None:
         times = []
         for _ in range(3):
             began = time.process_time()
-            (message,) = messages_of({"input": items})
+            (message,) = messages_of({"input": items}, no_pictures)
             times.append(time.process_time() - began)
         assert len(message["content"]) == 4_001 * count - 1
         return min(times)
@@ -72,12 +73,14 @@ def test_many_parts_of_one_message_are_joined_once() -> None:
 
 def test_texts_of_one_message_are_lines_and_empty_ones_before_them_are_none() -> None:
     def joined(*texts: str) -> str:
-        (message,) = messages_of({"input": [{"role": "assistant", "content": text} for text in texts]})
+        (message,) = messages_of({"input": [{"role": "assistant", "content": text} for text in texts]}, no_pictures)
         return str(message["content"])
 
     assert joined("") == "" and joined("", "", "a") == "a"
     assert joined("a", "", "b", "") == "a\n\nb\n"
-    (message,) = messages_of({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]})
+    (message,) = messages_of(
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, no_pictures
+    )
     assert message["content"] == "" and len(message["tool_calls"]) == 1
 
 

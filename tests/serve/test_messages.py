@@ -12,7 +12,7 @@ from rekindle import Session
 from rekindle._src.core.records import TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
 from rekindle.serve import app as make_app
-from serve.replies import completion, exchange_for, sent
+from serve.replies import completion, exchange_for, no_pictures, sent
 
 pytestmark = pytest.mark.anyio
 RENDERED = "<system>Be brief\n<user>Hello\n<assistant>"
@@ -83,7 +83,8 @@ async def test_results_of_tools_come_before_what_the_user_says() -> None:
                 {"role": "user", "content": [{"type": "text", "text": "And?"}, result]},
                 {"role": "user", "content": [{**result, "is_error": True}]},
             ]
-        }
+        },
+        no_pictures,
     )
     assert [one["role"] for one in found] == ["assistant", "tool", "user", "tool"]
     assert found[0]["reasoning_content"] == "Hm" and found[0]["tool_calls"][0]["function"]["arguments"] == {"at": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
 from rekindle import Session
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
 from rekindle._src.serve import pictures as serve_pictures
@@ -39,8 +40,9 @@ TEMPLATE = (
 class ReadPicture:
     """A picture as the session has it: its pixels' digest."""
 
-    def __init__(self, source: Any) -> None:
-        self.digest = bytes.fromhex(source.decode().digest)
+    def __init__(self, source: Any, *, decodes: bool) -> None:
+        self.digest = bytes.fromhex(source.decode().digest) if decodes else b""
+        self.source = source
 
 
 class Pictures:
@@ -49,11 +51,13 @@ class Pictures:
     marker, whole, token = "{PICTURE}", False, TOKEN
 
     def __init__(self) -> None:
+        self.decodes = True
         self.digests: list[bytes] = []
         self.texts: list[str] = []
 
     def read(self, values: Sequence[Any], field: str = "images") -> tuple[ReadPicture, ...]:
-        read = tuple(map(ReadPicture, open_pictures(values, field=field)))
+        values = [one.source if isinstance(one, ReadPicture) else one for one in values]
+        read = tuple(ReadPicture(one, decodes=self.decodes) for one in open_pictures(values, field=field))
         self.digests += [one.digest for one in read]
         return read
 
@@ -68,8 +72,11 @@ class Pictures:
     def known(self, picture: Any) -> bool:
         return True
 
-    async def encoded(self, picture: Any) -> Any:
-        return np.zeros((1, 3, 8), np.float32)
+    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> Any:
+        return EncodedRows(np.zeros((1, 3, 8), np.float32), RowsOrigin.ENCODER)
+
+    def statistics(self) -> PictureStatistics:
+        return PictureStatistics(0, 0, 0, 0, 0)
 
     def use(self, token_ids: Any, runs: Any, pictures: Any) -> Any:
         return None, 0
@@ -260,10 +267,10 @@ async def test_bounds_on_bodies_and_pictures_are_told_apart(session: Session, mo
     assert four.status == 400 and four.error["param"] == "messages[0].content[3].type"
 
 
-def _wide() -> bytes:
+def _wide(height: int = 4_097) -> bytes:
     """A PNG that says it has 8,192 × 4,097 pixels, and has none."""
     data = bytearray(png())
-    data[16:24] = (8_192).to_bytes(4, "big") + (4_097).to_bytes(4, "big")
+    data[16:24] = (8_192).to_bytes(4, "big") + height.to_bytes(4, "big")
     return bytes(data)
 
 
@@ -281,13 +288,34 @@ async def test_a_large_picture_does_not_count_as_waiting_text(session: Session) 
         life.queued_tokens -= 10
 
 
-async def test_tokens_of_pictures_are_not_counted_wrongly(session: Session) -> None:
-    app = make_app(session)
-    for path, body in (
-        ("/tokenize", {"messages": user(chat_part(uri(png())))}),
-        ("/v1/messages/count_tokens", {"messages": body_of("/v1/messages", uri(png()))["messages"]}),
-    ):
-        done = await post(app, path, body)
+async def test_tokens_of_pictures_are_counted_by_their_headers(session: Session, pictures: Pictures) -> None:
+    """A file without its pixels is enough: nothing is decoded, and nothing encoded."""
+    app, header = make_app(session, allow_urls=True), _wide(4_096)
+    pictures.decodes = False
+    for path in ("/tokenize", "/v1/messages/count_tokens"):
+        parts = [body_of("/v1/messages" if "count" in path else "/v1/chat/completions", uri(header), "What?")]
+        messages = parts[0]["messages"]
+        messages[0]["content"].append(messages[0]["content"][0])
+        done = await post(app, path, {"messages": messages})
+        assert done.status == 200, done.body
+        rendered = f"<user>{MARK}What?{MARK}|<assistant>"
+        count = done.json()["input_tokens" if "count" in path else "count"]
+        assert count == len(rendered) + 2 * 2, "three tokens in each place"
+        if "count" not in path:
+            expected = rendered.replace(MARK, MARK * 3).encode()
+            assert done.json()["tokens"] == [*expected]
+        wrong = body_of("/v1/messages" if "count" in path else "/v1/chat/completions", uri(_wide()))
+        refused = await post(app, path, {"messages": wrong["messages"]})
+        assert refused.status == 400 and "pixels; at most" in refused.error["message"]
+    async with website({"/a.png": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(header), header)}) as site:
+        app.state.rekindle.fetcher = Fetcher(rules(site))
+        for path, form in (("/tokenize", "/v1/chat/completions"), ("/v1/messages/count_tokens", "/v1/messages")):
+            done = await post(app, path, {"messages": body_of(form, site.url("/a.png"))["messages"]})
+            assert done.status == 200, done.body
+    special = {"messages": user(chat_part(uri(header))), "add_special_tokens": True}
+    assert (await post(app, "/tokenize", special)).error["param"] == "add_special_tokens"
+    for text_session in checked(seeing_session(None)):
+        done = await post(make_app(text_session), "/tokenize", {"messages": user(chat_part(uri(header)))})
         assert done.status == 400 and "messages[0].content[0].type" in done.error["message"]
 
 

@@ -13,7 +13,7 @@ from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArgum
 from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import KeptItems
 from rekindle.serve import app as rekindle_app
-from serve.replies import completion, exchange_for, sent
+from serve.replies import completion, exchange_for, no_pictures, sent
 
 pytestmark = pytest.mark.anyio
 LOGPROBS = ["message.output_text.logprobs"]
@@ -62,7 +62,7 @@ async def test_conversations_become_messages(app: Any) -> None:
     ]
     from rekindle._src.serve.responses import messages_of
 
-    found = messages_of({"input": items})
+    found = messages_of({"input": items}, no_pictures)
     assert [one["role"] for one in found] == ["user", "assistant", "tool", "developer"]
     assert found[1]["reasoning_content"] == "I look" and found[1]["tool_calls"][0]["id"] == "c1"
     assert (await post(app, "/v1/responses", body(input=items))).status == 200

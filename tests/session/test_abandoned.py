@@ -10,8 +10,8 @@ import pytest
 
 from helpers.sessions import eventually, opened, wait_until_idle
 from rekindle import EngineConfig, Sampling, Session
+from rekindle._src.calls.handle import Handle
 from rekindle._src.core.records import Status
-from rekindle._src.session.handle import Handle
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 
 anyio_test = pytest.mark.anyio

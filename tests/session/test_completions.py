@@ -11,7 +11,7 @@ import pytest
 
 from helpers.sessions import opened
 from rekindle import Session
-from rekindle._src.session.handle import Completions
+from rekindle._src.calls.handle import Completions
 
 EVIL = "<script>alert('x')</script>"
 

@@ -15,10 +15,10 @@ import pytest
 
 from helpers.sessions import fake_session, opened
 from rekindle import Sampling
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.prompts import Prompt
 from rekindle._src.core.records import TextDelta
 from rekindle._src.dispatch.threads import DeviceThread
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.prompts import Prompt
 
 DELTAS, RATE = 400, 1000
 

@@ -16,9 +16,9 @@ from helpers.faults import full_disk
 from helpers.sessions import eventually
 from helpers.tiered import ask, opened
 from rekindle._src.dispatch import engine
+from rekindle._src.kvcache import writer as cache_writer
 from rekindle._src.kvcache.tiers import tiers
 from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle._src.session import cache_writer
 from rekindle.errors import StoreError
 from rekindle_kernels.private_files import tell_once
 

@@ -14,8 +14,8 @@ from helpers.scheduling import NoReserve
 from helpers.sessions import CONFIG, opened, wait_until_idle
 from helpers.thorough import by_default
 from rekindle import Session
+from rekindle._src.calls.embedding import EmbeddingProgress
 from rekindle._src.dispatch.threads import Mailbox
-from rekindle._src.session.embedding import EmbeddingProgress
 from rekindle.errors import InvalidRequest, RequestAborted, StepFailed
 
 

@@ -14,10 +14,10 @@ from helpers.python import run_python
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from rekindle._src.execution.runner import Runner
+from rekindle._src.kvcache import writer as cache_writer
 from rekindle._src.kvcache.tiers import restoring
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs.programs import Programs
-from rekindle._src.session import cache_writer
 
 SCRIPT = """
 import json, sys, time

@@ -150,7 +150,7 @@ def test_leaving_while_pages_are_saved_waits_for_them() -> None:
         """
         import sys, threading, time
         import rekindle
-        from rekindle._src.session.cache_writer import CacheWriter
+        from rekindle._src.kvcache.writer import CacheWriter
         saving, keep = threading.Event(), CacheWriter._keep
         def slow(writer, *arguments, **options):
             saving.set()

@@ -113,9 +113,9 @@ def test_a_mesh_is_captured_too() -> None:
 NOT_NEEDED = """
 flax orbax statistics
 rekindle._src.models.hf_config rekindle._src.models.loading.gguf.header rekindle._src.models.loading.named_tensors
-rekindle._src.models.loading.quantized rekindle._src.processes.greeting
-rekindle._src.session.chat_prompt rekindle._src.session.conversation rekindle._src.session.stats
-rekindle._src.session.tool_functions rekindle._src.structured.spec rekindle._src.structured.token_rules
+rekindle._src.models.loading.quantized rekindle._src.channels.greeting rekindle._src.processes.facts
+rekindle._src.calls.chat_prompt rekindle._src.calls.conversation rekindle._src.session.stats
+rekindle._src.calls.tool_functions rekindle._src.structured.spec rekindle._src.structured.token_rules
 rekindle._src.text.gguf.reading rekindle._src.text.replies
 """
 

@@ -14,13 +14,13 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from rekindle import Session
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.prompts import parse_one
 from rekindle._src.core.pictures import UNNAMED, PictureSpan, PictureUse, page_words
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.config import PictureSpec
 from rekindle._src.models.plain import PlainAttention
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.prompts import parse_one
 
 anyio_test = pytest.mark.anyio
 CONTEXT, PAGE, LEVELS = 64, 8, 2

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import rekindle
 from helpers import picture_models as small
-from rekindle import Session
-from rekindle.errors import InvalidRequest
+from rekindle import Capture, Session
+from rekindle.errors import InvalidRequest, PromptTooLong
 
 pillow = pytest.importorskip("PIL.Image")
 anyio_test = pytest.mark.anyio
@@ -103,16 +105,67 @@ async def test_rows_are_kept_on_disk(folder: Path, tmp_path: Path) -> None:
         assert again.token_ids == first.token_ids and encoded(session) == 0
 
 
+@contextlib.contextmanager
+def compilations_counted() -> Iterator[list[str]]:
+    """The compilations of this process, by JAX's own count."""
+    events = list[str]()
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.thorough
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @anyio_test
-async def test_no_program_is_made_for_a_size_that_came_before(session: Session) -> None:
-    pictures: Any = session._front.pictures
-    for seed, (width, height) in enumerate(((128, 128), (128, 192), (256, 128), (256, 192), (256, 256))):
-        await session.generate("what?", images=small.picture(seed, width, height), **GREEDY)
-    programs, steps = pictures.compilations, session.stats().compilations
-    for seed, (width, height) in enumerate(((65, 33), (40, 90), (200, 190), (1, 1), (9, 130), (131, 77)), start=9):
-        await session.generate("what?", images=small.picture(seed, width, height), **GREEDY)
-    assert (pictures.compilations, session.stats().compilations) == (programs, steps)
+async def test_nothing_is_compiled_over_fifty_pictures_of_different_sizes(folder: Path, tmp_path: Path) -> None:
+    """After opening, and after a restart, when opening compiles nothing either."""
+    options = OPTIONS | {"cache_dir": str(tmp_path), "precompile": "all", "disk_memory": 0}
+    sizes = [(1, 1), (9, 130), *(((37 * seed) % 290 + 1, (53 * seed) % 270 + 1) for seed in range(2, 50))]
+    assert len({*sizes}) == 50
+    for restarted in (False, True):
+        with compilations_counted() as opening:
+            session = await rekindle.open(folder, **options)
+        async with session:
+            start = session.stats()
+            assert start.pictures is not None
+            assert (start.compilations, start.pictures.encoder_compilations) == (0, 0) or not restarted
+            assert bool(opening) != restarted
+            with compilations_counted() as serving:
+                for seed, (width, height) in enumerate(sizes):
+                    pixels = small.picture(seed, width, height)
+                    await session.generate("what?", images=pixels, max_tokens=2, temperature=0)
+            end = session.stats()
+            assert end.pictures is not None and end.pictures.pictures_encoded == 50
+            assert end.compilations == start.compilations and not serving
+            assert end.pictures.encoder_compilations == start.pictures.encoder_compilations == 8 * (not restarted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@anyio_test
+async def test_the_encoder_gives_its_memory_back_while_the_session_sleeps(session: Session) -> None:
+    def bytes_of_encoder() -> int:
+        figures = session.stats().pictures
+        assert figures is not None
+        return figures.encoder_bytes
+
+    assert bytes_of_encoder() == 0 and session.stats().as_dict()["encoder_bytes"] == 0
+    first = await session.generate("what?", images=small.picture(1, 96, 64), **GREEDY)
+    weights = bytes_of_encoder()
+    model = sum(leaf.nbytes for leaf in session._engine.device.model.leaves)
+    assert weights > 0 and (await session.sleep(weights="drop")).weights_bytes == model + weights
+    assert bytes_of_encoder() == 0
+    waiting = session.submit("what?", images=small.picture(2, 96, 64), **GREEDY)
+    await session.wake()
+    assert (await waiting).token_ids and bytes_of_encoder() == weights
+    assert (await session.generate("what?", images=small.picture(1, 96, 64), **GREEDY)).token_ids == first.token_ids
 
 
 @anyio_test
@@ -129,6 +182,10 @@ async def test_what_is_wrong_is_refused_by_name(session: Session) -> None:
     for prompt, images, problem in wrong:
         with pytest.raises(InvalidRequest, match=problem):
             await session.generate(prompt, images=images, **GREEDY)
+    whole = small.picture(1, 256, 256)  # 64 tokens
+    with pytest.raises(PromptTooLong, match="max_model_len, which is 256"):
+        await session.generate("a", images=[whole] * 4, **GREEDY)
+    assert encoded(session) == 0
     with pytest.raises(InvalidRequest, match="2 prompts"):
         session.generate(["a", "b"], images=[pixels], **GREEDY)
     with pytest.raises(InvalidRequest, match="places"):
@@ -158,3 +215,36 @@ async def test_forks_go_on_after_the_same_pictures(session: Session) -> None:
     for source in (done, handle):
         assert (await session.fork(source, at=2)).token_ids == done.token_ids[2:]
     assert [picture.decode(b"").width for picture in done.images] == [96]
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_captures_the_lens_and_attention_name_the_patches_of_pictures(session: Session) -> None:
+    pixels = small.picture(1, 96, 64)
+    done = await session.generate(
+        "What <image> is it?", images=pixels, capture=Capture({"residual": 0}, "prompt"), **GREEDY
+    )
+    assert done.captured is not None
+    assert done.captured.select(positions=list(done.patches))["residual", 0].shape == (6, 64)
+    lens = await session.view.lens("What <image> is it?", images=pixels)
+    assert [text for text in lens.tokens if "▦" in text] == ["▦0,0", "▦0,1", "▦0,2", "▦1,0", "▦1,1", "▦1,2"]
+    assert "▦1,2" in lens._repr_html_()
+    shown = await session.view.attention("What <image> is it?", images=pixels, layer=1)
+    assert shown.tokens == done.prompt_texts and "▦1,2" in shown._repr_html_()
+    assert np.triu(shown.weights, 1).max() == 0
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_the_attention_of_a_picture_whose_tokens_see_each_other_is_shown(tmp_path: Path) -> None:
+    folder = small.written("gemma3", tmp_path / "gemma3")
+    async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path / "cache")) as session:
+        pixels, prompt = small.picture(1, 56, 56), "a <image> b"
+        done = await session.generate(prompt, images=pixels, **GREEDY)
+        shown = await session.view.attention(prompt, images=pixels, layer=0)
+    ((start, stop),) = done.image_runs
+    inside = np.zeros(shown.weights.shape[1:], bool)
+    inside[start:stop, start:stop] = True
+    later = np.triu(np.ones_like(inside), 1)
+    assert (shown.weights[:, inside & later] > 0).all() and (shown.weights[:, ~inside & later] == 0).all()
+    assert np.allclose(shown.weights.sum(axis=-1), 1, atol=1e-6)

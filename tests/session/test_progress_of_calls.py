@@ -20,6 +20,8 @@ from helpers.driving import tiny_model
 from helpers.sessions import fake_session
 from helpers.thorough import trio_in_ci
 from rekindle import tiny
+from rekindle._src.calls import requests
+from rekindle._src.calls.requests import BatchProgress
 from rekindle._src.cli.main import main
 from rekindle._src.core import activity
 from rekindle._src.core.activity import State
@@ -29,8 +31,6 @@ from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.opening.open_request import OpeningProgress
 from rekindle._src.programs.warming import Warming
-from rekindle._src.session import requests
-from rekindle._src.session.requests import BatchProgress
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64, "device_pages": 8, "page_size": 16, "max_requests": 2, "max_tokens_per_step": 32,

@@ -19,9 +19,9 @@ import pytest
 import rekindle
 from helpers import adapters
 from rekindle import Session
+from rekindle._src.calls.call import Call
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.call import Call
 from rekindle.tiny import folder as tiny_folder
 
 EVIL = "<script>alert('x')</script>"
@@ -103,6 +103,7 @@ SESSION: dict[str, Recipe] = {
         ),
     ],
     "render": lambda session, path: session.render([{"role": "user", "content": EVIL}]),
+    "chat_tokens": lambda session, path: session.chat_tokens([{"role": "user", "content": EVIL}]),
     "serve": lambda session, path: served(session),
     "sampling": lambda session, path: session.sampling,
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],

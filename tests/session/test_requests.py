@@ -12,8 +12,8 @@ import pytest
 from helpers.fakes import EOS, FakeModel
 from helpers.sessions import expected, opened
 from rekindle import Completion, Session
+from rekindle._src.calls.handle import Batch
 from rekindle._src.core.records import FinishReason, Status
-from rekindle._src.session.handle import Batch
 from rekindle.errors import CheckpointError, InvalidRequest
 
 anyio_test = pytest.mark.anyio

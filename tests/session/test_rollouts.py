@@ -17,8 +17,8 @@ from helpers.sessions import eventually, wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, prompt
 from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, RolloutBatch, Sampling, Session
+from rekindle._src.evaluation.rollouts import draws_plainly
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.session.rollouts import draws_plainly
 from rekindle.errors import InvalidRequest
 from rekindle.models import merge
 from workshop import reference

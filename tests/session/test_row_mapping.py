@@ -18,8 +18,8 @@ import pytest
 import rekindle
 from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
 from rekindle import Session
-from rekindle._src.session import requests
-from rekindle._src.session.rows import RowAnswer
+from rekindle._src.calls import requests
+from rekindle._src.calls.rows import RowAnswer
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
 ROWS = [{"text": f"number {number}", "number": number} for number in range(40)]

@@ -15,8 +15,6 @@ import pytest
 from helpers.thorough import by_default
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.core.records import Status
-from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 
@@ -236,7 +234,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TICK_SECONDS": 1e6, "SLICE": 2, "BUSY_SLICES": 1}.items():
-        monkeypatch.setattr(f"rekindle._src.session.cache_writer.{name}", value)
+        monkeypatch.setattr(f"rekindle._src.kvcache.writer.{name}", value)
     listed, iterate = [], PrefixCache.__iter__
     monkeypatch.setattr(PrefixCache, "__iter__", lambda cache: (listed.append(len(cache)), iterate(cache))[1])
     with opened(tmp_path, device_pages=65) as session:
@@ -245,9 +243,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         writer = session._cache_writer
 
         def keep(*, cold: float, visited: bool) -> None:
-            done = OneShot[None]()
-            writer._jobs.put((lambda: writer._keep(1 << 30, cold=cold, visited=visited), done))
-            wait(done)
+            writer.submit(lambda: writer._keep(1 << 30, cold=cold, visited=visited)).result()
 
         nodes = session.stats().cache.nodes
         assert nodes == 14

@@ -20,12 +20,12 @@ from helpers import checkpoints, tiered
 from helpers.sessions import eventually
 from helpers.tiered import LENGTH, NEW, ask, opened, plain, prompt
 from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPages, SnapshotRefused
+from rekindle._src.channels import greeting
+from rekindle._src.channels.bulk import BulkChannel, ReceiveMemory, SendMemory
+from rekindle._src.channels.channel import MessageKind
 from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
-from rekindle._src.processes import greeting
-from rekindle._src.processes.bulk import BulkChannel, ReceiveMemory, SendMemory
-from rekindle._src.processes.channel import MessageKind
-from rekindle._src.session.page_sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
+from rekindle._src.kvcache.sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 SECRET = "a secret of these tests"
@@ -158,7 +158,7 @@ def test_without_host_memory_there_is_nothing_to_share(cache: Path) -> None:
 
 def test_between_hosts_what_follows_is_sealed(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two, shared = both
-    monkeypatch.setattr("rekindle._src.processes.bulk.on_loopback", lambda connection: False)
+    monkeypatch.setattr("rekindle._src.channels.bulk.on_loopback", lambda connection: False)
     ask(one, 0)
     assert pull(two, shared, list(prompt(0))) == PAGES * 8
     assert ask(two, 0) == PAGES * 8

@@ -20,11 +20,11 @@ from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
+from rekindle._src.evaluation.lens import _most_likely
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
-from rekindle._src.session.lens import _most_likely
 from rekindle.errors import InvalidRequest
 
 anyio_test = pytest.mark.anyio

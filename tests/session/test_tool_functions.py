@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, T
 
 import pytest
 
-from rekindle._src.session.tool_functions import NoJsonSchema, convert, function_tool, read_docstring, schema_of
+from rekindle._src.calls.tool_functions import NoJsonSchema, convert, function_tool, read_docstring, schema_of
 from rekindle.errors import InvalidRequest
 
 
@@ -292,4 +292,4 @@ def test_pydantic_is_used_where_it_is_there() -> None:
 
 
 def test_tools_import_nothing_heavy() -> None:
-    assert "pydantic" not in vars(sys.modules["rekindle._src.session.tool_functions"])
+    assert "pydantic" not in vars(sys.modules["rekindle._src.calls.tool_functions"])

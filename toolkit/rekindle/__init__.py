@@ -50,6 +50,14 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, ray, serve, tiny
+    from rekindle._src.calls.call import Call
+    from rekindle._src.calls.conversation import Conversation, Turn
+    from rekindle._src.calls.embedding import Embeddings
+    from rekindle._src.calls.handle import Batch, Handle, Stream, SyncStream
+    from rekindle._src.calls.prompts import PromptLike
+    from rekindle._src.calls.rows import RowAnswer, RowAnswers, RowMap
+    from rekindle._src.calls.tool_functions import ToolLike
+    from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.repetition import Repetition
@@ -64,7 +72,11 @@ if TYPE_CHECKING:
         ToolCallStarted,
     )
     from rekindle._src.core.taps import Capture, Captured, Steer
+    from rekindle._src.evaluation.rollouts import Rollout, RolloutBatch, RolloutSupport
+    from rekindle._src.evaluation.scoring import Score, Scores, ScoreTable, Scoring
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
+    from rekindle._src.kvcache.sharing import SharedPages
+    from rekindle._src.kvcache.writer import SaveReport
     from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
@@ -74,25 +86,22 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
-    from rekindle._src.session.cache_writer import SaveReport
-    from rekindle._src.session.call import Call
-    from rekindle._src.session.conversation import Conversation, Turn
-    from rekindle._src.session.embedding import Embeddings
-    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
-    from rekindle._src.session.page_sharing import SharedPages
-    from rekindle._src.session.prompts import PromptLike
-    from rekindle._src.session.rollouts import Rollout, RolloutBatch, RolloutSupport
-    from rekindle._src.session.rows import RowAnswer, RowAnswers, RowMap
-    from rekindle._src.session.scoring import Score, Scores, ScoreTable, Scoring
-    from rekindle._src.session.session import Session, SleepReport
+    from rekindle._src.session.pausing import SleepReport
+    from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
-    from rekindle._src.session.tool_functions import ToolLike
-    from rekindle._src.session.tool_loop import ToolChoice, ToolLoop, ToolRun
 
 _LAZY = {
     name: f"rekindle._src.{module}"
     for module, names in {
+        "calls.call": ("Call",),
+        "calls.conversation": ("Conversation", "Turn"),
+        "calls.embedding": ("Embeddings",),
+        "calls.handle": ("Batch", "Handle", "Stream", "SyncStream"),
+        "calls.prompts": ("PromptLike",),
+        "calls.rows": ("RowAnswer", "RowAnswers", "RowMap"),
+        "calls.tool_functions": ("ToolLike",),
+        "calls.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
         "core.repetition": ("Repetition",),
@@ -101,7 +110,11 @@ _LAZY = {
             "ToolCallDropped", "ToolCallStarted",
         ),
         "core.taps": ("Capture", "Captured", "Steer"),
+        "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
+        "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
+        "kvcache.sharing": ("SharedPages",),
+        "kvcache.writer": ("SaveReport",),
         "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
@@ -111,21 +124,10 @@ _LAZY = {
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
-        "session.cache_writer": ("SaveReport",),
-        "session.call": ("Call",),
-        "session.conversation": ("Conversation", "Turn"),
-        "session.embedding": ("Embeddings",),
-        "session.handle": ("Batch", "Handle", "Stream", "SyncStream"),
         "session.opening": ("Opening", "open", "open_sync"),
-        "session.prompts": ("PromptLike",),
-        "session.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
-        "session.rows": ("RowAnswer", "RowAnswers", "RowMap"),
-        "session.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
-        "session.session": ("Session", "SleepReport"),
-        "session.page_sharing": ("SharedPages",),
+        "session.pausing": ("SleepReport",),
+        "session.session": ("Session",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
-        "session.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
-        "session.tool_functions": ("ToolLike",),
     }.items()
     for name in names
 }  # fmt: skip

@@ -15,6 +15,11 @@ bits. `rekindle.models.export` writes a checkpoint as a GGUF file or as a folder
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.evaluation.parity import ParityReport, TokenDifference, compare, deterministic_logprobs
 from rekindle._src.models.base import Graph, LoadedModel, Model, merge
 from rekindle._src.models.calibration import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
@@ -24,14 +29,58 @@ from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import logits, token_logprobs
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.exporting import calibrate, export
-from rekindle._src.session.parity import ParityReport, TokenDifference, logprobs_like, parity
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+    from rekindle._src.session.session import Session
 
 __all__ = [
     "CalibrationProgress", "Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "ParityReport",
     "TokenDifference", "Tokenizer", "calibrate", "config_from_hf", "export", "load", "logits", "logprobs_like",
     "merge", "parity", "random_model", "token_logprobs",
 ]  # fmt: skip
+
+
+def parity(
+    session: Session, model: LoadedModel | nnx.Module, texts: Sequence[str] | Sequence[Sequence[int]]
+) -> ParityReport:
+    """Compare a session's log-probabilities with those of a trainer's model, token by token.
+
+    `model` is what the trainer differentiates: a module as `merge` returns it, or a loaded model. `texts` are strings
+    or lists of at least two token ids. The session computes them as it computes prompts, in chunks over pages; the
+    model in one piece, with plain attention. Both graphs are also run part by part in this plain form, which says where
+    they begin to differ: in a layer, if weights or their format differ; in none, if what is left is the order in which
+    the session's programs add. Texts are computed in full, so pass some pages, not a corpus.
+    """
+    return compare(session, partial(_weights_of, session), model, texts)
+
+
+def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:
+    """Return a function of weights and tokens [B, T] that computes a deterministic session's log-probabilities.
+
+        logprobs = rekindle.models.logprobs_like(session)
+        ratio = jnp.exp(logprobs(params, batch.tokens) - batch.logprobs)  # with the weights of the draw: exactly 1
+
+    Its values [B, T] are those of `RolloutBatch.logprobs` to the last bit, for the places of completions that were
+    drawn from the model's own distribution (at temperature 1, with no other option) by these weights. So it needs a
+    session that was opened with `deterministic=True`, whose kernels give a token the same numbers in any batch. Its
+    derivatives are those of `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
+    a loaded model.
+    """
+    if not session.config.deterministic:
+        problem = "gives a token other last bits in other batches"
+        raise InvalidRequest("session", repr(session), problem, "Open it with deterministic=True")
+    return deterministic_logprobs(_weights_of(session).graph, session.config)
+
+
+def _weights_of(session: Session) -> LoadedModel:
+    from rekindle._src.session.session import weights_of  # loading a model alone needs no session
+
+    return weights_of(session)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.session.rollouts import one_each
+from rekindle._src.evaluation.rollouts import one_each
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.evaluation.rollouts import one_each
 from rekindle._src.models.base import merge
 from rekindle._src.models.plain import token_logprobs
-from rekindle._src.session.rollouts import one_each
 from rekindle._src.session.session import Session, client_of
 from rekindle.errors import InvalidRequest, MissingExtra
 

@@ -196,8 +196,20 @@ def _with_joined_body(loop: JaxprEqn) -> JaxprEqn:
     from jax.extend.core import jaxpr_as_fun  # it imports Pallas, which only tracing can afford
 
     body = loop.params["body_jaxpr"]
+    if not _calls_kernels(body.jaxpr):  # tracing it once more would change nothing, and takes as long as the first time
+        return loop
     joined = jax.make_jaxpr(chained(jaxpr_as_fun(body)))(*body.in_avals)
     return loop.replace(params={**loop.params, "body_jaxpr": joined})
+
+
+def _calls_kernels(jaxpr: Jaxpr) -> bool:
+    """True if a jaxpr has a native call, also in loops and branches."""
+    from jax.extend.core import jaxprs_in_params
+
+    return any(
+        equation.primitive.name == "ffi_call" or any(map(_calls_kernels, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _described(kind: Any, constant: Any = None) -> Value:

@@ -16,7 +16,6 @@ from rekindle._src.models.vision import attention
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import (
     ImagePatches,
-    PatchBatch,
     PatchGrid,
     bilinear_taps,
     bucketed_taps,
@@ -25,12 +24,20 @@ from rekindle._src.models.vision.inputs import (
     resized_weights,
 )
 from rekindle._src.models.vision.registry import vision_config
-from rekindle._src.models.vision.steps import TowerStep, rows_for, run_steps, tower_steps
+from rekindle._src.models.vision.steps import (
+    StepSizes,
+    TowerStep,
+    chunks_of,
+    one_chunk,
+    run_steps,
+    step_sizes,
+    tower_steps,
+)
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
 
-STEPS = ["begin", "blank", "buffers", "end", "join", "level", "mix", "project"]
+STEPS = ["attend", "begin", "buffers", "end", "level", "mix", "project", "sums"]
 
 
 def shallow() -> VisionConfig:
@@ -51,12 +58,11 @@ def plain_attention(q: NDArray, k: NDArray, v: NDArray, starts: NDArray, stops: 
 
 
 @pytest.mark.parametrize(("lengths", "platform"), [((70,), "cpu"), ((5, 1, 64), "gpu"), ((33, 30, 3), "cpu")])
-def test_attention_in_tiles_is_that_of_one_product(
+def test_attention_in_blocks_is_that_of_one_product(
     lengths: tuple[int, ...], platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pictures begin and end inside of tiles and blocks; padding is zero. On a GPU all heads are computed together."""
+    """Pictures begin and end inside of blocks; padding is zero. On a GPU all heads are computed together."""
     monkeypatch.setattr(attention, "current_platform", lambda: platform)
-    monkeypatch.setattr(attention, "TILE", 16)
     monkeypatch.setattr(attention, "BLOCK", 32)
     count, rng = sum(lengths) + 9, np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, count, 8)).astype(np.float32) for _ in range(3))
@@ -64,18 +70,8 @@ def test_attention_in_tiles_is_that_of_one_product(
     starts, stops = (np.zeros(count, np.int32) for _ in range(2))
     starts[: ends[-1]], stops[: ends[-1]] = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
     ours = np.asarray(attention.picture_attention(*map(jnp.asarray, (q, k, v, starts, stops)), 0.4))
-    np.testing.assert_allclose(ours, plain_attention(q, k, v, starts, stops, 0.4), atol=2e-5)
-    assert not ours[ends[-1] :].any()
-
-
-def test_memory_of_attention_does_not_grow_with_the_square_of_a_picture() -> None:
-    """A picture of 4096 × 4096 has 65,536 patches of 16 pixels: one head's scores of all of them are 16 GiB."""
-    heads = jax.ShapeDtypeStruct((2, 1 << 16, 8), jnp.float32)
-    places = jax.ShapeDtypeStruct((1 << 16,), jnp.int32)
-    run = jax.jit(lambda *arrays: attention.picture_attention(*arrays, 1.0))
-    analysis = run.lower(heads, heads, heads, places, places).compile().memory_analysis()
-    assert analysis is not None
-    assert analysis.temp_size_in_bytes < 64 << 20
+    np.testing.assert_allclose(ours.swapaxes(0, 1), plain_attention(q, k, v, starts, stops, 0.4), atol=2e-5)
+    assert not ours[:, ends[-1] :].any()
 
 
 def test_neighbours_in_a_bucket_change_nothing_and_compile_nothing() -> None:
@@ -89,7 +85,7 @@ def test_neighbours_in_a_bucket_change_nothing_and_compile_nothing() -> None:
         np.testing.assert_array_equal(tokens[at : at + 3], alone[0])
         np.testing.assert_array_equal(levels[:, at : at + 3], alone[1])
     assert encoder.encode._cache_size() == 1
-    changed = ImagePatches(one.patches[::-1].copy(), one.grid)
+    changed = ImagePatches(np.asarray(one.patches)[::-1].copy(), one.grid)
     assert not np.allclose(encoder([changed], 48)[0], alone[0])
     tall = ImagePatches(one.patches, PatchGrid(6, 2))
     assert not np.allclose(encoder([tall], 48)[0], alone[0], atol=1e-3), "positions are not used"
@@ -125,17 +121,13 @@ def test_matrices_have_the_dtype_and_norms_are_float32() -> None:
         assert leaf.dtype == (jnp.bfloat16 if matrix else jnp.float32), path
 
 
-def test_pictures_that_do_not_fit_are_refused() -> None:
+def test_pictures_that_are_no_whole_tokens_are_refused() -> None:
     config = shallow()
     picture = random_picture(config, 2, 4)
-    with pytest.raises(ValueError, match="8 patches do not fit into a bucket of 4"):
-        pack_images([picture], config, 4)
-    with pytest.raises(ValueError, match="do not fit into a bucket of 10"):
-        pack_images([picture], config, 10)
     with pytest.raises(ValueError, match="1 × 8 patches are not whole tokens of 2 × 2"):
-        pack_images([ImagePatches(picture.patches, PatchGrid(1, 8))], config, 8)
+        pack_images([ImagePatches(picture.patches, PatchGrid(1, 8))], config)
     with pytest.raises(ValueError, match=r"patches are \[8, 95\], expected \[8, 96\]"):
-        pack_images([ImagePatches(picture.patches[:, 1:], picture.grid)], config, 8)
+        pack_images([ImagePatches(np.asarray(picture.patches)[:, 1:], picture.grid)], config)
 
 
 def test_a_picture_of_the_tables_size_reads_its_rows() -> None:
@@ -167,21 +159,21 @@ def test_patches_are_cut_channel_by_channel() -> None:
     np.testing.assert_array_equal(cut.patches[4].reshape(3, 2, 2), pixels[:, 2:4, 2:4])
 
 
-def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], rows: int) -> dict[str, Any]:
+def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], steps: StepSizes) -> dict[str, Any]:
     """Compare the results of small steps with that of one program; return the programs of the steps."""
     encoder, programs = SmallEncoder(config, random_tensors(config)), dict[str, Any]()
     pictures = [random_picture(config, *size, seed=at) for at, size in enumerate(sizes)]
-    bucket = sum(picture.grid.patches for picture in pictures) + 2 * config.patches_of_token
-    batch = encoder.batch(pictures, bucket)
+    chunks = chunks_of(pack_images(pictures, config), steps.chunk)
 
     def run(step: TowerStep) -> Any:
         program = programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
         return program(*step.arguments)
 
-    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, batch, rows), run)
-    whole = encoder.encode(encoder.leaves, batch)
-    np.testing.assert_allclose(ours.tokens, whole.tokens, atol=2e-5)
-    np.testing.assert_allclose(ours.levels, whole.levels, atol=2e-5)
+    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, steps), run)
+    tokens, levels = encoder(pictures)
+    np.testing.assert_allclose(np.concatenate(ours.tokens)[: len(tokens)], tokens, atol=2e-5)
+    for level, expected in zip(ours.levels, levels, strict=True):
+        np.testing.assert_allclose(np.concatenate(level)[: len(expected)], expected, atol=2e-5)
     assert all(program._cache_size() == 1 for program in programs.values())
     return programs
 
@@ -194,40 +186,87 @@ def two_layers() -> VisionConfig:
 
 @pytest.mark.thorough
 def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share() -> None:
-    assert sorted(small_steps(two_layers(), ((4, 6), (2, 2)), 16)) == STEPS
+    """Of two pictures in three chunks, of which the second has patches of both."""
+    assert sorted(small_steps(two_layers(), ((4, 6), (4, 4)), StepSizes(8, 16))) == STEPS
 
 
-def test_shapes_meet_every_program_of_a_bucket() -> None:
-    """As many steps as there are rows for, each of a program that was met before or is new to all of its kind."""
+def test_shapes_of_a_chunk_meet_every_program() -> None:
     config = two_layers()
-    tower, counts, shapes = abstract_tower(config), dict[str, int](), set[str]()
-    batch = pack_images([random_picture(config, 4, 6), random_picture(config, 2, 2)], config, 36)
-    shaped = PatchBatch(*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in batch))
+    tower, met = abstract_tower(config), dict[str, set[str]]()
+    chunk = one_chunk(pack_images([random_picture(config, 2, 2)], config), 16)
 
     def run(step: TowerStep) -> Any:
-        counts[step.name] = counts.get(step.name, 0) + 1
-        shapes.add(f"{step.name} {jax.tree.map(jnp.shape, step.arguments)}")
+        met.setdefault(step.name, set()).add(str(jax.tree.map(jnp.shape, step.arguments)))
         return jax.eval_shape(step.function, *step.arguments)
 
-    result = run_steps(tower_steps(tower, tower.shapes, shaped, 16), run)
-    assert sorted(counts) == STEPS
-    assert len(shapes) == len(STEPS), "a program has arguments of several shapes"
-    # Three parts of 36 patches for the beginning and two programs of two layers, and of 9 tokens for level and end.
-    assert [counts[name] for name in STEPS] == [3, 2, 1, 3, 1, 3, 6, 6]
-    assert (result.tokens.shape, result.levels.shape) == ((9, 24), (1, 9, 24))
+    result = run_steps(tower_steps(tower, tower.shapes, iter([chunk]), StepSizes(8, 16)), run)
+    assert sorted(met) == STEPS and all(len(shapes) == 1 for shapes in met.values())
+    assert (result.tokens[0].shape, result.levels[0][0].shape) == ((2, 24), (2, 24))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("rows", [16, 1000])
-def test_small_steps_of_every_encoder(name: str, rows: int) -> None:
+@pytest.mark.parametrize("tokens", [(1, 2), (64, 64)])
+def test_small_steps_of_every_encoder(name: str, tokens: tuple[int, int]) -> None:
     config = config_of(name)
     side = config.side if config.model_type == "gemma3" else 2 * config.merge
-    small_steps(config, ((side, side), (side, side)), rows)
+    sizes = StepSizes(*(count * config.patches_of_token for count in tokens))
+    small_steps(config, ((side, side), (side, side)), sizes)
 
 
-def test_rows_of_a_step_follow_the_bucket() -> None:
+class OnlyRows:
+    """Patches that are computed when they are taken."""
+
+    def __init__(self, patches: NDArray[np.float32]) -> None:
+        self.patches, self.shape, self.taken = patches, patches.shape, list[int]()
+
+    def __getitem__(self, patches: NDArray[np.int32]) -> NDArray[np.float32]:
+        self.taken.append(len(patches))
+        return self.patches[patches]
+
+
+def test_patches_are_computed_chunk_by_chunk() -> None:
+    config = two_layers()
+    picture = random_picture(config, 4, 6)
+    rows: Any = OnlyRows(np.asarray(picture.patches))
+    chunks = chunks_of(pack_images([ImagePatches(rows, picture.grid)], config), 16)
+    assert rows.taken == []
+    first = next(chunks)
+    assert rows.taken == [16] and (first.span.patches, first.span.sees) == (16, (0, 24))
+    last = next(chunks)
+    assert rows.taken == [16, 8] and (last.span.first, last.span.patches) == (16, 8)
+    assert not last.batch.patches[8:].any() and not last.batch.stops[8:].any()
+
+
+QWEN_2B = {
+    "model_type": "qwen3_vl",
+    "vision_config": {
+        "depth": 1, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
+        "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("operations", "most"), [(2e9, 512), (1e11, 2048), (1e12, 1 << 16)])
+def test_the_work_of_a_step_is_bounded_whatever_the_size_of_a_picture(operations: float, most: int) -> None:
+    """Of an encoder as large as that of Qwen3-VL 2B: a step's shapes are the same for all pictures."""
+    config = vision_config(QWEN_2B)
+    assert config is not None
+    tower = abstract_tower(config, "bfloat16")
+    rows, chunk = step_sizes(tower.graph, operations, most)
+    attention, layer = 4 * chunk**2 * 1024, 2 * rows * 1024 * (1024 + 2 * 4096)
+    merger = 2 * rows // 4 * 4096 * (4096 + 2048)
+    assert max(attention, layer, merger) <= operations
+    assert max(4 * attention, 4 * layer) > operations or chunk == most
+    small, large = (
+        one_chunk(pack_images([random_picture(config, *grid)], config), chunk).batch for grid in ((2, 2), (2, 64))
+    )
+    assert small == large
+
+
+def test_sizes_of_steps() -> None:
     graph = abstract_tower(shallow()).graph
-    few, many = rows_for(graph, 1 << 16, 1e8), rows_for(graph, 1 << 12, 1e8)
-    assert 16 <= few < many <= 1 << 12
-    assert rows_for(graph, 64, 1e12) == 64
+    assert step_sizes(graph, 1.0, 512) == (16, 16)
+    assert step_sizes(graph, 1e9, 512) == (512, 512)
+    thirds = abstract_tower(config_of("gemma4")).graph  # tokens of nine patches
+    assert step_sizes(thirds, 1e9, 512) == (288, 288)

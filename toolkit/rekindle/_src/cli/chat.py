@@ -20,12 +20,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from rekindle._src.calls.conversation import Conversation, Turn
 from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import html
 from rekindle._src.core.activity import nothing_drawn, terminal_columns
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import Completion, FinishReason
-from rekindle._src.session.conversation import Conversation, Turn
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed

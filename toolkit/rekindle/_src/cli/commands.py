@@ -110,8 +110,8 @@ LAST_SECONDS = 2.0  # for a follower's call in progress, after the leader is gon
 
 def follow(arguments: argparse.Namespace) -> int:
     """Give a leader's session this process's devices, until it ends."""
+    from rekindle._src.channels.greeting import ProcessPlace
     from rekindle._src.opening.following import follow
-    from rekindle._src.processes.greeting import ProcessPlace
 
     place, options = ProcessPlace(arguments.process, arguments.processes), {"cache_dir": arguments.cache_dir}
     follow(arguments.coordinator, place, model=arguments.model, wait=arguments.wait, say=_say, lost=_lost, **options)

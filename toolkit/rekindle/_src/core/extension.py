@@ -7,7 +7,7 @@ which are put together once for each request, because steps ask for some of them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 
 
 E = TypeVar("E", bound="Extension")
+
+
+class PromptNote(NamedTuple):
+    """The part of a request's explanation that its prompt's tokens of one kind have."""
+
+    kind: str  # of the tokens, such as "picture"
+    tokens: int
+    cached: int  # of them, taken from the cache
+    words: str
 
 
 class Extension:
@@ -58,6 +67,18 @@ class Extension:
         """
         return tokens
 
+    def masked(self, tokens: NDArray[np.int32], start: int) -> NDArray[np.int32]:
+        """Return the request's `tokens`, the first of which is at `start`, with a number below 0 in the place of each
+        that stands for something else than text.
+
+        Overridden where `names` is; called only then.
+        """
+        return tokens
+
+    def note(self, cached: int) -> PromptNote | None:
+        """Return what it adds to an explanation of the request, whose first `cached` tokens came from the cache."""
+        return None
+
     def another(self) -> Extension:
         """Return the extension of another sequence of the same prompt."""
         return self
@@ -98,6 +119,10 @@ class Extensions(dict[type[Extension], Extension]):
     def reusable(self, prompt_length: int) -> int:
         """Return how many leading tokens of the prompt may have pages from the cache."""
         return min((extension.reusable(prompt_length) for extension in self.values()), default=prompt_length)
+
+    def notes(self, cached: int) -> tuple[PromptNote, ...]:
+        """Return what they add to an explanation of the request, whose first `cached` tokens came from the cache."""
+        return tuple(note for extension in self.values() if (note := extension.note(cached)) is not None)
 
     def plus(self, *more: Extension) -> Extensions:
         """Return these extensions and `more`, each of which replaces one of its class."""

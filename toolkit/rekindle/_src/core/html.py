@@ -10,7 +10,7 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 _TABLE = '<table style="border-collapse:collapse;font-size:90%">'
 _CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
@@ -35,6 +35,20 @@ class Token(NamedTuple):
     logprob: float | None = None
     alternatives: tuple[tuple[str, float], ...] = ()  # text and log-probability, most likely first
     forced: bool = False  # a grammar left no choice
+    note: str = ""  # shown on hover
+
+
+class ImageLike(Protocol):
+    """A picture of a prompt or a message, as it is shown."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def thumbnail(self) -> str:
+        """A small picture as a `data:` URI; empty if there is none."""
+        ...
 
 
 def escape(value: object) -> str:
@@ -232,6 +246,28 @@ def non_defaults(record: Any) -> dict[str, Any]:
     return fields
 
 
+IMAGES = 8  # thumbnails in one output, of 36 kB each at most
+
+
+def images(entries: Sequence[ImageLike], *, limit: int = IMAGES) -> Markup:
+    """Return thumbnails of pictures, each with its size on hover. Those beyond `limit` are counted, not shown."""
+    if not entries:
+        return Markup("")
+    more = len(entries) - max(0, limit)
+    shown = "".join(map(_image, entries[: max(0, limit)]))
+    rest = line(count(more, "picture") if not shown else f"and {count(more, 'more picture')}") if more > 0 else ""
+    return Markup(f'<div style="display:flex;flex-wrap:wrap;gap:4px;align-items:end;margin:4px 0">{shown}{rest}</div>')
+
+
+def _image(entry: ImageLike) -> str:
+    size = f"{entry.width:,} × {entry.height:,}" if entry.width else "a picture"
+    source = entry.thumbnail
+    if not source:
+        return f'<span style="border:1px dashed rgba(128,128,128,.5);padding:2px 8px;font-size:80%">{size}</span>'
+    style = "max-width:160px;max-height:160px;border:1px solid rgba(128,128,128,.3)"
+    return f'<img src="{escape(source)}" alt="{size}" title="{size}" style="{style}">'
+
+
 def code(value: str) -> Markup:
     """Return a line of code."""
     return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
@@ -252,10 +288,11 @@ def tokens(entries: Iterable[Token]) -> Markup:
 def _token(token: Token) -> str:
     line = "border-bottom:2px solid rgba(128,128,128,.7);" if token.forced else ""
     if token.logprob is None:
-        return f'<span title="forced" style="{line}">{escape(token.text)}</span>' if line else escape(token.text)
+        hint, text = token.note or ("forced" if line else ""), escape(token.text)
+        return f'<span title="{escape(hint)}" style="{line}">{text}</span>' if hint else text
     probability = math.exp(token.logprob)
     shade = _SHADES[0 if probability < 0.2 else 1 if probability < 0.7 else 2]
-    title = [f"{token.text!r} {probability:.1%}"]
+    title = [f"{token.note or repr(token.text)} {probability:.1%}"]
     title += [f"{other!r} {math.exp(logprob):.1%}" for other, logprob in token.alternatives]
     title += ["forced by the grammar"] * token.forced
     style = f"{line}background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"

@@ -11,19 +11,31 @@ known by their tokens, so they are shared with prompts that have no picture.
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import shake_128
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rekindle._src.core.extension import Extension
+from rekindle._src.core import html
+from rekindle._src.core.extension import Extension, PromptNote
 
-if TYPE_CHECKING:
-    from rekindle._src.core.records import IntArray
-
+IntArray = NDArray[np.int32]
 UNNAMED = -1  # stands for a token of a picture in a page that is not full; it equals nothing
 _FIRST = -2  # the largest of a page's names
+
+
+class PictureStatistics(NamedTuple):
+    """The figures of a session that reads pictures."""
+
+    pictures_encoded: int
+    pictures_waiting: int  # those that are being encoded, too
+    picture_row_bytes: int  # of rows in host memory
+    encoder_bytes: int  # of the encoder's weights on the device; 0 before the first picture, and asleep
+    encoder_compilations: int
 
 
 class PictureSpan(NamedTuple):
@@ -32,6 +44,53 @@ class PictureSpan(NamedTuple):
     start: int
     stop: int
     digest: bytes  # of the picture, and of all else that its rows depend on but the weights
+
+
+class TokenGrid(NamedTuple):
+    """The tokens of a picture, or of a tile of it, row by row."""
+
+    rows: int
+    columns: int
+    tile: tuple[int, int] | None = None  # row and column of the tile; None: the tokens are of the whole picture
+
+
+class PicturePatch(NamedTuple):
+    """The place in a picture that a token of a prompt stands for. All numbers count from 0."""
+
+    picture: int  # of the prompt
+    row: int
+    column: int
+    grid: TokenGrid  # that row and column are in
+
+    def __str__(self) -> str:
+        tile = "" if self.grid.tile is None else "tile {}, {}, ".format(*self.grid.tile)
+        of = f"of {self.grid.rows} × {self.grid.columns}"
+        return f"picture {self.picture}, {tile}row {self.row}, column {self.column} {of}"
+
+
+def patches_of(runs: Sequence[tuple[int, int]], grids: Sequence[Sequence[TokenGrid]]) -> dict[int, PicturePatch]:
+    """Return the place of each token, by its position, from the runs of positions and the grids of each picture."""
+    places = [(number, grid) for number, own in enumerate(grids) for grid in own]
+    return {
+        start + index: PicturePatch(number, index // grid.columns, index % grid.columns, grid)
+        for (start, stop), (number, grid) in zip(runs, places, strict=True)
+        for index in range(stop - start)
+    }
+
+
+class RowsOrigin(enum.Enum):
+    """The place that the rows of a picture came from."""
+
+    ENCODER = "computed"
+    MEMORY = "in memory"
+    DISK = "on disk"
+
+
+class EncodedRows(NamedTuple):
+    """The rows of a picture [1 + levels, its tokens, E], and the place that they came from."""
+
+    rows: Any
+    origin: RowsOrigin
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +102,7 @@ class PictureUse(Extension):
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
     offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none
+    origins: tuple[RowsOrigin, ...] = ()  # of each picture's rows
     _words: dict[tuple[int, int], IntArray] = dataclasses.field(default_factory=dict, repr=False)
 
     def cut(self, start: int, length: int, room: int) -> int:
@@ -54,20 +114,43 @@ class PictureUse(Extension):
             return inside.start - start
         return inside.stop - start if inside.stop - start <= room else 0
 
+    def note(self, cached: int) -> PromptNote:
+        tokens = sum(span.stop - span.start for span in self.spans)
+        hit = sum(max(0, min(span.stop, cached) - span.start) for span in self.spans)
+        pictures = html.count(len(self.origins) or len(self.spans), "picture")
+        words = f"{pictures} with {html.count(tokens, 'token')}, {hit} of them cached"
+        return PromptNote("picture", tokens, hit, f"{words}; {self._encoding()}")
+
+    def _encoding(self) -> str:
+        """Say whether the encoder ran, and where the rows of the other pictures were."""
+        counts = Counter(self.origins)
+        ran = counts.pop(RowsOrigin.ENCODER, 0)
+        parts = [f"the encoder ran for {ran} of them" if ran else "the encoder did not run"]
+        parts += [f"the rows of {count} were {origin.value}" for origin, count in counts.items()]
+        return ", and ".join(parts)
+
     def names(self, tokens: IntArray, start: int, page_size: int) -> IntArray:
-        stop = start + len(tokens)
-        spans = [span for span in self.spans if span.start < stop and span.stop > start]
+        spans, hidden = self._within(start, start + len(tokens)), self.masked(tokens, start)
+        if not spans:
+            return tokens
+        named = hidden.copy()
+        assert start % page_size == 0, "pages are named as a whole"
+        for page in _touched(spans, start // page_size, (start + len(tokens)) // page_size, page_size):
+            place = page * page_size - start
+            named[place : place + page_size] = self._named(hidden[place : place + page_size], page, page_size)
+        return named
+
+    def masked(self, tokens: IntArray, start: int) -> IntArray:
+        spans = self._within(start, start + len(tokens))
         if not spans:
             return tokens
         hidden = tokens.copy()
         for span in spans:
             hidden[max(0, span.start - start) : span.stop - start] = UNNAMED
-        named = hidden.copy()
-        assert start % page_size == 0, "pages are named as a whole"
-        for page in _touched(spans, start // page_size, stop // page_size, page_size):
-            place = page * page_size - start
-            named[place : place + page_size] = self._named(hidden[place : place + page_size], page, page_size)
-        return named
+        return hidden
+
+    def _within(self, start: int, stop: int) -> list[PictureSpan]:
+        return [span for span in self.spans if span.start < stop and span.stop > start]
 
     def _named(self, hidden: IntArray, page: int, page_size: int) -> IntArray:
         key = page, page_size

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.pictures import PicturePatch, patches_of
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -472,6 +473,9 @@ class Completion:
     images: tuple[Any, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )  # the prompt's, as they were read
+    image_runs: tuple[tuple[int, int], ...] = dataclasses.field(
+        default=(), repr=False, compare=False
+    )  # their positions in the prompt, tile by tile
 
     @property
     def parsed(self) -> Any:
@@ -532,6 +536,23 @@ class Completion:
         return repetition(self.token_ids)
 
     @property
+    def patches(self) -> dict[int, PicturePatch]:
+        """The tokens of the prompt that are pictures: the picture, row and column of each, by its position.
+
+        `done.captured.select(positions=list(done.patches))` is what was captured of them.
+        """
+        return patches_of(self.image_runs, [image.grids for image in self.images])
+
+    @property
+    def prompt_texts(self) -> tuple[str, ...]:
+        """Each token's text of the prompt; those of pictures are shown as `▦` with row and column."""
+        patches = self.patches
+        return tuple(
+            self.text_of(token) if (patch := patches.get(position)) is None else f"▦{patch.row},{patch.column}"
+            for position, token in enumerate(self.prompt_token_ids)
+        )
+
+    @property
     def token_texts(self) -> tuple[str, ...]:
         """Each token's text by itself; half a character shows as �."""
         return tuple(map(self.text_of, self.token_ids))
@@ -550,16 +571,22 @@ class Completion:
         return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
-        parts: list[str] = [html.line(self._summary(), *self._speed())]
+        parts: list[str] = [html.line(self._summary(), *self._speed()), html.images(self.images)]
         if self.prompt_logprobs is not None:
-            # Nothing comes before a prompt's first token, so that it has no probability.
-            first = html.Token(self.text_of(self.prompt_token_ids[0]))
-            parts.append(html.tokens([first, *map(self._shown, self.prompt_logprobs)]))
+            parts.append(html.tokens(self._shown_prompt(self.prompt_logprobs)))
         if self.logprobs is None and self.reply is not None:
             parts.append(html.Markup(self.reply._repr_html_()))
         else:
             parts.append(self._shown_text())
         return str(html.block(*parts))
+
+    def _shown_prompt(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[html.Token]:
+        patches, before = self.patches, len(self.prompt_token_ids) - len(logprobs)
+        # Nothing comes before a prompt's first token, so that it has no probability.
+        tokens = [html.Token(self.text_of(self.prompt_token_ids[0])), *map(self._shown, logprobs)]
+        for position, token in zip((0, *range(before, len(self.prompt_token_ids))), tokens, strict=True):
+            patch = patches.get(position)
+            yield token if patch is None else token._replace(text="▦", note=str(patch))
 
     def _shown_text(self) -> html.Markup:
         if self.logprobs is not None:

@@ -76,6 +76,7 @@ class TapFacts(NamedTuple):
     custom: Mapping[str, str] = MappingProxyType({})  # digests of the taps that the session was opened with, by name
     steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})  # changes that have a name
     keeps: str = ""  # why captures can't be kept
+    both_ways: Sequence[int] = ()  # layers in which the tokens of a picture see each other
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
 
 

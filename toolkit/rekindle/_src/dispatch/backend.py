@@ -20,6 +20,7 @@ from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLik
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, TokenGrid
 from rekindle._src.core.records import (
     AdapterLike,
     FinishReason,
@@ -133,7 +134,9 @@ class Events(NamedTuple):
     then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
 
 
-Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
+Control = (
+    Pause | Resume | StepOnce | Exclusive
+)  # sent through intake: they overtake no submission that is taken in soon
 BackendMessage = Request | Abort | Finish | Control | Drain
 ScheduleMessage = BackendMessage | TurnOutcome
 
@@ -185,6 +188,29 @@ class PictureLike(Protocol):
         """The digest of its content, known once its rows are."""
         ...
 
+    @property
+    def content(self) -> str:
+        """A digest of what was passed, known at once."""
+        ...
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
+        ...
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def grids(self) -> Sequence[TokenGrid]:
+        """The tokens of each of its runs of rows."""
+        ...
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        ...
+
 
 class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
@@ -216,12 +242,20 @@ class PicturesLike(Protocol):
         """Return the lengths of the runs of rows of a picture."""
         ...
 
+    def identify(self, picture: Any) -> None:
+        """Decode a picture, so that its digest is known."""
+        ...
+
     def known(self, picture: Any) -> bool:
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any) -> Any:
-        """Return the rows of a picture [1 + levels, rows, E]."""
+    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> EncodedRows:
+        """Return the rows of a picture. Raise `RequestAborted` once it is not `wanted`."""
+        ...
+
+    def statistics(self) -> PictureStatistics:
+        """Return the figures of now."""
         ...
 
     def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:

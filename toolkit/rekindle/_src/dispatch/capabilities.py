@@ -215,6 +215,7 @@ class Capabilities:
         self._spelling = tuple(one.spell for one in entries if _overrides(one, "spell"))
         self._expanding = tuple(one.expand for one in entries if _overrides(one, "expand"))
         self._waiting = tuple(one.waits for one in entries if _overrides(one, "waits"))
+        self._overtaken = tuple(one.overtaken for one in entries if _overrides(one, "overtaken"))
         self._resources = tuple(one for one in entries if _overrides(one, "resource"))
         self._admitting = tuple(one for one in entries if _overrides(one, "admit"))
         self._parts = tuple(one.part for one in entries if _overrides(one, "part"))
@@ -234,6 +235,10 @@ class Capabilities:
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if a submission has to wait before it is admitted."""
         return any(waits(submission, front) for waits in self._waiting)
+
+    def overtaken(self, submission: Submission, front: Front) -> bool:
+        """True if controls go on while it waits."""
+        return any(overtaken(submission, front) for overtaken in self._overtaken)
 
     async def resources(self, submission: Submission, front: Front) -> Resources:
         """Return what `admit` needs and has to be waited for, by capability. Raise the request's error."""

@@ -83,6 +83,10 @@ class Capability:
         """True if a submission has to wait before it is admitted, so that others go on meanwhile."""
         return False
 
+    def overtaken(self, submission: Submission, front: Front) -> bool:
+        """True if controls, and what comes after them, go on while it waits: that can take minutes."""
+        return False
+
     async def resource(self, submission: Submission, front: Front) -> Any:
         """Return what `admit` needs and has to be waited for, such as a compiled grammar. Raise the request's error."""
 

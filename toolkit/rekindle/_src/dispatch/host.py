@@ -31,7 +31,7 @@ import anyio
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.own_failure import close_each, own_failure, root_cause
 from rekindle._src.core.records import FinishReason, Request
-from rekindle._src.dispatch.backend import Abort, Control, Events, Front, ScheduleMessage, Submission
+from rekindle._src.dispatch.backend import Abort, Control, Events, Exclusive, Front, ScheduleMessage, Submission
 from rekindle._src.dispatch.threads import (
     Contexts,
     DeviceThread,
@@ -236,6 +236,11 @@ class Host:
         """True if the session is closed or crashed, or about to be."""
         return self._drain_seconds is not None or self.ended.filled
 
+    @property
+    def is_over(self) -> bool:
+        """True once the session has ended."""
+        return self.ended.filled
+
     def refusal(self) -> SessionClosed:
         """Return the error of a closed session."""
         refusal = SessionClosed(str(self._reason))
@@ -276,6 +281,14 @@ class Host:
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` on the host's loop, as `call` does, and block this thread until it has returned."""
         return wait(self.call(lambda dispatch: function()))
+
+    def between_steps(self, job: Callable[[], T], after: Callable[[T], object]) -> T:
+        """Run `job` on the device thread while no step is in flight, then `after` with its result on the host's loop.
+
+        Blocks this thread until then, and returns the result.
+        """
+        reply: OneShot[T] = OneShot()
+        return wait(self.send(Exclusive(job, after, reply), reply))
 
     def close(self, drain: float = 0.0) -> None:
         """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""

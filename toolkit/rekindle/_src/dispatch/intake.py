@@ -47,10 +47,12 @@ async def run(
                 # Everything that waits is handed on before schedule runs again, so that it can run in one step.
                 while message is not None:
                     if not isinstance(message, Submission):
-                        await intake.none_apart()  # a control never overtakes a submission
+                        await intake.none_apart()  # a control overtakes no submission but those that wait for long
                         outbox.send_nowait(message)
                     elif intake.at_once(message):
                         await intake.hand_on(message)
+                    elif intake.overtaken(message):
+                        group.start_soon(intake.hand_on, message)
                     else:
                         intake.apart += 1
                         group.start_soon(intake.hand_on_apart, message)
@@ -79,6 +81,10 @@ class _Intake:
             return not (_is_long(submission) or self._capabilities.waits(submission, self._front))
         except Exception:
             return False
+
+    def overtaken(self, submission: Submission) -> bool:
+        """True if controls overtake a submission, which waits for long."""
+        return self._capabilities.overtaken(submission, self._front)
 
     async def none_apart(self) -> None:
         while self.apart:

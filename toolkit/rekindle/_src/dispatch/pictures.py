@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.pictures import PictureSpan, PictureUse
+from rekindle._src.core.pictures import EncodedRows, PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
-from rekindle.errors import InvalidRequest
+from rekindle._src.scheduling.sequence import how_to_fit
+from rekindle.errors import InvalidRequest, PromptTooLong
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -36,26 +37,28 @@ class PictureIntake(Capability):
         given = submission.extensions.get(PromptPictures)
         if given is None or front.pictures is None or submission.token_ids is not None:
             return token_ids
-        repeats = np.ones(len(token_ids), np.int64)
-        places = np.flatnonzero(token_ids == front.pictures.token)
-        lengths = [length for picture in given.pictures for length in front.pictures.counts(picture)]
-        if len(places) != len(lengths):
-            raise _miscounted(len(places), len(lengths))
-        repeats[places] = lengths
-        return np.repeat(token_ids, repeats)
+        return _expanded(token_ids, given.pictures, front.pictures)
 
     def waits(self, submission: Submission, front: Front) -> bool:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         return given is not None and pictures is not None and not all(map(pictures.known, given.pictures))
 
-    async def resource(self, submission: Submission, front: Front) -> list[Any]:
+    def overtaken(self, submission: Submission, front: Front) -> bool:
+        return self.waits(submission, front)
+
+    async def resource(self, submission: Submission, front: Front) -> list[EncodedRows]:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None or pictures is None:
             return []
-        return [await pictures.encoded(picture) for picture in given.pictures]
+        mailbox, limit = submission.mailbox, front.config.max_model_len
+        length = 0 if mailbox.prompt_ids is None else len(mailbox.prompt_ids)
+        if limit is not None and length > limit:  # before anything is encoded for nothing
+            problem = f"is longer than max_model_len, which is {limit}"
+            raise PromptTooLong("prompt", f"{length} tokens", problem, how_to_fit(limit, front.longest))
+        return [await pictures.encoded(picture, lambda: not mailbox.abandoned) for picture in given.pictures]
 
     def admit(
-        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[Any]
+        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows]
     ) -> PictureUse | None:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
         if given is None:
@@ -77,49 +80,84 @@ class PictureIntake(Capability):
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
-        return None if given is None else PictureOutput(given.pictures)
+        use = request.extensions.get(PictureUse)
+        return None if given is None or use is None else PictureOutput(given.pictures, use.spans)
 
 
 class PictureOutput(Part):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
-    __slots__ = ("_pictures",)
+    __slots__ = ("_pictures", "_runs")
 
-    def __init__(self, pictures: tuple[PictureLike, ...]) -> None:
-        self._pictures = pictures
+    def __init__(self, pictures: tuple[PictureLike, ...], spans: Sequence[PictureSpan]) -> None:
+        self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
-        return {"images": self._pictures}
+        return {"images": self._pictures, "image_runs": self._runs}
+
+
+def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:
+    """Return the token ids of a text with a marker for each picture, as a request has them."""
+    spelled = front.pictures.spelled(text, shown) if shown and front.pictures is not None else text
+    token_ids = np.asarray(front.tokenizer.encode(spelled, add_special_tokens=special), np.int32)
+    return _expanded(token_ids, shown, front.pictures) if shown and front.pictures is not None else token_ids
+
+
+def names_of(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike, page_size: int) -> IntArray:
+    """Return what the prefix tree calls the tokens of a prompt with pictures, which are decoded for this.
+
+    Raises `InvalidRequest` if its tokens are not theirs.
+    """
+    for picture in shown:
+        pictures.identify(picture)
+    spans = tuple(span for span, _ in _spans(token_ids, shown, pictures))
+    return PictureUse(spans, ()).names(token_ids, 0, page_size)
 
 
 def placed(
-    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[Any], pictures: PicturesLike
+    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[EncodedRows], pictures: PicturesLike
 ) -> PictureUse:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
+    spans, parts, done = list[PictureSpan](), list[Any](), [0] * len(shown)
+    for span, index in _spans(token_ids, shown, pictures):
+        first = done[index]
+        done[index] = first + span.stop - span.start
+        spans.append(span)
+        parts.append(rows[index].rows[:, first : done[index]])
+    coordinates, offset = pictures.use(token_ids, [(span.start, span.stop) for span in spans], shown)
+    origins = tuple(own.origin for own in rows)
+    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins)
+
+
+def _spans(
+    token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike
+) -> Iterator[tuple[PictureSpan, int]]:
+    """Yield the places of pictures in a prompt, each with the index of its picture, which may have several."""
     places = np.flatnonzero(token_ids == pictures.token)
     counts = [pictures.counts(picture) for picture in shown]
     if len(places) != sum(map(sum, counts)):
         raise _miscounted(len(places), sum(map(sum, counts)))
-    runs: list[tuple[int, int]] = []
-    spans: list[PictureSpan] = []
-    parts: list[Any] = []
     first = 0
-    for picture, lengths, own in zip(shown, counts, rows, strict=True):
-        done = 0
+    for index, (picture, lengths) in enumerate(zip(shown, counts, strict=True)):
         for length in lengths:
             start, stop = int(places[first]), int(places[first + length - 1]) + 1
             if stop - start != length:
                 raise _miscounted(length, stop - start)
-            runs.append((start, stop))
-            spans.append(PictureSpan(start, stop, picture.digest))
-            parts.append(own[:, done : done + length])
-            first, done = first + length, done + length
-    coordinates, offset = pictures.use(token_ids, runs, shown)
-    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole)
+            yield PictureSpan(start, stop, picture.digest), index
+            first += length
+
+
+def _expanded(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike) -> IntArray:
+    repeats = np.ones(len(token_ids), np.int64)
+    places = np.flatnonzero(token_ids == pictures.token)
+    lengths = [length for picture in shown for length in pictures.counts(picture)]
+    if len(places) != len(lengths):
+        raise _miscounted(len(places), len(lengths))
+    repeats[places] = lengths
+    return np.repeat(token_ids, repeats)
 
 
 def _miscounted(places: int, expected: int) -> InvalidRequest:
     problem = f"do not fit the prompt, which has {places} places for them instead of {expected}"
-    return InvalidRequest(
-        "images", f"{expected} places", problem, "Leave the model's own tokens of pictures out of texts"
-    )
+    fix = "Pass the prompt's pictures as images=…, and leave the model's own tokens of pictures out of texts"
+    return InvalidRequest("images", f"{expected} places", problem, fix)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from rekindle._src.core.pictures import TokenGrid
 from rekindle._src.images.picture import Picture
 from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.images.transforms import Codes, Floats
@@ -25,6 +27,12 @@ class PictureView(NamedTuple):
     rows: int  # of patches
     columns: int
     tokens: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of its tokens, each of which stands for a square of patches."""
+        side = math.isqrt(self.rows * self.columns // self.tokens)
+        return self.rows // side, self.columns // side
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,15 @@ class PicturePlan:
         return sum(view.tokens for view in self.views)
 
     @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each view. Tiles come first, row by row."""
+        tiles = self.tile_rows * self.tile_columns
+        return tuple(
+            TokenGrid(*view.grid, tile=divmod(index, self.tile_columns) if index < tiles else None)
+            for index, view in enumerate(self.views)
+        )
+
+    @property
     def patches(self) -> int:
         return sum(view.rows * view.columns for view in self.views)
 
@@ -63,11 +80,39 @@ class PicturePatches(NamedTuple):
     channels: np.ndarray[Any, np.dtype[np.intp]]
     positions: np.ndarray[Any, np.dtype[np.int32]]
 
-    def floats(self) -> Floats:
-        """Return the patches in float32, [P, D], as transformers' processor computes them."""
+    def floats(self, codes: Codes | None = None) -> Floats:
+        """Return the patches in float32, [P, D], as transformers' processor computes them; or some, from their codes.
+
+        All patches of a picture of 4096 × 4096 take 400 MB so, and a quarter of that as codes.
+        """
+        codes = self.codes if codes is None else codes
         if (self.levels == self.levels[0]).all():
-            return self.levels[0][self.codes]
-        return self.levels[self.channels, self.codes]
+            return self.levels[0][codes]
+        return self.levels[self.channels, codes]
+
+    def views(self) -> Iterator[tuple[PictureView, ViewPatches]]:
+        """Yield each view with its patches."""
+        first = 0
+        for view in self.plan.views:
+            stop = first + view.rows * view.columns
+            yield view, ViewPatches(self, self.codes[first:stop])
+            first = stop
+
+
+class ViewPatches:
+    """The patches of a view, whose floats are computed when they are taken."""
+
+    __slots__ = ("_codes", "_whole")
+
+    def __init__(self, whole: PicturePatches, codes: Codes) -> None:
+        self._whole, self._codes = whole, codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._codes.shape
+
+    def __getitem__(self, patches: np.ndarray[Any, np.dtype[np.int32]]) -> Floats:
+        return self._whole.floats(self._codes[patches])
 
 
 class TokenRun(NamedTuple):

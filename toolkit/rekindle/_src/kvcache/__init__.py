@@ -1,4 +1,4 @@
-"""The prefix cache: page pool, radix tree, and the tiers that pages move through."""
+"""The prefix cache: page pool, radix tree, the tiers that pages move through, to disk and to other sessions."""
 
 from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct, trees
 from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest

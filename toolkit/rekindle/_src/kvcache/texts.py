@@ -13,7 +13,7 @@ from rekindle._src.kvcache.tree import PrefixCache
 def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
     """Return the texts below the roots without a salt, up to `most_tokens` in all; the one that was used last is last.
 
-    What a text shares with a later one is left out, but for its last page.
+    What a text shares with a later one is left out, but for its last page. Pages with a picture have numbers below 0.
     """
     leaves = [(node, tree) for tree in trees(cache) for node in tree if not node.children]
     texts: list[IntArray] = []

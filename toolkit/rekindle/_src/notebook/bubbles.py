@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rekindle._src.core import html
 from rekindle._src.core.reply import Reply
@@ -24,14 +24,24 @@ def bubble(role: str, content: str) -> html.Markup:
     return html.Markup(f'<div style="margin:6px 0">{name}{inner}</div>')
 
 
-def message(role: str, content: str, reply: Reply | None = None, *, key: str = "") -> html.Markup:
+def message(
+    role: str,
+    content: str,
+    reply: Reply | None = None,
+    *,
+    key: str = "",
+    images: Sequence[html.ImageLike] = (),
+    most: int = html.IMAGES,
+) -> html.Markup:
     """Return a complete message: Markdown if the model wrote it, else the text as it was typed.
 
-    A model's `reply` with reasoning or calls is shown by its parts; an unfolded part stays so under the same `key`.
+    At most `most` of its pictures are drawn. A model's `reply` with reasoning or calls is shown by its parts; an
+    unfolded part stays so under the same `key`.
     """
     if reply is not None:
         return bubble(role, _parts(reply, key))
-    return bubble(role, _rendered(content) if role == "assistant" else html.text(content))
+    text = _rendered(content) if role == "assistant" else html.text(content)
+    return bubble(role, f"{html.images(images, limit=most)}{text}")
 
 
 def answer(

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.store import Store
 from rekindle._src.notebook import bubbles
+from rekindle._src.notebook.attachments import Attachments, is_content, rooms, text_in, thumbnails_of
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, field, slider
 from rekindle.errors import InvalidRequest, RequestAborted, StoreError
 
@@ -89,9 +90,10 @@ class ChatView(Live):
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
-        self._written: list[dict[str, str]] = []
+        self._written: list[Message] = []
         self.name: str = new_name()  # name of the kept conversation, for `restore`
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[Message] = []
+        self._attached = Attachments(session.model, session.reads_pictures)
         if restore is not None:
             self.name, self.messages = self._transcripts.load(restore)
             self._written = list(self.messages)
@@ -107,6 +109,7 @@ class ChatView(Live):
                 f'session.view.chat(restore="{self.name}") goes on with the conversation.'
             )
         self.widget.values = {**self.widget.values, **self._settings}
+        self.widget.files = self._attached.most_file
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
         self._kept_pieces: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
@@ -127,7 +130,7 @@ class ChatView(Live):
     def system(self) -> str:
         """The system prompt; empty if there is none."""
         first = self.messages[0] if self.messages else {"role": ""}
-        return first["content"] if first["role"] == "system" else ""
+        return text_in(first["content"]) if first["role"] == "system" else ""
 
     @system.setter
     def system(self, prompt: str) -> None:
@@ -197,16 +200,29 @@ class ChatView(Live):
         self._mark(None)
 
     def send(self, text: str) -> None:
-        """Send a message. An unfinished answer is stopped, and its text so far is kept."""
-        if text:
+        """Send a message with its attached pictures. An unfinished answer is stopped, and its text so far is kept."""
+        attached = self._attached.entries
+        if text or attached:
             self._finish_answer()
-            self.messages.append({"role": "user", "content": text})
+            self.messages.append({"role": "user", "content": self._attached.content(text)})
+            self._attached.entries = ()
             try:
                 self._answer()
             except BaseException:
                 self.messages.pop()  # it was not sent, so it stays in the input line
+                self._attached.entries = attached
                 raise
             self.widget.fill("say", "")
+
+    def attach(self, picture: Any) -> None:
+        """Attach a picture, in any form that `session.chat` takes, to the next message."""
+        self._attached.add(picture, self._contents())
+        self._mark(self._marked)
+
+    def detach(self) -> None:
+        """Remove the pictures that are attached to the next message."""
+        self._attached.entries = ()
+        self._mark(self._marked)
 
     def halt(self) -> None:
         """Stop the answer. Its text so far stays."""
@@ -223,7 +239,8 @@ class ChatView(Live):
         """Remove the last message and its answer, and put the message into the input line."""
         self._take_back()
         if self.messages and self.messages[-1]["role"] == "user":
-            self.widget.fill("say", self.messages.pop()["content"])
+            self.widget.fill("say", self._attached.take_back(self.messages.pop()["content"]))
+            self._mark(None)
 
     def fork(self, at: int, edit: str = "", **options: Any) -> None:
         """Continue from token `at` of the last answer, with `edit` in place of the tokens there.
@@ -264,11 +281,18 @@ class ChatView(Live):
             self._mark(self._marked)
         elif name == "continue":
             self.continue_answer()
-        elif name in ("halt", "again", "edit"):
+        elif name in ("halt", "again", "edit", "detach"):
             getattr(self, name)()
 
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
+
+    def file(self, value: Mapping[str, Any]) -> None:
+        if value.get("at") == 0:
+            self.widget.note = ""  # what was wrong with one of several stays while the others come
+        self._attached.add_file(value, self._contents())
+        self.widget.controls = self._controls()
+        self.refresh()
 
     def _mark(self, index: int | None) -> None:
         self._marked = index
@@ -279,7 +303,11 @@ class ChatView(Live):
 
     def _controls(self) -> list[Control]:
         settings = _settings() if self._tuning else ()
-        return [*_TALK, *(_CONTINUE if self.can_continue else ()), *settings, *(() if self._marked is None else _FORK)]
+        more = (*self._attached.controls, *(_CONTINUE if self.can_continue else ()))
+        return [*_TALK, *more, *settings, *(() if self._marked is None else _FORK)]
+
+    def _contents(self) -> list[Any]:
+        return [message["content"] for message in self.messages]
 
     # Making and drawing answers.
 
@@ -374,18 +402,22 @@ class ChatView(Live):
         super().stop()
         self._changed.set()
 
-    def _bubble(self, index: int, role: str, content: str) -> str:
-        """Return a complete message, which is drawn once."""
-        reply = self._replies.get(content)
-        shown = (role, content, reply)
+    def _bubble(self, index: int, role: str, content: Any, most: int) -> str:
+        """Return a complete message with at most `most` thumbnails, which is drawn once."""
+        reply = self._replies.get(content) if isinstance(content, str) else None
+        shown = (role, content, reply, most)
         if index < len(self._bubbles) and self._bubbles[index][0] == shown:
             return self._bubbles[index][1]
         del self._bubbles[index:]
-        self._bubbles.append((shown, bubbles.message(role, content, reply, key=f"reasoning {index}")))
+        key, images = f"reasoning {index}", thumbnails_of(content, most)
+        drawn = bubbles.message(role, text_in(content), reply, key=key, images=images, most=most)
+        self._bubbles.append((shown, drawn))
         return self._bubbles[index][1]
 
     def draw(self) -> str:
-        rows = [self._bubble(index, message["role"], message["content"]) for index, message in enumerate(self.messages)]
+        said = [(message["role"], message["content"]) for message in self.messages]
+        room = rooms([content for _, content in said])
+        rows = [self._bubble(index, *message, room[index]) for index, message in enumerate(said)]
         del self._bubbles[len(rows) :]
         if (handle := self._handle) is not None:
             pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
@@ -400,6 +432,8 @@ class ChatView(Live):
             if (found := repetition(self.answer_ids)) is not None:
                 hint = "" if self.ended else "Stop ends it" if not handle.done else "Settings: a higher temperature"
                 rows.append(html.line(f"the answer {found}", hint))
+        if attached := self._attached.draw():
+            rows.append(attached)
         if not self.ended and (controls := self._controls()) != self.widget.controls:
             self.widget.controls = controls  # an answer was cut, or continues
         if not rows:
@@ -497,6 +531,8 @@ def _messages(content: Any) -> list[Message]:
     if not isinstance(messages, list):
         raise ValueError("it has no messages")
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError("a message has no role or no content")
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("a message has no role")
+        if not is_content(message.get("content")):
+            raise ValueError("a message has no content")
     return messages

@@ -132,6 +132,8 @@ class SessionLike(Protocol):
     @property
     def closed(self) -> bool: ...
     @property
+    def reads_pictures(self) -> bool: ...
+    @property
     def cache(self) -> CacheLike: ...
     @property
     def submit(self) -> Callable[..., RequestLike]: ...
@@ -155,7 +157,7 @@ PAUSE = 4.0
 KEEP_SECONDS = 2.0
 # Names for subclasses, the page and tests, which completion by Tab leaves out.
 _MACHINERY = frozenset(
-    ("draw", "press", "token", "wait", "start", "refresh", "epitaph", "keep", "interval", "picture", "pictures")
+    ("draw", "press", "token", "file", "wait", "start", "refresh", "epitaph", "keep", "interval", "picture", "pictures")
 )
 _BESIDE = html.line("A live view. When its kernel is gone, what it showed last is the picture above.")
 
@@ -176,6 +178,11 @@ def slider(name: str, label: str, *, low: float, high: float, step: float, title
     }  # fmt: skip
 
 
+def file(name: str, label: str, *, kinds: str, title: str = "") -> Control:
+    """Return a button that opens files of these kinds, as HTML names them; see `Panel.files`."""
+    return {"kind": "file", "name": name, "label": label, "title": title, "accept": kinds}
+
+
 @functools.cache
 def _layout() -> Any:
     """Return the layout of all panels. One for each would be another model for the kernel to announce and keep."""
@@ -183,7 +190,9 @@ def _layout() -> Any:
 
 
 class Panel(anywidget.AnyWidget):
-    """Calls `hears(event, name, value)`: "press" when a button is pressed, "token" when a token is clicked."""
+    """Calls `hears(event, name, value)`: "press" when a button is pressed, "token" when a token is clicked, "file" for
+    each file that is dropped, pasted or chosen.
+    """
 
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
     _css = traitlets.Unicode(_STYLE).tag(sync=True)
@@ -195,6 +204,7 @@ class Panel(anywidget.AnyWidget):
     gone = traitlets.Unicode(  # the page's note after its kernel is gone
         "Its kernel was restarted or is gone: this is the last picture. Run the cell again to go on."
     ).tag(sync=True)
+    files = traitlets.Int(-1).tag(sync=True)  # most bytes of a file that the page sends; -1: it takes no files at all
     heard = traitlets.Int().tag(sync=True)  # messages from the page so far: they show the page that the kernel answers
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:
@@ -249,6 +259,11 @@ class Live:
 
     def token(self, index: int) -> None:
         """Handle a click on a token of the picture."""
+
+    def file(self, value: Mapping[str, Any]) -> None:
+        """Handle a file from the page: its `size`, its content as `uri`, which is empty if there is too much of it, and
+        its place `at` among those that came at once.
+        """
 
     @property
     def ended(self) -> bool:
@@ -318,6 +333,8 @@ class Live:
                 self.press(name)
             elif event == "token" and isinstance(value, int):
                 self.token(value)
+            elif event == "file" and isinstance(value, Mapping):
+                self.file(value)
         except RekindleError as error:  # an exception in a callback would not be shown
             self.widget.note = str(html.line(f"{type(error).__name__}: {error}"))
 

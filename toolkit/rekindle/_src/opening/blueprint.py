@@ -160,7 +160,9 @@ def blueprint(request: OpenRequest) -> Blueprint:
     if isinstance(source, LoadedModel) and options.dtype == "auto":
         # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.
         options = dataclasses.replace(options, dtype=cast(DType, graph.precision.weights))
+    pictures = None if isinstance(source, LoadedModel) else _pictures(source, options)
     weight_bytes = 0 if there else placement.bytes_per_device(whole)
+    weight_bytes += 0 if pictures is None else pictures.device_bytes
     config = resolve(options, graph.config, weight_bytes=weight_bytes, placement=placement)
     if config.deterministic:
         graph = deterministic(graph, config)
@@ -173,7 +175,9 @@ def blueprint(request: OpenRequest) -> Blueprint:
         placement,
         tuple(request.processors),
         tuple(request.taps),
-        ahead=variants_of(request.steering) | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT),
+        ahead=variants_of(request.steering)
+        | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT)
+        | (PLAIN_VARIANT if pictures is None else ProgramVariant.PICTURES),
         name="" if folder is None else readable_name(folder),
     )
     precompile = precompiles(config.precompile)
@@ -189,7 +193,7 @@ def blueprint(request: OpenRequest) -> Blueprint:
         precompile,
         _caches(config, programs),
         _taps(request, graph.config, config),
-        None if isinstance(source, LoadedModel) else _pictures(source, config),
+        pictures,
     )
 
 

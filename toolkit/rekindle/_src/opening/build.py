@@ -84,7 +84,8 @@ def build(request: OpenRequest) -> Front:
         pictures = _pictures(plan, tokenizer, owners)
         request.show("programs")
         programs.opened()
-        device = ModelDevice(plan, weights, programs, cache, runner, others)
+        sleepers = () if pictures is None else (pictures,)
+        device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers)
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
             adapters=adapters, program_wait=runner.program_wait, pictures=pictures

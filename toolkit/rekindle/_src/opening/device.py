@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rekindle._src.core.records import PageMove
 from rekindle._src.dispatch.device import Device, FreedMemory
@@ -22,6 +22,17 @@ from rekindle._src.programs.collectives import collective_times
 from rekindle.errors import InvalidRequest
 
 
+class Sleeper(Protocol):
+    """An owner of weights that are not the model's own."""
+
+    def sleep(self) -> int:
+        """Give their memory back. Return its bytes."""
+        ...
+
+    def wake(self) -> None:
+        """Go on."""
+
+
 class ModelDevice(Device):
     """A device with a model: all that owners which were opened together can do for a session."""
 
@@ -35,9 +46,10 @@ class ModelDevice(Device):
         cache: SessionCache,
         runner: Runner,
         others: OtherProcesses,
+        sleepers: Sequence[Sleeper] = (),
     ) -> None:
         self._plan, self._weights, self._programs, self._cache = plan, weights, programs, cache
-        self._runner, self._others = runner, others
+        self._runner, self._others, self._sleepers = runner, others, sleepers
         self.owners = contextlib.ExitStack()  # closes them, in reverse of the order in which they were opened
         self.weights: str = weights_in_words(weights.model, plan)
         self.is_merged: bool = weights.merged
@@ -73,13 +85,16 @@ class ModelDevice(Device):
             self._weights.check_dropped()
         pages = self._runner.page_bytes
         self._runner.sleep(leaving)
-        return FreedMemory(self._weights.sleep(drop), pages)
+        others = sum(sleeper.sleep() for sleeper in self._sleepers)
+        return FreedMemory(self._weights.sleep(drop) + others, pages)
 
     def wake(self, weights: Any) -> bytes | None:
         self._weights.wake(weights)
         root = None if weights is None else self._root(weights)
         self._runner.wake(self.model.leaves)
         self._weights.woken()
+        for sleeper in self._sleepers:
+            sleeper.wake()
         return root
 
     def recover(self) -> bool:

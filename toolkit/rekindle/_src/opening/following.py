@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
+from rekindle._src.channels.greeting import ProcessPlace
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
@@ -20,8 +22,7 @@ from rekindle._src.opening.peers import agreed
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.weights import Weights, delete, replacement
 from rekindle._src.processes import joining
-from rekindle._src.processes.channel import Channel, MessageKind
-from rekindle._src.processes.greeting import ProcessPlace, ProcessReport, as_json, encoded, from_json
+from rekindle._src.processes.facts import ProcessReport, encoded
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.host_pages import PageParts

@@ -13,7 +13,7 @@ from rekindle._src.processes.others import OtherProcesses
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.greeting import ProcessReport
+    from rekindle._src.processes.facts import ProcessReport
 
 # The options that are each process's own, or that only the process with the scheduler uses.
 OWN = frozenset(
@@ -59,7 +59,7 @@ def agreed(plan: Blueprint, agree: Agree | None) -> Blueprint:
     """Return the blueprint that all processes can follow; `agree` is None without others."""
     if agree is None:
         return plan
-    from rekindle._src.processes.greeting import facts
+    from rekindle._src.processes.facts import facts
 
     assert plan.checkpoint is not None, "other processes read a checkpoint, too"
     found = plan.checkpoint.found

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.images.picture import DEFAULT_LIMITS
 from rekindle._src.images.processor import PictureProcessor
 from rekindle._src.images.registry import processor_of_files, processor_of_mmproj
 from rekindle._src.models.loading.checkpoint import CheckpointPlan
@@ -28,6 +32,15 @@ class PicturesPlan(NamedTuple):
     tower: AbstractTower
     tensors: TowerTensors  # where its weights are
     identity: bytes  # a digest of all that rows of a picture depend on but its pixels
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that encoding takes: those of the weights, and of the largest picture's patches."""
+        config, dtype = self.tower.graph.config, np.dtype(self.tower.graph.precision.stream)
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in self.tower.shapes)
+        side = math.isqrt(DEFAULT_LIMITS.pixels)
+        numbers = config.hidden_size + 3 * config.num_heads * config.head_dim  # a layer's input, and heads
+        return weights + self.processor.plan(side, side).patches * numbers * dtype.itemsize
 
 
 def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan | None:

@@ -11,43 +11,65 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
-from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
-from rekindle._src.models.vision.weights import read_tower
+from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.picture_plan import PicturesPlan, framed
-from rekindle._src.programs.encoder import EncodingPrograms
-from rekindle._src.programs.plan import ProgramPlan
-from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
+from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
+from rekindle._src.opening.picture_plan import framed
+from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RequestAborted
 
 FOLDER = "pictures"  # in a cache folder
 SHARE = 8  # of host memory and of disk that rows may have: a part in so many
-Rows = NDArray[Any]  # [1 + levels, tokens, E]
 log = logging.getLogger("rekindle.engine")
 
 
 class GivenPicture:
-    """A picture of a request: what it becomes is known from its size; it is decoded when it is encoded."""
+    """A picture of a request: what it becomes is known from its size.
 
-    __slots__ = ("_digest", "plan", "source")
+    Its pixels are decoded when they are needed, and let go once they are encoded: a completion that names its pictures
+    keeps files as they came. Those of a picture that came as pixels stay, since there is nothing else of it.
+    """
+
+    __slots__ = ("_digest", "_thumbnail", "plan", "source")
 
     def __init__(self, source: EncodedPicture | Picture, plan: PicturePlan) -> None:
         self.source, self.plan = source, plan
         self._digest: bytes | None = None
+        self._thumbnail: str | None = None
+
+    @property
+    def width(self) -> int:
+        return self.source.width
+
+    @property
+    def height(self) -> int:
+        return self.source.height
+
+    @property
+    def grids(self) -> tuple[TokenGrid, ...]:
+        """The tokens of each of its runs of rows."""
+        return self.plan.grids
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        if self._thumbnail is None:
+            self._thumbnail = thumbnail(self.source)
+        return self._thumbnail
 
     @property
     def digest(self) -> bytes:
@@ -55,11 +77,34 @@ class GivenPicture:
         assert self._digest is not None, "its rows are asked for first"
         return self._digest
 
+    @property
+    def identified(self) -> bool:
+        """True if its digest is known: it was decoded before."""
+        return self._digest is not None
+
+    @property
+    def content(self) -> str:
+        """A digest of what was passed: of a file's bytes, or of pixels."""
+        return self.source.content
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI: the file that was passed, or a PNG, which it is from then on."""
+        self.source = self.source.encode()
+        return self.source.uri
+
     def decode(self, identity: bytes) -> Picture:
-        """Return the pixels, which are decoded once."""
-        picture = self.source = self.source.decode()
+        """Return the pixels. They are not kept, since its rows are."""
+        picture = self.source.decode()
+        if self._thumbnail is None and picture.width * picture.height > MOST_DECODED:
+            self._thumbnail = thumbnail(picture)  # while its pixels are here
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
+
+    def __deepcopy__(self, memory: object) -> GivenPicture:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.source)
 
 
 class KeptRows:
@@ -70,17 +115,24 @@ class KeptRows:
         self._rows: OrderedDict[bytes, Rows] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, digest: bytes) -> Rows | None:
-        """Return rows that are in host memory or on disk."""
+    def at_hand(self, digest: bytes) -> EncodedRows | None:
+        """Return rows that are in host memory."""
         with self._lock:
             rows = self._rows.get(digest)
             if rows is not None:
                 self._rows.move_to_end(digest)
-                return rows
+            return None if rows is None else EncodedRows(rows, RowsOrigin.MEMORY)
+
+    def get(self, digest: bytes) -> EncodedRows | None:
+        """Return rows that are in host memory or on disk."""
+        kept = self.at_hand(digest)
+        if kept is not None:
+            return kept
         rows = self._stored(digest)
-        if rows is not None:
-            self._hold(digest, rows)
-        return rows
+        if rows is None:
+            return None
+        self._hold(digest, rows)
+        return EncodedRows(rows, RowsOrigin.DISK)
 
     def put(self, digest: bytes, rows: Rows) -> None:
         """Keep rows."""
@@ -118,38 +170,17 @@ class KeptRows:
             return None
 
 
-class PictureEncoder:
-    """The encoder of a session. Its weights are read when the first picture comes."""
-
-    def __init__(self, plan: PicturesPlan, programs: ProgramPlan) -> None:
-        self._plan, self._programs = plan, programs
-        self._made: EncodingPrograms | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self, patches: PicturePatches) -> Rows:
-        """Return the rows of a picture [1 + levels, tokens, E]."""
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            floats, images, first = patches.floats(), list[ImagePatches](), 0
-            for view in patches.plan.views:
-                count = view.rows * view.columns
-                images.append(ImagePatches(floats[first : first + count], PatchGrid(view.rows, view.columns)))
-                first += count
-            return self._made(images)
+class RowEncoder(Protocol):
+    """Computes the rows of a picture from its patches."""
 
     @property
-    def compilations(self) -> int:
-        """The number of programs that were compiled."""
-        return 0 if self._made is None else self._made.compilations
-
-    def _make(self) -> EncodingPrograms:
-        programs, config = self._programs, self._programs.config
-        kept = ExecutableStore(cache_folder(config.cache_dir) / "programs")
-        key = digest({**programs.fields, "pictures": repr(self._plan.tower.graph)})
-        name = programs.name or programs.model.model_type
-        store = ProgramStore(kept, name, key, tuple(programs.placement.devices))
-        return EncodingPrograms(self._plan.tower, read_tower(self._plan.tower, self._plan.tensors), store)
+    def programs(self) -> EncodingPrograms: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Rows: ...
+    def sleep(self) -> int: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class SessionPictures:
@@ -158,7 +189,7 @@ class SessionPictures:
     def __init__(
         self,
         processor: PictureProcessor,
-        encode: Callable[[PicturePatches], Rows],
+        encoder: RowEncoder,
         kept: KeptRows,
         *,
         identity: bytes,
@@ -171,10 +202,10 @@ class SessionPictures:
         `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With
         `whole`, a step computes all tokens of a picture.
         """
-        self._processor, self._encode, self._kept = processor, encode, kept
+        self._processor, self._encoder, self._kept = processor, encoder, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
-        self._running: dict[bytes, Future[Rows]] = {}
+        self._counting, self._waiting = threading.Lock(), 0
         self.encoded_pictures = 0
 
     @classmethod
@@ -195,7 +226,8 @@ class SessionPictures:
             folder = cache_folder(config.cache_dir) / FOLDER
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
-        encoder = PictureEncoder(pictures, plan.programs)
+        encoder = PictureEncoder.open(pictures, plan.programs)
+        encoder.make_ahead(plan.precompile)
         spec = plan.model.pictures
         assert spec is not None, "it has a plan for them"
         return cls(
@@ -211,7 +243,25 @@ class SessionPictures:
     @property
     def compilations(self) -> int:
         """The number of the encoder's programs that were compiled."""
-        return getattr(self._encode, "compilations", 0)
+        return self._encoder.programs.compilations
+
+    def statistics(self) -> PictureStatistics:
+        """Return the figures of now."""
+        return PictureStatistics(
+            pictures_encoded=self.encoded_pictures,
+            pictures_waiting=self._waiting,
+            picture_row_bytes=self._kept.nbytes,
+            encoder_bytes=self._encoder.nbytes,
+            encoder_compilations=self.compilations,
+        )
+
+    def sleep(self) -> int:
+        """Give the encoder's memory back until `wake`. Return its bytes. Rows of pictures stay in host memory."""
+        return self._encoder.sleep()
+
+    def wake(self) -> None:
+        """Go on."""
+        self._encoder.wake()
 
     @property
     def marker(self) -> str:
@@ -222,6 +272,7 @@ class SessionPictures:
     def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
         """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
+        values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
 
     def spelled(self, text: str, pictures: Sequence[GivenPicture]) -> str:
@@ -243,32 +294,51 @@ class SessionPictures:
         expansion = self._processor.expansion(picture.plan)
         return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
+    def identify(self, picture: GivenPicture) -> None:
+        """Decode a picture, so that its digest is known."""
+        if not picture.identified:
+            picture.decode(self._identity)
+
     def known(self, picture: GivenPicture) -> bool:
-        """True if the rows of a picture are at hand."""
-        return False  # to tell, it has to be decoded
+        """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
+        return picture.identified and self._kept.at_hand(picture.digest) is not None
 
-    async def encoded(self, picture: GivenPicture) -> Rows:
-        """Return the rows of a picture [1 + levels, rows, E]."""
-        reply: OneShot[Rows] = OneShot()
+    async def encoded(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
+        """Return the rows of a picture, and where they came from. Raise `RequestAborted` once it is not `wanted`."""
+        if picture.identified:
+            kept = self._kept.at_hand(picture.digest)
+            if kept is not None:
+                return kept
+        reply, left = OneShot[EncodedRows](), threading.Event()
+        self._worker.submit(reply.run, lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
+        with self._counting:
+            self._waiting += 1
+        try:
+            return await reply.get()
+        finally:
+            left.set()
+            with self._counting:
+                self._waiting -= 1
 
-        def done(future: Future[Rows]) -> None:
-            error = future.exception()
-            if error is None:
-                reply.put(future.result())
-            else:
-                reply.fail(error)
-
-        self._worker.submit(self._rows, picture).add_done_callback(done)
-        return await reply.get()
-
-    def _rows(self, picture: GivenPicture) -> Rows:
+    def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
+        if not wanted():
+            raise _cancelled()
+        kept = self._kept.get(picture.digest) if picture.identified else None
+        if kept is not None:
+            return kept
         pixels = picture.decode(self._identity)
-        rows = self._kept.get(picture.digest)
-        if rows is None:
-            rows = self._encode(self._processor.patches(pixels))
-            self.encoded_pictures += 1
-            self._kept.put(picture.digest, rows)
-        return rows
+        kept = self._kept.get(picture.digest)
+        if kept is not None:
+            return kept
+        patches = self._processor.patches(pixels)
+        del pixels
+        try:
+            rows = self._encoder(patches, wanted)
+        except Cancellation:
+            raise _cancelled() from None
+        self.encoded_pictures += 1
+        self._kept.put(picture.digest, rows)
+        return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
         self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]
@@ -280,11 +350,16 @@ class SessionPictures:
         return coordinates_of(len(token_ids), runs, [(view.rows, view.columns) for view in views], self._merge)
 
     def close(self) -> None:
-        """End the thread once it has encoded what it has begun."""
+        """End the thread after the step that it computes, and give all memory back."""
         self._worker.shutdown(wait=False, cancel_futures=True)
+        self._encoder.close()
 
     def _stands(self, run: TokenRun) -> bool:
         return run.token == self._processor.image_token
+
+
+def _cancelled() -> RequestAborted:
+    return RequestAborted("the request was cancelled before its pictures were encoded")
 
 
 def _text(part: str | TokenRun) -> str:

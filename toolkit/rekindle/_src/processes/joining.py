@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
+from rekindle._src.channels import greeting
+from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
+from rekindle._src.channels.greeting import ProcessPlace
 from rekindle._src.core.mesh_shape import address
-from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import Channel, MessageKind
-from rekindle._src.processes.greeting import ProcessPlace, as_json, from_json
 from rekindle._src.processes.team import PING_SECONDS, Team
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleError
 

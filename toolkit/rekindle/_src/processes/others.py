@@ -13,7 +13,7 @@ from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.programs.programs import Programs
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.greeting import ProcessReport
+    from rekindle._src.processes.facts import ProcessReport
 
 Say = Callable[[str], object]
 

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import HostTier, size
-from rekindle._src.processes.channel import Channel, MessageKind
 from rekindle._src.processes.codec import DONE, CallCodec, StepCall, checksum
-from rekindle._src.processes.greeting import as_json, from_json
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT
 from rekindle._src.programs.programs import Programs

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
 from rekindle._src.core.records import Mask
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.host import DividedHostTier
-from rekindle._src.processes.channel import Channel, MessageKind
 from rekindle._src.processes.codec import DONE, CallCodec, checksum
-from rekindle._src.processes.greeting import ProcessReport, as_json, compare, decoded, from_json
+from rekindle._src.processes.facts import ProcessReport, compare, decoded
 from rekindle._src.processes.others import OtherProcesses, Say
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, Key

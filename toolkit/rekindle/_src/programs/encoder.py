@@ -1,88 +1,100 @@
-"""The programs of an encoder of pictures, in a few sizes, kept in the store of the session's programs.
+"""The programs of an encoder of pictures, which serve pictures of all sizes, in the store of the session's programs.
 
-A picture is encoded in steps of some rows each (`models.vision.steps`), so that a large one holds nobody up.
+A picture is encoded in steps of a bounded size (`models.vision.steps`), so that a large one holds nobody up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.vision.inputs import ImagePatches, PatchBatch
-from rekindle._src.models.vision.steps import TowerStep, rows_for, run_steps, tower_steps
+from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
+from rekindle._src.models.vision.steps import TowerStep, chunks_of, one_chunk, run_steps, step_sizes, tower_steps
 from rekindle._src.models.vision.tower import AbstractTower, pack_images
 from rekindle._src.programs.store import Executables
 from rekindle.errors import StoreError
+from rekindle_kernels import current_platform
 
-OPERATIONS = 2e9  # additions and multiplications of a step: a twentieth of a second on two cores
-_SMALLEST = 64  # patches of a bucket
-
-
-def buckets(whole: int) -> Iterator[int]:
-    """Yield the sizes of buckets in patches, each half as large again as the one before: multiples of `whole`."""
-    size = -(-_SMALLEST // whole) * whole
-    while True:
-        yield size
-        size = -(-size * 3 // (2 * whole)) * whole
+# Additions and multiplications of a step, and its most patches. On a CPU a twentieth of a second of one core, in which
+# other programs wait for its cores; elsewhere a few milliseconds, so that starting a step costs little.
+CPU_STEP, OTHER_STEP = (2e9, 512), (1e11, 2048)
 
 
-def bucket_of(patches: int, whole: int) -> int:
-    """Return the size of the bucket for so many patches."""
-    return next(size for size in buckets(whole) if size >= patches)
+class Cancellation(Exception):
+    """Nobody waits for what is being encoded."""
 
 
 class EncodingPrograms:
-    """Encodes pictures with the leaves of a tower. One thread calls it at a time."""
+    """Makes and keeps the programs of an encoder, which need no weights. Its methods may be called in any thread."""
 
-    def __init__(self, tower: AbstractTower, leaves: Sequence[Any], store: Executables) -> None:
-        self._tower, self._leaves, self._store = tower, leaves, store
-        self._config = tower.graph.config
+    def __init__(self, tower: AbstractTower, store: Executables) -> None:
+        self._tower, self._store = tower, store
+        self._sizes = step_sizes(tower.graph, *(CPU_STEP if current_platform() == "cpu" else OTHER_STEP))
         self._compiled: dict[str, Any] = {}
+        self._lock = threading.Lock()
         self.compilations = 0
 
-    def __call__(self, images: Sequence[ImagePatches]) -> NDArray[Any]:
-        """Return the rows of pictures or tiles, one after the other [1 + levels, tokens, E]."""
-        patches, whole = sum(image.grid.patches for image in images), self._config.patches_of_token
-        bucket = bucket_of(patches, whole)
-        packed = PatchBatch(*map(jnp.asarray, pack_images(images, self._config, bucket)))
-        rows = rows_for(self._tower.graph, bucket, OPERATIONS)
-        steps = tower_steps(self._tower, self._leaves, packed, rows)
-        embeddings = run_steps(steps, lambda step: self._program(step, bucket, rows)(*step.arguments))
-        count = patches // whole
-        first = np.asarray(embeddings.tokens)[None, :count]
-        return np.concatenate([first, np.asarray(embeddings.levels)[:, :count]])
+    def encode(
+        self, leaves: Sequence[Any], images: Sequence[ImagePatches], wanted: Callable[[], bool] = lambda: True
+    ) -> NDArray[Any]:
+        """Return the rows of pictures or tiles, one after the other [1 + levels, tokens, E].
 
-    def make(self, images: Sequence[ImagePatches]) -> None:
-        """Make the programs of the bucket that such pictures need, without running them."""
-        bucket = bucket_of(sum(image.grid.patches for image in images), self._config.patches_of_token)
-        packed = pack_images(images, self._config, bucket)
-        shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in packed))
-        rows = rows_for(self._tower.graph, bucket, OPERATIONS)
+        At most one step is in the device's queue. Raise `Cancellation` between two steps once it is not `wanted`.
+        """
+        config, packed = self._tower.graph.config, pack_images(images, self._tower.graph.config)
+
+        def run(step: TowerStep) -> Any:
+            if not wanted():
+                raise Cancellation
+            return jax.block_until_ready(self._program(step)(*step.arguments))
+
+        chunks = chunks_of(packed, self._sizes.chunk)
+        parts = run_steps(tower_steps(self._tower, leaves, chunks, self._sizes), run)
+        # Chunks and parts have whole tokens, and only the last of a picture's parts has padding.
+        count = packed.patches // config.patches_of_token
+        return np.stack([np.concatenate(level)[:count] for level in (parts.tokens, *parts.levels)])
+
+    def make(self, grid: PatchGrid, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Make all programs, without running them; `grid` is one that a picture may have."""
+        config = self._tower.graph.config
+        numbers = np.broadcast_to(np.float32(0), (grid.patches, config.patch_length))
+        chunk = one_chunk(pack_images([ImagePatches(numbers, grid)], config), self._sizes.chunk)
 
         def shaped(step: TowerStep) -> Any:
-            self._program(step, bucket, rows)
+            if stopped():
+                raise Cancellation
+            self._program(step)
             return jax.eval_shape(step.function, *step.arguments)
 
-        run_steps(tower_steps(self._tower, self._leaves, shapes, rows), shaped)
+        with contextlib.suppress(Cancellation):
+            run_steps(tower_steps(self._tower, self._tower.shapes, iter([chunk]), self._sizes), shaped)
 
-    def _program(self, step: TowerStep, bucket: int, rows: int) -> Any:
+    def _program(self, step: TowerStep) -> Any:
         """Return a program: one that was made before, the stored one, or one that is compiled now and stored."""
-        name = f"pictures {step.name} {bucket} by {rows}"
-        compiled = self._compiled.get(name)
-        if compiled is None:
-            with contextlib.suppress(StoreError):
-                compiled = self._store.load(name)
-        if compiled is None:
-            start = time.perf_counter()
-            compiled = jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).compile()
-            self.compilations += 1
-            self._store.save(name, compiled, time.perf_counter() - start)
-        self._compiled[name] = compiled
+        compiled = self._compiled.get(step.name)
+        if compiled is not None:
+            return compiled
+        with self._lock:
+            compiled = self._compiled.get(step.name)
+            if compiled is None:
+                compiled = self._compiled[step.name] = self._made(step)
+        return compiled
+
+    def _made(self, step: TowerStep) -> Any:
+        name = f"pictures {step.name} {self._sizes.rows} of {self._sizes.chunk}"
+        with contextlib.suppress(StoreError):
+            stored = self._store.load(name)
+            if stored is not None:
+                return stored
+        start = time.perf_counter()
+        compiled = jax.jit(step.function, donate_argnums=step.donated).lower(*step.arguments).compile()
+        self.compilations += 1
+        self._store.save(name, compiled, time.perf_counter() - start)
         return compiled

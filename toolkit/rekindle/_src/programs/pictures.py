@@ -43,8 +43,11 @@ class Pictures(Feature):
 
     option, variant, inside, operand_layout = PictureUse, ProgramVariant.PICTURES, True, ROWS
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1) -> None:
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
+    ) -> None:
         assert model.pictures is not None, "it takes pictures"
+        self.warmed = ahead
         self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
         self._levels, self._size, self._token = 1 + model.pictures.levels, model.hidden_size, model.pictures.token
         self._both_ways = model.pictures.both_ways != "no"

@@ -249,7 +249,8 @@ class Programs:
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
         pictures: tuple[Pictures, ...] = ()
         if model.pictures is not None:
-            pictures = (Pictures(model, config, graph.precision.stream, placement.data),)
+            early = ProgramVariant.PICTURES in ahead
+            pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic

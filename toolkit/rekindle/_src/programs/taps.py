@@ -367,4 +367,5 @@ def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:
     sites |= {"experts": experts, "gates": experts} if experts else {}
     plain = [layer for layer in values if not model.attention[layer].sinks]
     specs = [model.attention[layer] if layer in plain else None for layer in layers]
-    return TapFacts(model.num_layers, model.hidden_size, sites, specs)
+    both_ways = [layer for layer in layers if model.sees_pictures_both_ways(layer)]
+    return TapFacts(model.num_layers, model.hidden_size, sites, specs, both_ways=both_ways)

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.handle import Handle
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
@@ -29,14 +31,8 @@ from rekindle._src.replicas.routes import Placed
 from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.replicas.wire import RemoteGrammars
-from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import Conversations
-from rekindle._src.session.embedding import EmbeddingMethods
-from rekindle._src.session.handle import Handle
+from rekindle._src.session.open_model import OpenModel
 from rekindle._src.session.opening import named_changes
-from rekindle._src.session.rows import RowMapping
-from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import ServingMethods
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
 
 
-class Fleet(RowMapping, EmbeddingMethods, ScoreRequests, Conversations, ServingMethods):
+class Fleet(OpenModel):
     """Replicas of an open model. Make one with `rekindle.fleet`; close it with `aclose` or a `with` block.
 
     It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `score`, `serve`. This

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.engine import ON_DEVICE
+from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import (
@@ -25,7 +26,6 @@ from rekindle._src.replicas.wire import (
     RequestMessage,
     WeightsVersion,
 )
-from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import ReplicaLost
 
 log = logging.getLogger("rekindle.fleet")

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle._src.channels.greeting import SECRET, ProcessPlace
+from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.opening.following import follow
-from rekindle._src.processes.greeting import SECRET, ProcessPlace
 from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, RequestMessage
 from rekindle._src.session.opening import open_sync
-from rekindle._src.session.page_sharing import PageAddress
 from rekindle._src.session.session import Session
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
 

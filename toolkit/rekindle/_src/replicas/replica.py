@@ -30,11 +30,11 @@ from rekindle._src.dispatch.backend import Front, GrammarLike, Submission
 from rekindle._src.dispatch.capabilities import Capabilities, capabilities_of
 from rekindle._src.dispatch.structures import compiled_grammar
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
+from rekindle._src.kvcache.sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, RequestMessage, decode
 from rekindle._src.session.client import Client
-from rekindle._src.session.page_sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.session.session import Session, client_of
 from rekindle.errors import (
     ConfigError,

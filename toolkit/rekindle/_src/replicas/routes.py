@@ -19,6 +19,7 @@ from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
 from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Events
+from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.autoscaling import FleetLoad
 from rekindle._src.replicas.routing import (
     AffinityKeys,
@@ -31,7 +32,6 @@ from rekindle._src.replicas.routing import (
     prompt_only,
 )
 from rekindle._src.replicas.wire import News, RequestMessage, encode
-from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")

@@ -22,8 +22,8 @@ from rekindle._src.core.records import GuideReport, Mask, Pooling, Request, Resu
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.dispatch.structures import after
+from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routing import Role
-from rekindle._src.session.page_sharing import PageAddress
 from rekindle._src.structured.grammar import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide

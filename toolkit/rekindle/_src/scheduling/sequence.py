@@ -18,6 +18,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import DraftSource, EngineConfig
+from rekindle._src.core.extension import PromptNote
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.kept import KeptCaptures
@@ -264,6 +265,11 @@ class Sequence:
         tokens = self.tokens(start, stop)
         return tokens if self.naming is None else self.naming.names(tokens, start, self.page_size)
 
+    def text(self) -> IntArray:
+        """Return all known tokens, with numbers below 0 for those that no text has, such as those of a picture."""
+        tokens = self.tokens(0, self.known)
+        return tokens if self.naming is None else self.naming.masked(tokens, 0)
+
     def keys(self, count: int) -> list[int]:
         """Return the lookup keys of the first `count` pages; each is computed once."""
         keys = self._keys
@@ -429,6 +435,7 @@ class Explanation:
     ahead: int  # older requests in the queue
     waits_for: str | None  # the request that computes its prefix
     timeline: tuple[Phase, ...] = ()  # its life so far: what took how long, and why
+    notes: tuple[PromptNote, ...] = ()  # on tokens of the prompt that are no text
 
     @property
     def seconds(self) -> float:
@@ -444,7 +451,14 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
-        length = html.line(html.count(self.prompt_tokens, "prompt token"))
+        kinds = [html.count(self.prompt_tokens, "prompt token")]
+        for note in self.notes:
+            computed = note.tokens - note.cached
+            prompt["from the cache"] -= note.cached
+            prompt["computed"] -= computed
+            prompt |= {f"{note.kind}s from the cache": note.cached, f"{note.kind}s computed": computed}
+            kinds.append(f"{note.tokens:,} of them {note.kind}s")
+        length = html.line(*kinds)
         return str(html.block(html.text(f"{self.id}: {self.text}"), self._phases(), length, html.bar(prompt)))
 
     def _phases(self) -> str:
@@ -494,6 +508,7 @@ def explanation(
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended and sequence.reason != status.value:
         words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
+    notes = request.extensions.notes(sequence.cached_tokens)
     if not request.generates:
         words.append("it is embedded, so that all of its tokens are computed")
     elif sequence.epoch:
@@ -504,6 +519,8 @@ def explanation(
             else f"none of its {request.prompt_length} prompt tokens were cached"
         )
         words += [line for holding in sequence.sides for line in holding.describe()]
+    if sequence.epoch:
+        words += [note.words for note in notes]
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
     if (forced := sequence.forced) is not None and sequence.generated:
@@ -530,6 +547,7 @@ def explanation(
             computed=sequence.computed,
             generated=sequence.generated,
         ),
+        notes=notes,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
-from rekindle._src.serve.chat import call_chat, calls_options, events_of
+from rekindle._src.serve.chat import call_chat, calls_options, encode_chat, events_of
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import (
@@ -26,7 +26,7 @@ from rekindle._src.serve.fields import (
     whole,
 )
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture, uncounted
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
 
 BLOCKS = Items(Shape((("type", String()),), ("type",)))
 CONTENT = Either("a string or a list of blocks", ((str, String()), (list, BLOCKS)))
@@ -145,15 +145,14 @@ async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     _, session = generation.model_of(exchange, fields)
     template = template_options(fields)
     template.pop("tool_choice", None)
+    pictures = RequestPictures(exchange, session)
+    messages = await exchange.run(lambda: messages_of(fields, pictures.read))
+    await pictures.fetch()
+    count = await exchange.run_in_turn(lambda: len(encode_chat(session, messages, template)))
+    await exchange.reply({"input_tokens": count})
 
-    def count() -> int:
-        text = call_chat(session.render, messages_of(fields), template)
-        return len(generation.encode_text(session, text, add_special_tokens=False, param="messages"))
 
-    await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
-
-
-def messages_of(fields: Mapping[str, Any], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
+def messages_of(fields: Mapping[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
     """Return the conversation. Refuse blocks other than text, pictures, thinking and tools by name."""
     messages: list[dict[str, Any]] = []
     if fields.get("system"):

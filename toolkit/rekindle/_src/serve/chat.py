@@ -22,7 +22,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture, uncounted
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -63,6 +63,22 @@ def call_chat(method: Callable[..., T], messages: Sequence[Mapping[str, Any]], o
         if error.field != "reasoning_effort":
             raise
     return method(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+
+
+def encode_chat(
+    session: ServedSession, messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, special: bool = False
+) -> list[int]:
+    """Return the token ids of a conversation, which may exceed the context. Of pictures, headers alone are read.
+
+    Raise `ApiError` if its text is too long to encode.
+    """
+    text = call_chat(session.render, messages, options)
+    if not any(isinstance(message.get("content"), list) and has_pictures(message["content"]) for message in messages):
+        return generation.encode_text(session, text, add_special_tokens=special, param="messages")
+    if special:
+        raise wrong("add_special_tokens", True, "is not for messages with pictures", "Leave it out")
+    generation.check_length(session, text, "messages")
+    return call_chat(session.chat_tokens, messages, options)
 
 
 def calls_options(fields: Mapping[str, Any], *, parallel: bool) -> dict[str, bool]:
@@ -147,7 +163,7 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPicture) -> list[dict[str, Any]]:
     """Return copies of the messages with one text each, or with parts where some are pictures. Refuse other parts.
 
     The assistant's messages have no pictures.

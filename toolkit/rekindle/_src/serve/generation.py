@@ -132,11 +132,16 @@ def _schema(value: Any, path: str) -> Mapping[str, Any]:
     return value
 
 
-def encode_text(session: ServedSession, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Return the token ids of a text, which may exceed the context. Raise `ApiError` if it is too long to encode."""
+def check_length(session: ServedSession, text: str, param: str) -> None:
+    """Raise `ApiError` for a text that is too long to encode."""
     limit = max(MOST_CHARACTERS, 8 * (session.config.max_model_len or 0))
     if len(text) > limit:
         raise wrong(param, text[:80], f"has {len(text):,} characters, more than {limit:,}", "Send it in parts")
+
+
+def encode_text(session: ServedSession, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    """Return the token ids of a text, which may exceed the context. Raise `ApiError` if it is too long to encode."""
+    check_length(session, text, param)
     return list(session.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

@@ -9,13 +9,14 @@ import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
-from rekindle._src.serve.chat import call_chat, plain_messages, template_options
+from rekindle._src.serve.chat import encode_chat, plain_messages, template_options
 from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
 from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
+from rekindle._src.serve.pictures import RequestPictures
 from rekindle.errors import ConfigError
 
 _MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
@@ -74,13 +75,16 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
 
     options = {} if "prompt" in fields else template_options(exchange, {**fields, "add_special_tokens": False})
 
+    pictures = RequestPictures(exchange, session)
+    messages = await exchange.run(lambda: plain_messages(fields.get("messages", ()), pictures.read))
+    await pictures.fetch()
+
     def answer() -> dict[str, Any]:
         if "prompt" in fields:
-            text, special, param = fields["prompt"], fields.get("add_special_tokens", True), "prompt"
+            special = fields.get("add_special_tokens", True)
+            ids = encode_text(session, fields["prompt"], add_special_tokens=special, param="prompt")
         else:
-            text = call_chat(session.render, plain_messages(fields["messages"]), options)
-            special, param = fields.get("add_special_tokens", False), "messages"
-        ids = encode_text(session, text, add_special_tokens=special, param=param)
+            ids = encode_chat(session, messages, options, special=fields.get("add_special_tokens", False))
         strings = [tokenizer.token(id_) for id_ in ids] if fields.get("return_token_strs") else None
         limit = session.config.max_model_len
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}

@@ -34,11 +34,6 @@ def is_picture(part: Mapping[str, Any]) -> bool:
     return part.get("type") in _KINDS
 
 
-def uncounted(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Refuse a picture where tokens are counted."""
-    raise wrong(f"{path}.type", part["type"], "is a picture, whose tokens are not counted here", "Send parts of text")
-
-
 class _PictureUrl(NamedTuple):
     """A picture that is to be fetched, and the part that it goes into."""
 

@@ -31,7 +31,7 @@ from rekindle._src.serve.fields import (
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures, uncounted
+from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
 TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
 TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
@@ -176,7 +176,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
     return whole_items, size
 
 
-def messages_of(fields: Mapping[str, Any], read: ReadPicture = uncounted) -> list[dict[str, Any]]:
+def messages_of(fields: Mapping[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
     """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
     if fields.get("instructions"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.pictures import MARKER
+from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
@@ -21,13 +25,11 @@ from rekindle._src.kvcache.tiers.disk import DiskStatistics
 from rekindle._src.kvcache.tiers.host import HostStatistics
 from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.kvcache.tiers.tiers import Rates
-from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
-from rekindle._src.session.prompts import PromptLike
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from rekindle._src.session.page_sharing import SharedPages
+    from rekindle._src.kvcache.sharing import SharedPages
 
 
 TIERS = ("device", "host", "disk")
@@ -334,12 +336,17 @@ class CacheView:
         return self._client.ask(collect)
 
     def explain(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Any = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> PrefixExplanation:
         """Explain which pages a request with these options would hit, where they are and what fetching them costs."""
         root = self._client.root(salt, adapter)
         cache, tiers = self._parts()
-        tokens = self._client.tokens(prompt)
+        tokens = self._client.tokens(prompt, images)
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
@@ -407,15 +414,15 @@ class CacheView:
 
     # -- keeping
 
-    def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
+    def export_prefix(self, prompt: PromptLike, path: str | Path, *, images: Any = None) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
-        writer, tokens, target = self._client.writer, self._client.tokens(prompt), Path(path)
-        return Once(writer.run, partial(writer.export_prefix, tokens, target), name="export_prefix")
+        writer, tokens, target = self._client.writer, self._client.tokens(prompt, images), Path(path)
+        return Once(self._client.in_writer, partial(writer.export_prefix, tokens, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
         """Await it to take over the pages of an exported prefix. The result is how many tokens."""
         writer, source = self._client.writer, Path(path)
-        return Once(writer.run, partial(writer.import_prefix, source), name="import_prefix")
+        return Once(self._client.in_writer, partial(writer.import_prefix, source), name="import_prefix")
 
     def share(self, *, host: str = "127.0.0.1", port: int = 0, secret: str | None = None) -> Call[SharedPages]:
         """Await it to let other sessions of the same model take this one's cached pages. The result has the address.
@@ -426,16 +433,24 @@ class CacheView:
         return Once(self._share, host, port, secret, name="share")
 
     def pull(
-        self, address: str, prompt: PromptLike | None = None, *, salt: str | None = None, secret: str | None = None
+        self,
+        address: str,
+        prompt: PromptLike | None = None,
+        *,
+        images: Any = None,
+        salt: str | None = None,
+        secret: str | None = None,
     ) -> Call[int]:
         """Await it to take pages from a session that shares them. The result is how many tokens they cover.
 
-        With a `prompt`, and the `salt` of its requests, its leading pages that are not here yet. Without one, the pages
-        that the other session is likeliest to need again, until half of host_memory is used.
+        With a `prompt`, and the `images` and `salt` of its requests, its leading pages that are not here yet. Without
+        one, the pages that the other session is likeliest to need again, until half of host_memory is used.
         """
         client = self._client
         root = client.root(salt)
-        tokens = None if prompt is None else client.tokens(prompt)
+        if prompt is None and images is not None:
+            raise InvalidRequest("images", images, "come without a prompt", "Pass the prompt that they are in")
+        tokens = None if prompt is None else client.tokens(prompt, images)
         return Once(self._pull, address, tokens, root, secret, name="pull")
 
     def __repr__(self) -> str:
@@ -450,8 +465,8 @@ class CacheView:
     # -- inside
 
     async def _share(self, host: str, port: int, secret: str | None) -> SharedPages:
-        from rekindle._src.processes.greeting import checked_secret
-        from rekindle._src.session.page_sharing import SharedPages
+        from rekindle._src.channels.greeting import checked_secret
+        from rekindle._src.kvcache.sharing import SharedPages
 
         self._client.host.check()
         shared = SharedPages(self._client.host, self._client.writer, at=host, port=port, secret=checked_secret(secret))
@@ -459,16 +474,16 @@ class CacheView:
         return shared
 
     async def _pull(self, address: str, tokens: IntArray | None, salt: str | None, secret: str | None) -> int:
-        from rekindle._src.processes.greeting import checked_secret
-        from rekindle._src.session.page_sharing import PageAddress, Puller
+        from rekindle._src.channels.greeting import checked_secret
+        from rekindle._src.kvcache.sharing import PageAddress, Puller
 
         page_address = PageAddress(
             *host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret)
         )
         puller = Puller(self._client.host, self._client.writer)
         if tokens is None:
-            return (await self._client.writer.run(partial(puller.likeliest, page_address))).tokens
-        pulled = await self._client.writer.run(partial(puller.prefix, page_address, tokens, salt))
+            return (await self._client.in_writer(partial(puller.likeliest, page_address))).tokens
+        pulled = await self._client.in_writer(partial(puller.prefix, page_address, tokens, salt))
         pulled.held.release()
         return pulled.tokens
 
@@ -488,7 +503,7 @@ class CacheView:
         if tier in (None, "disk"):
             for each in all_tiers:
                 if each is not None and each.disk is not None:
-                    await self._client.writer.run(each.disk.clear)
+                    await self._client.in_writer(each.disk.clear)
 
     @property
     def _sides(self) -> tuple[SideStore, ...]:
@@ -505,7 +520,8 @@ class CacheView:
         tokenizer = self._client.front.tokenizer
         if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
-        text = tokenizer.decode(tokens.tolist())
+        runs = groupby(tokens.tolist(), lambda token: token < 0)  # those below 0 are of pages with a picture
+        text = "".join(MARKER if pictures else tokenizer.decode(list(run)) for pictures, run in runs)
         return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
+from rekindle._src.calls.pictures import prefix_of
+from rekindle._src.calls.prompts import PromptLike, parse_one
+from rekindle._src.core import html
+from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_salt
 from rekindle._src.core.records import IntArray, PageMove, root_name
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import OneShot
-from rekindle._src.session.cache_writer import CacheWriter
-from rekindle._src.session.prompts import PromptLike, parse_one
-from rekindle.errors import InvalidRequest
+from rekindle._src.kvcache import writer
+from rekindle._src.kvcache.persist.segment import Page
+from rekindle._src.kvcache.writer import CacheWriter, SaveReport
+from rekindle.errors import InvalidRequest, RekindleError, StoreError
 
 if TYPE_CHECKING:
-    from rekindle._src.session.page_sharing import SharedPages
+    from rekindle._src.kvcache.sharing import SharedPages
 
 T = TypeVar("T")
+log = logging.getLogger("rekindle.cache")
 
 
 class Client:
@@ -36,8 +43,10 @@ class Client:
         self.host: Host = host
         self.front: Front = front
         self.engine: Engine = front.backend
-        self.writer: CacheWriter = CacheWriter(host, front, self.engine)
+        self.writer: CacheWriter = CacheWriter(host, self.engine)
         self.pauses: int = 0  # paused() blocks that have been entered and not left
+        self.asleep: bool = False
+        self.sleeper: object = None  # the task that put it to sleep
         self.shared: list[SharedPages] = []  # addresses at which the cache's pages are shared
 
     def ask(self, function: Callable[[], T]) -> T:
@@ -59,13 +68,9 @@ class Client:
         reply: OneShot[T] = OneShot()
         return await self.host.send(Exclusive(job, after, reply), reply).get()
 
-    def tokens(self, prompt: PromptLike) -> IntArray:
-        """Return the token ids that a request with this prompt would have."""
-        parsed = parse_one(prompt)
-        if parsed.token_ids is not None:
-            return parsed.token_ids
-        assert parsed.text is not None, "a prompt has text or token ids"
-        return np.asarray(self.front.tokenizer.encode(parsed.text), np.int32)
+    def tokens(self, prompt: PromptLike, images: Any = None) -> IntArray:
+        """Return the token ids that a request with this prompt would have, as the prefix tree knows them."""
+        return prefix_of(self.front, parse_one(prompt), images)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""
@@ -81,19 +86,61 @@ class Client:
             raise InvalidRequest("adapter", adapter, "can't be used here", "Leave it out")
         return root_name(salt, self.front.adapters.find(adapter)[1])
 
-    def pin(self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None) -> int:
+    def pin(
+        self,
+        prompt: PromptLike,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: Any = None,
+    ) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
         return self.ask(lambda: self.engine.scheduler.pin(tokens, root))
 
     def unpin(
-        self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: Any = None,
     ) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
         return self.ask(lambda: self.engine.scheduler.unpin(tokens, root))
+
+    async def in_writer(self, job: Callable[[], T]) -> T:
+        """Run `job` in the cache writer's thread. Return its result, or raise its error."""
+        self.host.check()
+        return await _reply(self.writer.submit(job)).get()
+
+    async def save(self, name: str) -> SaveReport:
+        """Write the pages that are not on disk yet, then the list of all pages under `name`."""
+        self.writer.check_save(name)
+        listed: list[Page] = []
+
+        def look() -> State:
+            return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
+
+        with Activity(look, quiet=self.front.config.quiet):
+            return await self.in_writer(partial(self.writer.save, name, listed))
+
+    async def finish_saving(self) -> None:
+        """Save as many pages as there is time for, before the session is closed."""
+        job = self.writer.finish()
+        if job is None:
+            return
+        reply, hung = _reply(job), StoreError("the disk did not answer")
+        timer = threading.Timer(2 * writer.CLOSE_SECONDS, reply.fail, [hung])
+        timer.daemon = True
+        timer.start()
+        try:
+            await reply.get()
+        except RekindleError as error:
+            log.debug("not everything was saved at the end of a session: %s", error)
+        finally:
+            timer.cancel()
 
     async def pause(self) -> None:
         """Wait for the steps in flight; none begins until `resume`."""
@@ -146,3 +193,10 @@ class Client:
 
 
 def _nothing() -> None: ...
+
+
+def _reply(job: Future[T]) -> OneShot[T]:
+    """Return the result of a job of another thread, for a caller on any event loop or none."""
+    reply: OneShot[T] = OneShot()
+    job.add_done_callback(lambda ended: reply.run(ended.result))
+    return reply

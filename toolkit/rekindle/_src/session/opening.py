@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
+from rekindle._src.calls.call import Call
 from rekindle._src.core.activity import Activity, in_notebook
 from rekindle._src.core.config import EngineConfig, OpenOptions, cache_folder
 from rekindle._src.core.memory import check_address_space, gc_paused
@@ -24,7 +25,6 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import capture_contexts
 from rekindle._src.opening.open_request import OpeningProgress, OpenRequest
-from rekindle._src.session.call import Call
 from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import KINDS
 

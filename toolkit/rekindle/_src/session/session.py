@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.calls.requests import Images
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
-from rekindle._src.core.records import Completion, PageMove, Status
+from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, StepOnce, StepOutcome
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
-from rekindle._src.dispatch.threads import OneShot, caller, run_sync
+from rekindle._src.dispatch.threads import OneShot, run_sync
+from rekindle._src.evaluation.rollouts import RolloutRequests
 from rekindle._src.kvcache import AnyCache, trees
-from rekindle._src.session.adapters import AdapterMethods
+from rekindle._src.kvcache.writer import SaveReport
+from rekindle._src.session import adapters, pausing
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.cache_writer import SaveReport
-from rekindle._src.session.call import Call, Once
-from rekindle._src.session.chats import Conversations
 from rekindle._src.session.client import Client
-from rekindle._src.session.embedding import EmbeddingMethods
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.lens import AttentionMapCall, LensCall
-from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.rollouts import RolloutRequests
-from rekindle._src.session.rows import RowMapping
-from rekindle._src.session.scoring import ScoreRequests
-from rekindle._src.session.serving import ServingMethods
+from rekindle._src.session.open_model import OpenModel
+from rekindle._src.session.pausing import PausedSession, SleepReport
+from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
@@ -46,318 +43,14 @@ from rekindle.errors import InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
     import jax.typing
-    from numpy.typing import ArrayLike
 
-    from rekindle._src.notebook.chat import ChatView
-    from rekindle._src.notebook.dashboard import Dashboard, TreeView
-    from rekindle._src.notebook.figures import Figure
-    from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.models.base import LoadedModel
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 
 
-MODES = ("host", "drop")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class SleepReport(html.Record):
-    """The device memory that a sleeping session has given back."""
-
-    weights_bytes: int  # 0 where the weights are the caller's own arrays
-    page_bytes: int  # of KV pages and the state of requests
-    pages_kept: int  # that went to host memory or disk on the way
-    seconds: float
-
-    _seconds = ("seconds",)
-
-    @property
-    def freed_bytes(self) -> int:
-        """Weights and pages together."""
-        return self.weights_bytes + self.page_bytes
-
-
-class SleepMethods:
-    """The part of a session that sleeps."""
-
-    _client: Client
-    _asleep: bool = False
-    _sleeper: object = None  # the task that put it to sleep
-
-    @property
-    def asleep(self) -> bool:
-        """True between `sleep` and `wake`."""
-        return self._asleep
-
-    def sleep(self, *, weights: Literal["host", "drop"] = "host") -> Call[SleepReport]:
-        """Await it to give the device's memory back until `wake`, so that a trainer can have it. Programs stay.
-
-        Weights go to host memory, or are dropped to be read again ("drop", for those of a folder). Cached pages go to
-        the tiers below the device if there are any, and are forgotten otherwise. Requests that run or arrive wait for
-        `wake` and go on then with the tokens they have. Weights that are the caller's own arrays are let go; they are
-        freed when the caller drops them. The result says how much was freed.
-        """
-        if weights not in MODES:
-            raise InvalidRequest("weights", weights, "is not known", f"Use one of {', '.join(map(repr, MODES))}")
-        return Once(self._sleep, weights == "drop", name="sleep")
-
-    def wake(self, weights: Any = None) -> Call[float]:
-        """Await it to go on after `sleep`; the result is how many seconds that took.
-
-        With `weights`, in any form that `swap_weights` takes, the session goes on with these, and the old ones are not
-        brought back.
-        """
-        return Once(self._wake, weights, name="wake")
-
-    async def _sleep(self, drop: bool) -> SleepReport:
-        client = self._client
-        client.host.check()
-        device, scheduler = client.engine.device, client.engine.scheduler
-        if not (device.has_weights and device.is_alone):
-            fix = "Use a session of one process that rekindle.open has made"
-            raise InvalidRequest("session", repr(self), "can't sleep", fix)
-        if self._asleep:
-            raise InvalidRequest("session", repr(self), "sleeps already", "Await session.wake() first")
-        pinned = client.ask(lambda: getattr(scheduler.cache, "pinned_pages", 0))
-        if pinned:
-            raise InvalidRequest("session", repr(self), f"has {pinned} pinned pages", "Unpin them first")
-        start = time.perf_counter()
-        self._asleep = True
-        try:
-            await client.pause()
-            try:
-                moves: list[PageMove] = []
-                await client.between_steps(lambda: moves.extend(scheduler.vacate()))
-                freed = await client.exclusive(partial(device.sleep, moves, drop), lambda _: scheduler.vacated())
-            except BaseException:
-                client.resume()
-                raise
-        except BaseException:
-            self._asleep = False
-            raise
-        self._sleeper = caller()
-        client.host.paused_by.append(self._sleeper)
-        return SleepReport(freed.weights, freed.pages, len(moves), time.perf_counter() - start)
-
-    async def _wake(self, weights: Any) -> float:
-        client = self._client
-        client.host.check()
-        device, scheduler = client.engine.device, client.engine.scheduler
-        if not self._asleep:
-            raise InvalidRequest("session", repr(self), "does not sleep", "Await session.sleep() first")
-        start = time.perf_counter()
-
-        def woken(root: bytes | None) -> None:
-            if root is not None:
-                scheduler.flush_cache(root, recompute=True)
-
-        await client.exclusive(partial(device.wake, weights), woken)
-        self._asleep = False
-        if self._sleeper in client.host.paused_by:
-            client.host.paused_by.remove(self._sleeper)
-        client.resume()
-        return time.perf_counter() - start
-
-
-S = TypeVar("S")
-
-
-class PausedSession(html.Line, Generic[S]):
-    """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
-
-    Entering returns the session.
-    """
-
-    # Any: the signature of a public class names no private type.
-    def __init__(self, client: Any, session: S) -> None:
-        self._client: Client = client
-        self._session = session
-        self._caller: object = None
-
-    def __repr__(self) -> str:
-        return f"<Paused {self._session!r}: use it in `async with` or `with`>"
-
-    async def __aenter__(self) -> S:
-        self._client.pauses += 1
-        try:
-            await self._client.pause()
-        except BaseException:
-            self._client.pauses -= 1
-            raise
-        self._caller = caller()
-        self._client.host.paused_by.append(self._caller)
-        return self._session
-
-    async def __aexit__(self, *details: object) -> None:
-        self._resume()
-
-    def _resume(self) -> None:
-        self._client.pauses -= 1
-        self._client.resume()
-        self._client.host.paused_by.remove(self._caller)
-
-    def __enter__(self) -> S:
-        return run_sync(self.__aenter__())
-
-    def __exit__(self, *details: object) -> None:
-        self._resume()
-
-
-class ProfilingMethods:
-    """Traces of the work of device and host."""
-
-    _host: Host
-
-    @contextlib.contextmanager
-    def profile(self, folder: str | os.PathLike[str], *, python_calls: bool = False) -> Iterator[Path]:
-        """Record the work of the device and the host within a `with` block, which may contain `await`.
-
-        `xprof --logdir FOLDER` (`pip install xprof`) then shows programs, kernels and their parts, such as "attention"
-        and "sample". Everything in this process is recorded, other sessions too. `python_calls` adds calls of Python
-        functions, which slows the host down. Yields the folder.
-        """
-        import jax
-
-        self._host.check()
-        path = Path(folder).expanduser()
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = int(python_calls)
-        try:
-            jax.profiler.start_trace(str(path), profiler_options=options)
-        except RuntimeError as error:
-            fix = "One is recorded at a time in a process: end that one first"
-            raise InvalidRequest("folder", str(folder), f"no profile was begun: {error}", fix) from None
-        try:
-            yield path
-        finally:
-            jax.profiler.stop_trace()
-
-
-NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
-
-
-_SHOWN = {
-    "cache": "session.view.tree() shows the prefix cache, and session.cache has its figures",
-    "pages": "session.watch() shows the pages, and session.view.tree() what they hold",
-    "dashboard": "session.watch() is the dashboard",
-    "watch": "session.watch() is the dashboard",
-    "stats": "session.watch() shows the figures live, and session.stats() now",
-    "conversation": "session.view.chat() is one",
-    "generate": "session.view.stream(prompt) shows a text while it is made",
-    "prompt": "session.view.stream(prompt) shows a text while it is made",
-}
-
-
-def _view_named(name: str) -> str:
-    """Return what a name is called that is no view."""
-    close = difflib.get_close_matches(name, NAMES, n=1)
-    return _SHOWN.get(name) or (f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}")
-
-
-class Views:
-    """`session.view`: widgets for a notebook that show the session at work."""
-
-    # Any: the signature of a public class names no private type.
-    def __init__(self, client: Any, session: Any) -> None:
-        self._client: Client = client
-        self._session: SessionLike = session
-
-    def __repr__(self) -> str:
-        calls = "stream(prompt), chat(), tree(), lens(prompt), attention(prompt)"
-        return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
-
-    def _repr_html_(self) -> str:
-        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
-        return str(html.table(["view", "shows"], rows))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"session.view has no view {name!r}. {_view_named(name)}", name=name, obj=self)
-
-    def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
-        """A request's text while it is made, with a button that stops it."""
-        self._client.host.check()  # a view of a closed session would never change
-        from rekindle._src.notebook.live import StreamView
-
-        return StreamView(self._session, prompt, **options)
-
-    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
-        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
-
-        It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
-        restart too, or "auto" for the newest.
-        """
-        self._client.host.check()
-        from rekindle._src.notebook.chat import ChatView
-
-        return ChatView(self._session, system=system, restore=restore, **options)
-
-    def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
-        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
-
-        The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
-        """
-        self._client.host.check()
-        from rekindle._src.notebook.dashboard import TreeView
-
-        return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
-
-    def lens(self, prompt: PromptLike, *, positions: Any = None, **options: Any) -> LensCall:
-        """The logit lens: the likeliest next tokens at each position of a prompt, layer by layer. Await it.
-
-        `positions` are as in `Capture`, all of the prompt by default. `options` are the request's, such as `steer`.
-        """
-        return LensCall(self._session, self._client.front, prompt, positions, options)
-
-    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
-        """The weights with which each position of a prompt reads the others, in one layer. Await it.
-
-        `positions` are those that read, as in `Capture`; all of the prompt by default.
-        """
-        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
-
-    def steps(self, reports: Iterable[StepReport | None]) -> Figure:
-        """A batch over time, from the reports of its steps: go from one to the next, or play them.
-
-        This figure and the next two have all that they show, so that they act in a saved notebook without a kernel.
-        """
-        from rekindle._src.notebook import figures
-
-        return figures.steps(reports)
-
-    def distribution(self, logits: ArrayLike) -> Figure:
-        """The next token's distribution, from its logits, under a temperature, `top_p` and `min_p` that you turn."""
-        from rekindle._src.notebook import figures
-
-        return figures.distribution(logits, self._session.tokenizer)
-
-    def prefixes(self, texts: Sequence[str], *, page: int = 4) -> Figure:
-        """A prefix tree of prompts in pages of so many words. Type another one to see what it hits, and to grow it."""
-        from rekindle._src.notebook import figures
-
-        return figures.prefixes(texts, page)
-
-
-def dashboard(client: Client, session: SessionLike) -> Dashboard:
-    """Return the dashboard of `session.watch()`: throughput, queue, the batch over time and pages by tier."""
-    client.host.check()
-    from rekindle._src.notebook.dashboard import Dashboard
-
-    return Dashboard(session, client)
-
-
-class Session(
-    RowMapping,
-    EmbeddingMethods,
-    ScoreRequests,
-    RolloutRequests,
-    Conversations,
-    AdapterMethods,
-    ServingMethods,
-    SleepMethods,
-    ProfilingMethods,
-):
+class Session(OpenModel, RolloutRequests):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -437,6 +130,7 @@ class Session(
                 runner=runner,
                 mesh=engine.device.mesh,
                 collective_seconds=engine.device.collective_seconds(runner.programs),
+                pictures=None if self._front.pictures is None else self._front.pictures.statistics(),
                 **engine.watchdog.figures()._asdict(),
             )
 
@@ -501,6 +195,30 @@ class Session(
         self._host.check()
         return allowed_tokens(self._front, request, at)
 
+    @contextlib.contextmanager
+    def profile(self, folder: str | os.PathLike[str], *, python_calls: bool = False) -> Iterator[Path]:
+        """Record the work of the device and the host within a `with` block, which may contain `await`.
+
+        `xprof --logdir FOLDER` (`pip install xprof`) then shows programs, kernels and their parts, such as "attention"
+        and "sample". Everything in this process is recorded, other sessions too. `python_calls` adds calls of Python
+        functions, which slows the host down. Yields the folder.
+        """
+        import jax
+
+        self._host.check()
+        path = Path(folder).expanduser()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = int(python_calls)
+        try:
+            jax.profiler.start_trace(str(path), profiler_options=options)
+        except RuntimeError as error:
+            fix = "One is recorded at a time in a process: end that one first"
+            raise InvalidRequest("folder", str(folder), f"no profile was begun: {error}", fix) from None
+        try:
+            yield path
+        finally:
+            jax.profiler.stop_trace()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
         limiter = self._host.limiter
@@ -525,24 +243,34 @@ class Session(
 
         A snapshot of other weights, or of another configuration, under this name is kept as well.
         """
-        return Once(self._cache_writer.save, name, name="save")
+        return Once(self._client.save, name, name="save")
 
     def pin(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Images = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> int:
         """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
-        With `salt` or `adapter`, the pages are those of requests with these options.
+        With `images`, `salt` or `adapter`, the pages are those of requests with these options.
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt, salt, adapter)
+        return self._client.pin(prompt, salt, adapter, images)
 
     def unpin(
-        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        images: Images = None,
+        salt: str | None = None,
+        adapter: str | Mapping[str, float] | None = None,
     ) -> int:
         """Undo one `pin` with these options. Return how many tokens are no longer kept."""
-        return self._client.unpin(prompt, salt, adapter)
+        return self._client.unpin(prompt, salt, adapter, images)
 
     def swap_weights(self, weights: Any, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
@@ -603,7 +331,7 @@ class Session(
         client.host.check()
         for refused, problem, fix in (
             (not device.has_weights, "has no weights of its own", "Open another session with rekindle.open"),
-            (self._asleep, "sleeps", "Await session.wake() first"),
+            (self._client.asleep, "sleeps", "Await session.wake() first"),
             (device.mesh is not None, "has its weights on several devices", "Open one without a mesh"),
             (device.is_merged, "adds an adapter to all weights that it gets", "Open one without merge"),
         ):
@@ -616,6 +344,52 @@ class Session(
         except ValueError as error:
             fix = "Open it without quantize, or a file of integers as floats: rekindle export FILE FOLDER --type f32"
             raise InvalidRequest("session", repr(self), f"can't be trained: {error}", fix) from None
+
+    # Adapters, and sleep.
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may use."""
+        return adapters.names(self._client)
+
+    def load_adapter(self, name: str, source: Any, *, alpha: float | None = None) -> Call[None]:
+        """Await it to load an adapter (LoRA) under a name, for `generate(…, adapter=name)`; nothing is compiled.
+
+        `source` is a PEFT folder, a GGUF file of llama.cpp, or a trainer's arrays: by PEFT's names, or an nnx state
+        with `lora_a` and `lora_b` at paths of the model such as `layers.0.attention.qkv`; `alpha` divided by the rank
+        is then its scale, by default 1. A name that is in use means the new weights from now on; requests that run
+        keep the old ones.
+        """
+        return Once(adapters.load, self._client, name, source, alpha, name="load_adapter")
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
+        return Once(adapters.unload, self._client, name, name="unload_adapter")
+
+    @property
+    def asleep(self) -> bool:
+        """True between `sleep` and `wake`."""
+        return self._client.asleep
+
+    def sleep(self, *, weights: Literal["host", "drop"] = "host") -> Call[SleepReport]:
+        """Await it to give the device's memory back until `wake`, so that a trainer can have it. Programs stay.
+
+        Weights go to host memory, or are dropped to be read again ("drop", for those of a folder). Cached pages go to
+        the tiers below the device if there are any, and are forgotten otherwise. Requests that run or arrive wait for
+        `wake` and go on then with the tokens they have. Weights that are the caller's own arrays are let go; they are
+        freed when the caller drops them. The result says how much was freed.
+        """
+        if weights not in ("host", "drop"):
+            raise InvalidRequest("weights", weights, "is not known", "Use one of 'host', 'drop'")
+        return Once(pausing.sleep, self._client, repr(self), weights == "drop", name="sleep")
+
+    def wake(self, weights: Any = None) -> Call[float]:
+        """Await it to go on after `sleep`; the result is how many seconds that took.
+
+        With `weights`, in any form that `swap_weights` takes, the session goes on with these, and the old ones are not
+        brought back.
+        """
+        return Once(pausing.wake, self._client, repr(self), weights, name="wake")
 
     # One step at a time.
 
@@ -655,7 +429,7 @@ class Session(
         for shared in self._client.shared:
             shared.close()
         if self.config.restore is not None and not self.closed:
-            await self._cache_writer.finish()
+            await self._client.finish_saving()
         self._cache_writer.stop()
 
     def __reduce__(self) -> NoReturn:
@@ -694,6 +468,15 @@ class Session(
 def client_of(session: Session) -> Client:
     """Return the access to an open session that the rest of the toolkit has, such as the replicas of a fleet."""
     return session._client
+
+
+def weights_of(session: Session) -> LoadedModel:
+    """Return the weights that an open session computes with. Raise `InvalidRequest` if it has none now."""
+    device = session._client.engine.device
+    if not device.has_weights or session.asleep:
+        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
+    model: LoadedModel = device.model
+    return model
 
 
 def _kernels() -> str:

@@ -11,6 +11,7 @@ from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.figures import FIGURES, EngineFigures, Group, figure
 from rekindle._src.core.mesh_shape import MeshReport, describe_share
+from rekindle._src.core.pictures import PictureStatistics
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 
 if TYPE_CHECKING:
@@ -314,6 +315,7 @@ class SessionStats(Figures):
     idle_share: float = 0.0  # of the time in which there were requests
     mesh: MeshReport | None = None  # the devices that share the model; None for one
     collective_seconds: float | None = None  # of all steps' collectives alone; None where not measured
+    pictures: PictureStatistics | None = None  # None where the model reads text alone
 
     def _figure(self, name: str) -> Any:
         return getattr(self.scheduler if hasattr(self.scheduler, name) else self.runner, name)
@@ -331,6 +333,8 @@ class SessionStats(Figures):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.mesh is None:
             fields.pop("mesh")
+        pictures = fields.pop("pictures")
+        fields |= {} if pictures is None else pictures._asdict()
         if self.collective_seconds is None:
             fields.pop("collective_seconds")
         elif self.collective_share is not None:

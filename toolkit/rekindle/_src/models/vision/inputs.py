@@ -1,7 +1,7 @@
 """The arrays that describe pictures to an encoder: made on the host, of shapes that depend on the bucket alone.
 
-N patches of a bucket, T tokens of it, M patches of a token, K rows of the table of positions that a patch reads,
-P numbers of a patch.
+N patches of a batch, T tokens of it, M patches of a token, K rows of the table of positions that a patch reads,
+P numbers of a patch. The patches of a token follow each other, and tokens are in the order of the text.
 
 A program knows nothing of a picture but these arrays: one that was compiled for a bucket encodes pictures of any
 aspect ratio, and several at once.
@@ -10,7 +10,7 @@ aspect ratio, and several at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class PatchGrid(NamedTuple):
 
 
 class PatchBatch(NamedTuple):
-    """The patches of the pictures in a bucket, and where each lies."""
+    """Patches of pictures, and where each lies."""
 
     patches: Any  # float32 [N, P]
     rows: Any  # int32 [N]: the patch's row in its picture
@@ -39,12 +39,6 @@ class PatchBatch(NamedTuple):
     stops: Any  # int32 [N]: the patch after the last of its picture; 0 in padding
     taps: Any  # int32 [N, K]: rows of the table of positions; [N, 0] where all rows have a weight
     weights: Any  # float32 [N, K]: their weights, or those of all rows
-    members: Any  # int32 [T, M]: the patches of each token
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the bucket, padding included."""
-        return int(self.members.shape[0])
 
 
 class PositionTaps(NamedTuple):
@@ -54,10 +48,21 @@ class PositionTaps(NamedTuple):
     weights: NDArray[np.float32]
 
 
+class PatchNumbers(Protocol):
+    """The numbers of a picture's patches [rows · columns, P]: an array, or anything that computes some of its rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, patches: NDArray[np.int32], /) -> NDArray[np.float32]:
+        """Return the rows of these patches."""
+        ...
+
+
 class ImagePatches(NamedTuple):
     """One picture: its patches in the order of the family's processor, and its size."""
 
-    patches: NDArray[Any]  # [rows · columns, P]
+    patches: PatchNumbers
     grid: PatchGrid
 
 
@@ -78,55 +83,63 @@ def members(rows: NDArray[np.int32], columns: NDArray[np.int32], grid: PatchGrid
     return number.reshape(shape).swapaxes(1, 2).reshape(-1, merge * merge)
 
 
-def pack(
-    images: Sequence[ImagePatches],
-    config: VisionConfig,
-    positions: Any,
-    bucket: int,
-    *,
-    blocks: bool = False,
-) -> PatchBatch:
-    """Return the pictures in a bucket of so many patches, one after the other.
+class PackedPictures:
+    """Pictures one after the other, of which batches of any size are cut; only then their patches are computed."""
 
-    `positions(config, grid, rows, columns)` returns the `PositionTaps` of a picture. Raise ValueError for pictures that
-    do not fit into the bucket or whose sides are not whole tokens.
-    """
-    size, total = config.patches_of_token, sum(image.grid.patches for image in images)
-    if bucket % size or not 0 < total <= bucket:
-        raise ValueError(f"{total:,} patches do not fit into a bucket of {bucket:,}, in tokens of {size} each")
-    parts = []
-    for image in images:
-        grid, shape = image.grid, image.patches.shape
-        if min(grid) < 1 or grid.rows % config.merge or grid.columns % config.merge:
-            raise ValueError(
-                f"{grid.rows} × {grid.columns} patches are not whole tokens of {config.merge} × {config.merge}"
-            )
-        if shape != (grid.patches, config.patch_length):
-            raise ValueError(f"patches are {list(shape)}, expected {[grid.patches, config.patch_length]}")
-        row, column = places(grid, config.merge, blocks=blocks)
-        parts.append((row, column, positions(config, grid, row, column), members(row, column, grid, config.merge)))
-    first = np.cumsum([0, *(image.grid.patches for image in images)]).astype(np.int32)
-    taps = [part[2].taps for part in parts]
-    weights = [part[2].weights for part in parts]
+    def __init__(self, images: Sequence[ImagePatches], config: VisionConfig, positions: Any, *, blocks: bool) -> None:
+        """`positions(config, grid, rows, columns)` returns the `PositionTaps` of a picture.
 
-    def joined(arrays: Sequence[Any], dtype: Any, length: int = bucket) -> NDArray[Any]:
-        result = np.zeros((length, *arrays[0].shape[1:]), dtype)
-        np.concatenate(arrays, out=result[: sum(len(array) for array in arrays)], casting="same_kind")
-        return result
+        With `blocks`, patches come token by token. Raise ValueError for pictures whose sides are not whole tokens.
+        """
+        self._config, self._images = config, images
+        self._orders = list[NDArray[np.int32]]()  # of the patches of each picture
+        parts = list[tuple[Any, ...]]()
+        for image in images:
+            grid, shape = image.grid, image.patches.shape
+            if min(grid) < 1 or grid.rows % config.merge or grid.columns % config.merge:
+                raise ValueError(
+                    f"{grid.rows} × {grid.columns} patches are not whole tokens of {config.merge} × {config.merge}"
+                )
+            if shape != (grid.patches, config.patch_length):
+                raise ValueError(f"patches are {list(shape)}, expected {[grid.patches, config.patch_length]}")
+            row, column = places(grid, config.merge, blocks=blocks)
+            order = members(row, column, grid, config.merge).reshape(-1)
+            row, column = row[order], column[order]
+            self._orders.append(order)
+            parts.append((row, column, *positions(config, grid, row, column)))
+        lengths = [image.grid.patches for image in images]
+        self._firsts = np.cumsum([0, *lengths]).astype(np.int32)
+        starts, stops = np.repeat(self._firsts[:-1], lengths), np.repeat(self._firsts[1:], lengths)
+        rows, columns, taps, weights = (np.concatenate([part[axis] for part in parts]) for axis in range(4))
+        self._others = (rows, columns, starts, stops, taps.astype(np.int32), weights.astype(np.float32))
 
-    lengths = np.diff(first)
-    starts, stops = np.repeat(first[:-1], lengths), np.repeat(first[1:], lengths)
-    tokens = joined([part[3] + at for part, at in zip(parts, first[:-1], strict=True)], np.int32, bucket // size)
-    return PatchBatch(
-        patches=joined([image.patches for image in images], np.float32),
-        rows=joined([part[0] for part in parts], np.int32),
-        columns=joined([part[1] for part in parts], np.int32),
-        starts=joined([starts], np.int32),
-        stops=joined([stops], np.int32),
-        taps=joined(taps, np.int32),
-        weights=joined(weights, np.float32),
-        members=tokens,
-    )
+    @property
+    def patches(self) -> int:
+        """The number of patches of all pictures."""
+        return int(self._firsts[-1])
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the first and the last patch + 1 of the pictures that these patches belong to."""
+        starts, stops = self._others[2], self._others[3]
+        return int(starts[first]), int(stops[stop - 1])
+
+    def cut(self, first: int, size: int) -> PatchBatch:
+        """Return a batch of so many patches from one on, with padding after the last."""
+        stop = min(first + size, self.patches)
+        numbers = np.zeros((size, self._config.patch_length), np.float32)
+        for image, order, begin, end in zip(
+            self._images, self._orders, self._firsts[:-1], self._firsts[1:], strict=True
+        ):
+            low, high = max(first, begin), min(stop, end)
+            if low < high:
+                numbers[low - first : high - first] = image.patches[order[low - begin : high - begin]]
+        return PatchBatch(numbers, *(_padded(array[first:stop], size) for array in self._others))
+
+
+def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
+    result = np.zeros((size, *array.shape[1:]), array.dtype)
+    result[: len(array)] = array
+    return result
 
 
 def patches_of(pixels: NDArray[Any], size: int) -> ImagePatches:

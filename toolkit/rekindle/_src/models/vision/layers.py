@@ -1,6 +1,6 @@
 """The layers that encoders of pictures are built from.
 
-N patches of a bucket, T tokens, M patches of a token, E hidden size, H heads, D numbers of a head, F rotated
+N patches of a batch, T tokens, M patches of a token, E hidden size, H heads, D numbers of a head, F rotated
 frequencies, X the language model's hidden size, L levels.
 """
 
@@ -96,21 +96,24 @@ class PatchHeads(NamedTuple):
 
 
 class PatchLayer(nnx.Module):
-    """A layer: `project`, then `mix`, each of which takes any number of patches at a time.
+    """A layer: `project`, attention with its `scale`, then `mix`. Each takes any number of patches at a time.
 
     All layers of an encoder have the same shapes, so that one program of each serves all of them.
     """
+
+    scale: float  # of scores
 
     def project(self, x: Array, shared: PatchPass) -> PatchHeads:
         """Compute the heads of patches from their hidden states [N, E]."""
         raise NotImplementedError
 
-    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
-        """Compute the layer's output for patches [N, E] with queries q [H, N, D], among the keys and values of all."""
+    def mix(self, x: Array, y: Array) -> Array:
+        """Compute the layer's output for patches [N, E] from what their heads attend to [N, H · D]."""
         raise NotImplementedError
 
     def __call__(self, x: Array, shared: PatchPass) -> Array:
-        return self.mix(x, *self.project(x, shared), shared)
+        y = picture_attention(*self.project(x, shared), shared.starts, shared.stops, self.scale)
+        return self.mix(x, joined_heads(y, x))
 
 
 class FusedPatchAttention(nnx.Module):
@@ -128,10 +131,6 @@ class FusedPatchAttention(nnx.Module):
         if shared.rope is not None:
             q, k = rotate(q, shared.rope), rotate(k, shared.rope)
         return PatchHeads(*(part.swapaxes(0, 1) for part in (q, k, v)))
-
-    def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
-        y = picture_attention(q, k, v, shared.starts, shared.stops, self.head_dim**-0.5)
-        return self.out(y.reshape(y.shape[0], -1).astype(q.dtype))
 
 
 class PatchMlp(nnx.Module):
@@ -154,6 +153,7 @@ class PatchBlock(PatchLayer):
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         E = config.hidden_size
+        self.scale = config.head_dim**-0.5
         self.attention_norm = LayerNorm(E, config.norm_eps)
         self.attention = FusedPatchAttention(config, precision)
         self.mlp_norm = LayerNorm(E, config.norm_eps)
@@ -163,9 +163,9 @@ class PatchBlock(PatchLayer):
         with jax.named_scope("project"):
             return self.attention.project(self.attention_norm(x), shared)
 
-    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+    def mix(self, x: Array, y: Array) -> Array:
         with jax.named_scope("attend"):
-            x = x + self.attention.attend(q, k, v, shared)
+            x = x + self.attention.out(y)
         with jax.named_scope("mlp"):
             return x + self.mlp(self.mlp_norm(x))
 
@@ -173,7 +173,7 @@ class PatchBlock(PatchLayer):
 class VisionTower(nnx.Module):
     """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does. `steps.py` runs them apart.
 
-    `begin` takes any patches of a batch, `end` and `level` any tokens of it.
+    `begin` takes any patches of a batch, `end` and `level` those of any tokens.
     """
 
     layers: Sequence[PatchLayer]
@@ -185,11 +185,11 @@ class VisionTower(nnx.Module):
         """Compute the first layer's input [N, E], and what all layers share."""
         raise NotImplementedError
 
-    def end(self, x: Array, batch: PatchBatch) -> Array:
+    def end(self, x: Array) -> Array:
         """Compute the last layer's output [N, E] → tokens [T, X]."""
         raise NotImplementedError
 
-    def level(self, number: int, x: Array, batch: PatchBatch) -> Array:
+    def level(self, number: int, x: Array) -> Array:
         """Compute a level [T, X] of the result from the output [N, E] of the layer `config.deepstack[number]`."""
         raise NotImplementedError
 
@@ -200,11 +200,16 @@ class VisionTower(nnx.Module):
             with jax.named_scope(f"layer {number}"):
                 x = layer(x, shared)
             if number in self.config.deepstack:
-                levels.append(self.level(len(levels), x, batch))
-        tokens = self.end(x, batch)
+                levels.append(self.level(len(levels), x))
+        tokens = self.end(x)
         return PictureEmbeddings(tokens, jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype))
 
 
-def grouped(x: Array, batch: PatchBatch) -> Array:
+def joined_heads(y: Array, x: Array) -> Array:
+    """Return heads [H, N, D] as one row for each patch [N, H · D], in the dtype of x."""
+    return y.swapaxes(0, 1).reshape(y.shape[1], -1).astype(x.dtype)
+
+
+def grouped(x: Array, config: VisionConfig) -> Array:
     """Return the patches of each token [T, M, E]."""
-    return x[jnp.asarray(batch.members)]
+    return x.reshape(-1, config.patches_of_token, x.shape[-1])

@@ -54,8 +54,8 @@ class SiglipTower(VisionTower):
         x = self.patch(batch.patches) + self.positions(batch)
         return x.astype(self.stream), PatchPass(batch.starts, batch.stops, None)
 
-    def end(self, x: Array, batch: PatchBatch) -> Array:
-        return self.project(self.norm(grouped(x, batch)))
+    def end(self, x: Array) -> Array:
+        return self.project(self.norm(grouped(x, self.config)))
 
     def project(self, patches: Array) -> Array:
         """Compute the normed patches of each token [T, M, E] → tokens [T, X]."""

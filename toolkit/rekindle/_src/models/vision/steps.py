@@ -1,18 +1,18 @@
 """Encoding in small steps, so that a large picture holds nobody up: the result is that of `tower.encode`.
 
-Each step computes some rows: patches of the first layer's input, of a layer's heads, of its output, then tokens. All
-layers and all levels share their programs, and the first row is an argument: a bucket needs few programs however deep
-the encoder is, and a step takes as long as the number of its rows says.
+Patches are cut into chunks of one size. A step computes some rows of a chunk: of the first layer's input, of a layer's
+heads, of its output, or tokens. Or it computes attention: that of one chunk's patches to another's. How many rows and
+how large a chunk is comes from how long each takes. All chunks, layers and levels share their programs, and the first
+row is an argument, so an encoder has eight programs, whatever the size of a picture and however many layers it has.
 
 `run_steps` runs them one after the other; a caller that has other things to do between them drives the generator
-itself. Given shapes in the place of leaves and batch, and shapes as results, the same loop meets every program that a
-bucket needs.
+itself. Given shapes in the place of leaves and chunks, and shapes as results, the same loop meets every program.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,29 +20,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.models.vision.inputs import PatchBatch
-from rekindle._src.models.vision.layers import PatchHeads, PatchPass, PictureEmbeddings, VisionTower
+from rekindle._src.models.vision.attention import AttentionSums, add_keys, no_sums
+from rekindle._src.models.vision.inputs import PackedPictures, PatchBatch
+from rekindle._src.models.vision.layers import PatchHeads, PatchPass, VisionTower, joined_heads
 from rekindle._src.models.vision.tower import AbstractTower, TowerGraph, merge_tower
 
 REPEATED = ("layers", "mergers")  # modules of which an encoder has several, all of the same shapes
 
 
+class StepSizes(NamedTuple):
+    """The patches of steps. A chunk is a multiple of the rows, and rows are whole tokens."""
+
+    rows: int  # of steps that compute products with matrices
+    chunk: int  # of attention: so many queries, and as many keys
+
+
 class TowerStep(NamedTuple):
     """A program, and the arguments that it is called with."""
 
-    name: str  # of the program within a bucket and a number of rows; steps with one name differ in arguments alone
+    name: str  # of the program among those of an encoder's sizes; steps with one name differ in arguments alone
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()  # arguments that are not used again: the result can take their memory
 
 
-class TowerBuffers(NamedTuple):
-    """The arrays of a bucket that steps write rows of."""
+class ChunkSpan(NamedTuple):
+    """Which patches of packed pictures a chunk has, and sees."""
 
-    x: Array  # [N, E]: a layer's input
-    out: Array  # [N, E]: its output
+    first: int  # its first patch among all
+    patches: int  # their number; padding follows
+    sees: tuple[int, int]  # the patches among all, from and to, that its patches attend to
+
+
+class PatchChunk(NamedTuple):
+    """Some patches of packed pictures."""
+
+    batch: PatchBatch
+    span: ChunkSpan
+
+
+class ChunkBuffers(NamedTuple):
+    """The arrays of a chunk that steps write rows of."""
+
+    x: Array  # [C, E]: a layer's input, then its output
     heads: PatchHeads
     shared: PatchPass
+
+
+class TokenParts(NamedTuple):
+    """The tokens of pictures in parts of some rows, in the order of the text; the last of a chunk may have padding."""
+
+    tokens: list[Any]
+    levels: list[list[Any]]  # of each level
 
 
 class TowerParts:
@@ -58,6 +87,11 @@ class TowerParts:
             several += [[] for _ in range(number + 1 - len(several))]
             several[number].append(place)
 
+    @property
+    def plain(self) -> VisionTower:
+        """An encoder whose leaves are shapes."""
+        return merge_tower(self.tower.graph, self.tower.shapes)
+
     def leaves(self, module: str, number: int, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return the leaves of one of several modules; with "", those of the rest of the encoder."""
         return tuple(leaves[place] for place in self.places[module][number])
@@ -70,98 +104,131 @@ class TowerParts:
         return merge_tower(self.tower.graph, merged)
 
 
-def rows_for(graph: TowerGraph, bucket: int, operations: float) -> int:
-    """Return how many rows a step can have for so many additions and multiplications; a power of two, at least 16."""
+def step_sizes(graph: TowerGraph, operations: float, most: int) -> StepSizes:
+    """Return the sizes of steps of about so many additions and multiplications each, and of at most `most` patches.
+
+    A step has whole tokens, and at least 16 patches.
+    """
     config = graph.config
     E, width, joined = config.hidden_size, config.num_heads * config.head_dim, config.hidden_size * config.merge**2
     of_row = max(
-        2 * config.patch_length * E,
+        2 * E * config.patch_length,
         6 * E * width,
-        2 * E * (width + 3 * config.intermediate_size) + 4 * bucket * width,
+        2 * E * (width + 3 * config.intermediate_size),
         2 * joined * (joined + config.out_size) // config.patches_of_token,
     )
-    rows = max(16, int(operations / of_row))
-    return min(1 << (rows.bit_length() - 1), 1 << (bucket - 1).bit_length())
+    least = -(-16 // config.patches_of_token) * config.patches_of_token
+    largest = min((operations / max(1, 4 * width)) ** 0.5, most)
+    rows = _doubled(least, min(operations / of_row, largest))
+    return StepSizes(rows, _doubled(rows, largest))
+
+
+def _doubled(least: int, most: float) -> int:
+    """Return the largest of least, twice as much, … that is at most `most`; `least` if that is more."""
+    return least << max(0, int(most / least).bit_length() - 1)
+
+
+def chunks_of(packed: PackedPictures, size: int) -> Iterator[PatchChunk]:
+    """Yield pictures in chunks of so many patches. What they are made of is computed when a chunk is taken."""
+    for first in range(0, packed.patches, size):
+        stop = min(first + size, packed.patches)
+        yield PatchChunk(packed.cut(first, size), ChunkSpan(first, stop - first, packed.span(first, stop)))
 
 
 def tower_steps(
-    tower: AbstractTower, leaves: Sequence[Any], batch: PatchBatch, rows: int
-) -> Generator[TowerStep, Any, PictureEmbeddings]:
-    """Yield the steps of encoding a bucket, of so many rows each; the result of each is sent in return."""
-    config, parts, count, tokens = tower.graph.config, TowerParts(tower), batch.starts.shape[0], batch.tokens
-    firsts, some = _firsts(count, rows), max(1, rows // config.patches_of_token)
-    rows, some = min(rows, count), min(some, tokens)
+    tower: AbstractTower, leaves: Sequence[Any], chunks: Iterator[PatchChunk], sizes: StepSizes
+) -> Generator[TowerStep, Any, TokenParts]:
+    """Yield the steps of encoding pictures in chunks; the result of each step is sent in return."""
+    config, parts, size = tower.graph.config, TowerParts(tower), sizes.chunk
     outer = parts.leaves("", 0, leaves)
 
     def program(name: str, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> TowerStep:
         return TowerStep(name, functools.partial(function, parts), arguments, donated)
 
-    def written(name: str, function: Callable[..., Any], own: Sequence[Any], x: Any) -> Generator[TowerStep, Any, Any]:
-        result = yield program("blank", functools.partial(_blank, tokens=tokens))
-        for first in _firsts(tokens, some):
-            result = yield program(
-                name, functools.partial(function, count=some), own, x, batch, result, first, donated=(3,)
-            )
-        return result
+    def firsts(span: ChunkSpan) -> list[np.int32]:
+        return [np.int32(first) for first in range(0, span.patches, sizes.rows)]
 
-    buffers: TowerBuffers = yield program("buffers", _buffers, outer, batch)
-    x, out, heads, shared = buffers
-    for first in firsts:
-        begin = functools.partial(_begin, count=rows)
-        x, shared = yield program("begin", begin, outer, batch, x, shared, first, donated=(2, 3))
-    levels = list[Any]()
-    project, mix = functools.partial(_project, count=rows), functools.partial(_mix, count=rows)
+    cut = {name: functools.partial(function, count=sizes.rows) for name, function in _OF_ROWS.items()}
+    spans, buffers = list[ChunkSpan](), list[ChunkBuffers]()
+    for batch, span in chunks:
+        x, heads, shared = yield program("buffers", _buffers, outer, batch)
+        for first in firsts(span):
+            x, shared = yield program("begin", cut["begin"], outer, batch, x, shared, first, donated=(2, 3))
+        spans.append(span)
+        buffers.append(ChunkBuffers(x, heads, shared))
+    levels = list[list[Any]]()
     for number in range(config.num_layers):
         own = parts.leaves("layers", number, leaves)
-        for first in firsts:
-            heads = yield program("project", project, own, x, heads, shared, first, donated=(2,))
-        for first in firsts:
-            out = yield program("mix", mix, own, x, heads, shared, out, first, donated=(4,))
-        x, out = out, x
+        for at, span in enumerate(spans):
+            x, heads, shared = buffers[at]
+            for first in firsts(span):
+                heads = yield program("project", cut["project"], own, x, heads, shared, first, donated=(2,))
+            buffers[at] = ChunkBuffers(x, heads, shared)
+        for at, span in enumerate(spans):
+            x, heads, shared = buffers[at]
+            sums = yield program("sums", _sums, heads.q)
+            for other, seen in zip(spans, buffers, strict=True):
+                if span.sees[0] < other.first + size and other.first < span.sees[1]:
+                    sums = yield program(
+                        "attend", _attend, sums, heads.q, seen.heads, shared, np.int32(other.first), donated=(0,)
+                    )
+            for first in firsts(span):
+                x = yield program("mix", cut["mix"], own, x, sums, first, donated=(1,))
+            buffers[at] = ChunkBuffers(x, heads, shared)
         if number in config.deepstack:
-            merger = parts.leaves("mergers", len(levels), leaves)
-            levels.append((yield from written("level", _level, merger, x)))
-    result = yield from written("end", _end, outer, x)
-    joined = yield program("join", _join, result, levels)
-    return PictureEmbeddings(result, joined)
+            own, level = parts.leaves("mergers", len(levels), leaves), list[Any]()
+            for span, (x, _, _) in zip(spans, buffers, strict=True):
+                for first in firsts(span):
+                    level.append((yield program("level", cut["level"], own, x, first)))
+            levels.append(level)
+    tokens = list[Any]()
+    for span, (x, _, _) in zip(spans, buffers, strict=True):
+        for first in firsts(span):
+            tokens.append((yield program("end", cut["end"], outer, x, first)))
+    return TokenParts(tokens, levels)
 
 
-def run_steps(
-    steps: Generator[TowerStep, Any, PictureEmbeddings], run: Callable[[TowerStep], Any]
-) -> PictureEmbeddings:
+def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
+    """Return the shapes of a chunk, with which the steps meet every program."""
+    batch = packed.cut(0, size)
+    shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in batch))
+    return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))
+
+
+def run_steps(steps: Generator[TowerStep, Any, TokenParts], run: Callable[[TowerStep], Any]) -> TokenParts:
     """Run all steps; `run` returns the result of a step's function for its arguments, or the result's shapes."""
     try:
         step = next(steps)
         while True:
             step = steps.send(run(step))
     except StopIteration as end:
-        result: PictureEmbeddings = end.value
+        result: TokenParts = end.value
         return result
 
 
-def _firsts(count: int, rows: int) -> list[np.int32]:
-    """Return the first row of each step. The last ones are computed with some before, so that all have as many."""
-    return [np.int32(first) for first in (*range(0, max(0, count - rows), rows), max(0, count - rows))]
-
-
-def _buffers(parts: TowerParts, outer: Sequence[Any], batch: PatchBatch) -> TowerBuffers:
+def _buffers(parts: TowerParts, outer: Sequence[Any], batch: PatchBatch) -> ChunkBuffers:
     config = parts.tower.graph.config
     x, shared = jax.eval_shape(lambda outer, batch: parts.merged("", outer).begin(batch), outer, batch)
     heads = (jnp.zeros((config.num_heads, x.shape[0], config.head_dim), x.dtype) for _ in range(3))
-    x, out, shared = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (x, x, shared))
-    return TowerBuffers(x, out, PatchHeads(*heads), shared)
+    x, shared = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (x, shared))
+    return ChunkBuffers(x, PatchHeads(*heads), shared)
 
 
-def _blank(parts: TowerParts, *, tokens: int) -> Array:
-    graph = parts.tower.graph
-    return jnp.zeros((tokens, graph.config.out_size), graph.precision.stream)
+def _sums(parts: TowerParts, q: Array) -> AttentionSums:
+    return no_sums(*q.shape)
+
+
+def _attend(
+    parts: TowerParts, sums: AttentionSums, q: Array, seen: PatchHeads, shared: PatchPass, first: Array
+) -> AttentionSums:
+    starts, stops = shared.starts - first, shared.stops - first
+    return add_keys(sums, q, seen.k, seen.v, starts, stops, parts.plain.layers[0].scale)
 
 
 def _begin(
     parts: TowerParts, outer: Sequence[Any], batch: PatchBatch, x: Array, shared: PatchPass, first: Array, *, count: int
 ) -> tuple[Array, PatchPass]:
-    cut = _cut(batch._replace(members=None), first, count)._replace(members=batch.members)
-    return _put((x, shared), parts.merged("", outer).begin(cut), first)
+    return _put((x, shared), parts.merged("", outer).begin(_cut(batch, first, count)), first)
 
 
 def _project(
@@ -171,37 +238,22 @@ def _project(
     return _put(heads, layer.project(*_cut((x, shared), first, count)), first, axis=1)
 
 
-def _mix(
-    parts: TowerParts,
-    own: Sequence[Any],
-    x: Array,
-    heads: PatchHeads,
-    shared: PatchPass,
-    out: Array,
-    first: Array,
-    *,
-    count: int,
-) -> Array:
-    (rows, cut), q = _cut((x, shared), first, count), _cut(heads.q, first, count, axis=1)
-    return _put(out, parts.merged("layers", own).layers[0].mix(rows, q, heads.k, heads.v, cut), first)
+def _mix(parts: TowerParts, own: Sequence[Any], x: Array, sums: AttentionSums, first: Array, *, count: int) -> Array:
+    rows, attended = _cut(x, first, count), _cut(sums, first, count, axis=1).result
+    return _put(x, parts.merged("layers", own).layers[0].mix(rows, joined_heads(attended, rows)), first)
 
 
-def _level(
-    parts: TowerParts, own: Sequence[Any], x: Array, batch: PatchBatch, out: Array, first: Array, *, count: int
-) -> Array:
-    cut = batch._replace(members=_cut(batch.members, first, count))
-    return _put(out, parts.merged("mergers", own).level(0, x, cut), first)
+def _level(parts: TowerParts, own: Sequence[Any], x: Array, first: Array, *, count: int) -> Array:
+    return parts.merged("mergers", own).level(0, _cut(x, first, count))
 
 
-def _end(
-    parts: TowerParts, own: Sequence[Any], x: Array, batch: PatchBatch, out: Array, first: Array, *, count: int
-) -> Array:
-    cut = batch._replace(members=_cut(batch.members, first, count))
-    return _put(out, parts.merged("", own).end(x, cut), first)
+def _end(parts: TowerParts, outer: Sequence[Any], x: Array, first: Array, *, count: int) -> Array:
+    return parts.merged("", outer).end(_cut(x, first, count))
 
 
-def _join(parts: TowerParts, tokens: Array, levels: Sequence[Array]) -> Array:
-    return jnp.stack(levels) if levels else jnp.zeros((0, *tokens.shape), tokens.dtype)
+_OF_ROWS: dict[str, Callable[..., Any]] = {
+    "begin": _begin, "project": _project, "mix": _mix, "level": _level, "end": _end,
+}  # fmt: skip
 
 
 def _cut(tree: Any, first: Array, count: int, axis: int = 0) -> Any:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import VisionConfig
-from rekindle._src.models.vision.inputs import ImagePatches, PatchBatch, pack
+from rekindle._src.models.vision.inputs import ImagePatches, PackedPictures, PatchBatch
 from rekindle._src.models.vision.layers import PictureEmbeddings, VisionTower
 from rekindle._src.models.vision.registry import tower_family
 
@@ -55,19 +55,19 @@ def merge_tower(graph: TowerGraph, leaves: Sequence[Any]) -> VisionTower:
 
 
 def encode(graph: TowerGraph, leaves: Sequence[Array], batch: PatchBatch) -> PictureEmbeddings:
-    """Encode the pictures of a bucket. It is pure: `jax.jit(functools.partial(encode, graph))` is its program."""
+    """Encode the pictures of a batch, all at once. It is pure; `steps.py` computes the same in small steps."""
     return merge_tower(graph, leaves)(batch)
 
 
 def encoder_of(graph: TowerGraph) -> Callable[[Sequence[Array], PatchBatch], PictureEmbeddings]:
-    """Return `encode` for a graph; it compiles once for each bucket."""
+    """Return `encode` for a graph; it compiles once for each size of batches."""
     return jax.jit(functools.partial(encode, graph))
 
 
-def pack_images(images: Sequence[ImagePatches], config: VisionConfig, bucket: int) -> PatchBatch:
-    """Return pictures in a bucket of so many patches, as the encoder of this config takes them."""
+def pack_images(images: Sequence[ImagePatches], config: VisionConfig) -> PackedPictures:
+    """Return pictures as the encoder of this config takes them."""
     entry = tower_family(config.model_type)
-    return pack(images, config, entry.positions, bucket, blocks=entry.blocks)
+    return PackedPictures(images, config, entry.positions, blocks=entry.blocks)
 
 
 @functools.lru_cache(maxsize=4)

@@ -104,6 +104,50 @@ function render({ model, el }) {
     return whole;
   }
 
+  function file({ label, title, accept }) {
+    const whole = make("span"), chosen = make("input", { type: "file", accept, multiple: true, hidden: true });
+    const made = make("button", { type: "button", textContent: label, title: title ?? "" });
+    made.addEventListener("click", () => chosen.click());
+    chosen.addEventListener("change", () => { take([...chosen.files]); chosen.value = ""; });
+    whole.append(made, chosen);
+    return whole;
+  }
+
+  const takes = () => model.get("files") >= 0 && !el.classList.contains("rekindle-gone");
+
+  async function take(files) {
+    for (const [at, one] of files.slice(0, 16).entries()) {
+      const uri = one.size > model.get("files") ? "" : await content(one);
+      say("file", "", { at, size: one.size, uri });
+    }
+  }
+
+  function content(one) {
+    return new Promise((done) => {
+      const reader = new FileReader();
+      reader.addEventListener("loadend", () => done(reader.result ?? ""));
+      reader.readAsDataURL(one);
+    });
+  }
+
+  function dragged(event) {
+    const over = event.type === "dragover", dropped = event.type === "drop";
+    if ((over || dropped) && !(takes() && event.dataTransfer?.types.includes("Files"))) return;
+    el.classList.toggle("rekindle-drop", over);
+    if (!over && !dropped) return;
+    event.preventDefault(); // a notebook would open the file, or take it for one of its own
+    event.stopPropagation();
+    if (dropped) take([...event.dataTransfer.files]);
+  }
+
+  function pasted(event) {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (!files.length || !takes()) return;
+    event.preventDefault();
+    event.stopPropagation();
+    take(files);
+  }
+
   let copied = {}; // the message that was copied last, which a new picture still says
 
   function copier(said, at) {
@@ -133,7 +177,7 @@ function render({ model, el }) {
     note.innerHTML = model.get("note");
   }
 
-  const makers = { text, button, slider };
+  const makers = { text, button, slider, file };
 
   function control() {
     // Controls that stay are not moved: who types in one keeps its focus and the caret.
@@ -167,6 +211,8 @@ function render({ model, el }) {
     const token = event.target.closest("[data-token]");
     if (token) say("token", "", Number(token.dataset.token));
   });
+  const filed = { dragover: dragged, dragleave: dragged, drop: dragged, paste: pasted };
+  for (const [event, react] of Object.entries(filed)) el.addEventListener(event, react);
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
   for (const react of Object.values(heard)) react();
   heard["change:heard"] = answered;
@@ -174,6 +220,7 @@ function render({ model, el }) {
   for (const [event, react] of Object.entries(heard)) model.on(event, react);
   return () => {
     clearTimeout(asked);
+    for (const [event, react] of Object.entries(filed)) el.removeEventListener(event, react);
     for (const [event, react] of Object.entries(heard)) model.off(event, react);
   };
 }

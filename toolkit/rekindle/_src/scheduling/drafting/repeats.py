@@ -3,6 +3,9 @@
 While a request's text continues as it did at an earlier place, that place is kept, even if the latest tokens occurred
 again since: in edits of source files, replayed with 7 drafts, a step adds 5 to 8 tokens that way and 2 to 3 otherwise.
 
+Numbers below 0 are no text: they stand for a picture, or name pages with one. Pictures that differ have the same
+tokens, so no run with such a number is looked up, and none is proposed.
+
 Whether the earlier text continues is seen for each token, drafted or not. So it costs no draft to learn how likely it
 is, and a text that repeats nothing has none.
 """
@@ -123,6 +126,8 @@ class FollowedText(RequestDrafts):
             tokens = [earlier[at + ahead % period] for ahead in range(skip, skip + most)]
         else:
             tokens = list(earlier[at + skip : at + skip + most])
+        if tokens and min(tokens) < 0:
+            tokens = tokens[: next(place for place, token in enumerate(tokens) if token < 0)]
         if not tokens:
             return None
         return Proposal(tokens, self._chances.of(self._length + skip, self._own, len(tokens)))
@@ -163,8 +168,11 @@ class PromptLookup(FollowedText):
         ids = tokens.astype(np.int64)
         self._own_tokens: list[int] = ids.tolist()
         super().__init__(chances, self._own_tokens)
-        keys = keys_of(ids).tolist()
-        self._followers: dict[int, int] = dict(zip(keys[:-1], range(SIZE, len(ids)), strict=True))
+        keys, places = keys_of(ids)[:-1], np.arange(SIZE, len(ids))
+        if len(ids) and ids.min() < 0:
+            texts = are_texts(ids)[:-1]
+            keys, places = keys[texts], places[texts]
+        self._followers: dict[int, int] = dict(zip(keys.tolist(), places.tolist(), strict=True))
         self._key = last_key(self._own_tokens)
         self._follow(self._followers.get(self._key, 0))
         self._followers[self._key] = len(ids)
@@ -189,7 +197,7 @@ class LookupDrafter(RepeatDrafter):
     name = "lookup"
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
-        return PromptLookup(self.chances, sequence.tokens(0, sequence.known))
+        return PromptLookup(self.chances, sequence.text())
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:
@@ -198,6 +206,14 @@ def keys_of(ids: np.ndarray) -> np.ndarray:
     for place in range(SIZE):
         runs = runs << BITS | ids[place : place + len(runs)]
     return runs & MASK
+
+
+def are_texts(ids: np.ndarray) -> np.ndarray:
+    """Return for each run of `SIZE` tokens among `ids` [N] if it has text alone, bool [N - SIZE + 1]."""
+    texts = np.ones(max(0, len(ids) - SIZE + 1), bool)
+    for place in range(SIZE):
+        texts &= ids[place : place + len(texts)] >= 0
+    return texts
 
 
 def last_key(tokens: Items[int]) -> int:

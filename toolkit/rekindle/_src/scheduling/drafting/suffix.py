@@ -29,6 +29,7 @@ from rekindle._src.scheduling.drafting.repeats import (
     FollowedText,
     RepeatChances,
     RepeatDrafter,
+    are_texts,
     keys_of,
     last_key,
 )
@@ -104,8 +105,12 @@ class SuffixIndex:
         entries = (new ^ self.salted(root)) % self._entries
         places = np.arange(len(ids) - len(new) + 1, len(ids) + 1, dtype=np.int64)
         table = np.asarray(self.table)
-        table[entries[:-1]] = text.number << _PLACES | places[:-1]  # of equal ones the last
-        if len(ids) >= SIZE:
+        before: Any = slice(-1)
+        if len(ids) and ids.min() < 0:
+            before = are_texts(ids)[len(ids) - SIZE + 1 - len(new) :]
+            before[-1:] = False
+        table[entries[before]] = text.number << _PLACES | places[before]  # of equal ones the last
+        if len(ids) >= SIZE and ids[-SIZE:].min() >= 0:
             last = self.entry(last_key(text.tokens), self.salted(root))
             text.place = int(table[last])
             table[last] = text.number << _PLACES | len(ids)
@@ -138,10 +143,10 @@ class SuffixIndex:
         earlier, end = text.tokens, len(tokens)
         if at >= len(earlier) and earlier is not tokens:
             return None  # nothing followed there yet
-        if earlier[at - SIZE : at] != tokens[end - SIZE : end]:
+        if earlier[at - SIZE : at] != tokens[end - SIZE : end] or min(tokens[end - SIZE : end], default=-1) < 0:
             return None
         same, most = SIZE, min(DEPTH, at, end)
-        while same < most and earlier[at - same - 1] == tokens[end - same - 1]:
+        while same < most and earlier[at - same - 1] == tokens[end - same - 1] >= 0:
             same += 1
         return text, at, same
 
@@ -213,8 +218,8 @@ class SuffixDrafter(RepeatDrafter):
         self.index = SuffixIndex(most_bytes)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
-        tokens = sequence.tokens(0, sequence.known)
-        return PastLookup(self.chances, self.index, self.index.begin(sequence.root, tokens, sequence.cached_tokens))
+        text = self.index.begin(sequence.root, sequence.text(), sequence.cached_tokens)
+        return PastLookup(self.chances, self.index, text)
 
     def end(self, sequence: Sequence) -> None:
         drafts = sequence.drafting.get(self.name)

@@ -13,7 +13,6 @@ from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
-from rekindle._src.models.vision.attention import picture_attention
 from rekindle._src.models.vision.config import MAX_POSITIONS, MAX_SIZE, VisionConfig, VisionKeys, encoder
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, vision_keys
 from rekindle._src.models.vision.inputs import PatchBatch, no_taps
@@ -101,10 +100,6 @@ class NormedPatchAttention(nnx.Module):
         v = norm_rows(v, None, self.eps, self.implementation)
         return PatchHeads(*(part.swapaxes(0, 1) for part in (q, k, v)))
 
-    def attend(self, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
-        y = picture_attention(q, k, v, shared.starts, shared.stops, 1.0)
-        return self.out.limited(y.reshape(y.shape[0], -1).astype(q.dtype))
-
 
 class ClippedGatedMlp(nnx.Module):
     """A gated MLP whose matrices may be limited."""
@@ -122,6 +117,8 @@ class ClippedGatedMlp(nnx.Module):
 class PostNormedPatchBlock(PatchLayer):
     """A layer with norms before and after attention and MLP."""
 
+    scale = 1.0
+
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm = (
             RMSNorm(config.hidden_size, config.norm_eps, precision) for _ in range(4)
@@ -133,9 +130,9 @@ class PostNormedPatchBlock(PatchLayer):
         with jax.named_scope("project"):
             return self.attention.project(self.attention_norm(x), shared)
 
-    def mix(self, x: Array, q: Array, k: Array, v: Array, shared: PatchPass) -> Array:
+    def mix(self, x: Array, y: Array) -> Array:
         with jax.named_scope("attend"):
-            x = x + self.attention_out_norm(self.attention.attend(q, k, v, shared))
+            x = x + self.attention_out_norm(self.attention.out.limited(y))
         with jax.named_scope("mlp"):
             return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
 
@@ -163,9 +160,9 @@ class Gemma4Tower(VisionTower):
         rope = rope_tables(batch, frequencies, columns_first=True, apart=True)
         return x.astype(self.stream), PatchPass(batch.starts, batch.stops, rope)
 
-    def end(self, x: Array, batch: PatchBatch) -> Array:
+    def end(self, x: Array) -> Array:
         # In float32: the factor leads out of float16's range.
-        pooled = jnp.mean(grouped(x, batch).astype(jnp.float32), axis=1) * math.sqrt(self.config.hidden_size)
+        pooled = jnp.mean(grouped(x, self.config).astype(jnp.float32), axis=1) * math.sqrt(self.config.hidden_size)
         if self.mean is not None and self.deviation is not None:
             pooled = (pooled - self.mean[...]) * self.deviation[...]
         normed = norm_rows(pooled, None, self.config.norm_eps, self.implementation)

@@ -74,7 +74,7 @@ class UnifiedTower(VisionTower):
         x = x + table[batch.columns, 0] + table[batch.rows, 1]
         return self.position_norm(x).astype(self.stream), PatchPass(batch.starts, batch.stops, None)
 
-    def end(self, x: Array, batch: PatchBatch) -> Array:
+    def end(self, x: Array) -> Array:
         return self.projection(norm_rows(x, None, self.config.norm_eps, self.implementation))
 
 

@@ -60,15 +60,16 @@ class PatchMerger(nnx.Module):
 
     def __init__(self, config: VisionConfig, precision: Precision, *, after: bool = False) -> None:
         size = config.hidden_size * config.patches_of_token
+        self.config = config
         self.norm = LayerNorm(size if after else config.hidden_size, EPSILON)
         self.mlp = PatchMlp((size, size, config.out_size), "gelu", precision)
         self.after = after
 
-    def __call__(self, x: Array, batch: PatchBatch) -> Array:
-        patches = grouped(x, batch)
+    def __call__(self, x: Array) -> Array:
+        patches = grouped(x, self.config)
         if not self.after:
             patches = self.norm(patches)
-        tokens = patches.reshape(batch.tokens, -1)
+        tokens = patches.reshape(len(patches), -1)
         return self.mlp(self.norm(tokens) if self.after else tokens)
 
 
@@ -89,11 +90,11 @@ class QwenTower(VisionTower):
         rope = rope_tables(batch, frequencies, columns_first=False, apart=False)
         return x.astype(self.stream), PatchPass(batch.starts, batch.stops, rope)
 
-    def end(self, x: Array, batch: PatchBatch) -> Array:
-        return self.merger(x, batch)
+    def end(self, x: Array) -> Array:
+        return self.merger(x)
 
-    def level(self, number: int, x: Array, batch: PatchBatch) -> Array:
-        return self.mergers[number](x, batch)
+    def level(self, number: int, x: Array) -> Array:
+        return self.mergers[number](x)
 
 
 def manifest(config: VisionConfig) -> Manifest:

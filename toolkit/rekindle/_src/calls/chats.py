@@ -1,0 +1,284 @@
+"""The part of a session that chats: messages in, a reply out, with tools that the model may call."""
+
+# 1 is an int: this overlap is meant, and the overload that is taken stands first.
+# mypy: disable-error-code="overload-overlap"
+# pyright: reportOverlappingOverload=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.pictures import of_messages, read_messages
+from rekindle._src.calls.requests import sampling_of, structured_text
+from rekindle._src.core.options import takes_options
+from rekindle._src.core.records import Completion
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.capabilities import ChatReply
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.pictures import encoded
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.calls.chat_prompt import Messages
+    from rekindle._src.calls.conversation import Conversation
+    from rekindle._src.calls.tool_functions import ToolLike
+    from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop
+
+
+MAX_ROUNDS = 8
+
+
+class ChatRequests:
+    """Conversations with an open model."""
+
+    _host: Host
+    _front: Front
+
+    @overload
+    def chat(
+        self,
+        messages: Messages | str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        n: Literal[1] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[Completion]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages | str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        run_tools: Literal[False] = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        n: int,
+        **options: Unpack[SamplingOptions],
+    ) -> Handle[list[Completion]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages | str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike],
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        run_tools: Literal[True],
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> ToolLoop: ...
+    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop", max_tokens=ANSWER_TOKENS)
+    def chat(
+        self,
+        messages: Messages | str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        run_tools: bool = False,
+        max_rounds: int = MAX_ROUNDS,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream_tool_calls: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Request the model's answer to a conversation, through its chat template. Await it or iterate over it.
+
+        A message is a dict such as {"role": "user", "content": "Hello"}; a text alone is one message of the user. The
+        reply has `content`, the `reasoning` before it, and `tool_calls`; `reply.message` is the next message of the
+        conversation.
+
+        Without a `Sampling`, answers are drawn as `session.chat_sampling` says: as the checkpoint asks, or at a
+        temperature of 0.8. With temperature=0 they are greedy, and small models may repeat themselves
+        (`reply.repetition`). `reply.seed` repeats an answer.
+
+        `tools` are the functions that the model may call: it is shown their name, docstring and type hints. They can be
+        JSON schemas as dicts, too. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the
+        model has to call one, by a grammar (extra `structured`), and with `parallel_tool_calls=False` it may call only
+        one. With `run_tools` the functions are run (async ones where they are awaited, others in a worker thread) and
+        their results go back to the model, at most `max_rounds` times; the result is a `ToolRun` with the answer and
+        all `messages`. In a stream, `delta.events` hold a call once it is complete; with `stream_tool_calls` its name
+        and then its arguments, while the model writes them, and `ToolCallDropped` if it breaks off.
+
+        `documents` are for templates that quote them, `template` replaces the model's own template,
+        `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
+        "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
+        where the last message ends.
+        """
+        from rekindle._src.calls.chat_prompt import chat_prompt, messages_of  # chats alone need it
+        from rekindle._src.calls.tool_functions import tools_of
+        from rekindle._src.calls.tool_loop import forcing, resolve_choice
+
+        messages, tools_ = messages_of(messages), tools_of(tools)
+        choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
+        if sampling is None and options.get("max_tokens") is None:
+            options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
+        sampling_ = sampling_of(self._front, sampling, options, chat=True)
+
+        def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
+            shown, pictures = of_messages(self._front, messages)
+            prompt = chat_prompt(
+                self._front.chat,
+                shown,
+                model=self._front.model,
+                tools=choice.shown,
+                documents=documents,
+                template=template,
+                continue_final_message=continue_final_message,
+                reasoning_effort=reasoning_effort,
+                template_options=template_options,
+                stream_tool_calls=stream_tool_calls,
+            )
+            self._host.check()
+            effective = sampling_
+            reply = prompt.extensions.get(ChatReply)
+            if choice.required and not free and reply is not None:
+                effective = forcing(choice, sampling_, reply.plan.format, self._front.tokenizer)
+            prompt = prompt.plus(pictures).plus(structured_text(self._front, effective))
+            return Handle(self._host, self, prompt, effective)
+
+        if not run_tools:
+            return ask(messages)
+        if sampling_.n != 1 or continue_final_message:
+            field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
+            raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
+        from rekindle._src.calls.tool_loop import ToolLoop
+
+        self._host.check()
+        return ToolLoop(ask, messages, tools_, max_rounds)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template; None if it has none."""
+        return None if self._front.chat is None else self._front.chat.text()
+
+    def render(
+        self,
+        messages: Messages | str,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt that `chat` makes of these messages, special tokens included."""
+        from rekindle._src.calls.chat_prompt import chat_prompt, messages_of
+        from rekindle._src.calls.tool_functions import tools_of
+
+        prompt = chat_prompt(
+            self._front.chat,
+            of_messages(self._front, messages_of(messages))[0],
+            model=self._front.model,
+            tools=tools_of(tools),
+            documents=documents,
+            template=template,
+            continue_final_message=continue_final_message,
+            reasoning_effort=reasoning_effort,
+            template_options=template_options,
+        )
+        assert prompt.render is not None, "a chat's prompt is rendered"
+        return prompt.render()
+
+    def chat_tokens(
+        self,
+        messages: Messages | str,
+        *,
+        tools: Sequence[ToolLike] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        continue_final_message: bool = False,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that `chat` makes of these messages.
+
+        Pictures have theirs by their sizes, which are read from headers: nothing is decoded or encoded.
+        """
+        messages, pictures = read_messages(self._front, messages)
+        text = self.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            template=template,
+            continue_final_message=continue_final_message,
+            reasoning_effort=reasoning_effort,
+            template_options=template_options,
+        )
+        return [int(token) for token in encoded(self._front, text, pictures, special=False)]
+
+    def conversation(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | os.PathLike[str] | None = None,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Conversation:
+        """Make a chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
+
+        `system` opens it with a system message; `restore` continues one that `chat.save(path)` wrote. The other options
+        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
+        calls and results are among `chat.messages`.
+        """
+        from rekindle._src.calls.conversation import open_conversation  # chats alone need it
+        from rekindle._src.calls.tool_functions import tools_of
+        from rekindle._src.calls.tool_loop import resolve_choice
+
+        optional = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "run_tools": run_tools or None,
+            "max_rounds": max_rounds,
+            "documents": documents,
+            "template": template,
+            "reasoning_effort": reasoning_effort,
+            "template_options": template_options,
+        }
+        resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
+        present = {name: value for name, value in optional.items() if value is not None}
+        conversation = open_conversation(self, self._front, system=system, restore=restore, sampling=options, **present)
+        self._front.expect_chat()
+        return conversation

@@ -1,0 +1,429 @@
+"""Conversations: chats that keep their own messages, so that a program never has to add a turn itself.
+
+chat = session.conversation(system="Answer in one sentence.")
+done = await chat.say("What is a page?")
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Unpack
+
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.handle import Handle, SyncStream
+from rekindle._src.calls.pictures import parts_of, read_values, restored_messages, written_messages
+from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
+from rekindle._src.core import html
+from rekindle._src.core.options import takes_options
+from rekindle._src.core.plain_files import read_plain
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
+from rekindle._src.dispatch.backend import Front
+from rekindle.errors import InvalidRequest
+from rekindle_kernels import private_files
+
+FORMAT, VERSION, WITH_PICTURES = "rekindle conversation", 1, 2  # the version of those without and with pictures
+MOST_PICTURES = 256 << 20  # characters of a saved conversation's pictures
+MOST_BYTES = MOST_PICTURES + (64 << 20)  # of its file
+Message = dict[str, Any]
+
+
+_WITH_TOOLS = ("run_tools", "max_rounds", "tool_choice")  # the rest of an answer calls nothing by force
+
+
+class Answer(NamedTuple):
+    """How the last answer of a conversation ended."""
+
+    request: Handle[Completion] | None  # None once it no longer follows the messages
+    request_tokens: int  # tokens of the request that are in the answer
+    tokens: int  # of the whole answer, which several requests may have made
+    reason: FinishReason
+
+    @property
+    def cut(self) -> bool:
+        return self.reason.cut
+
+    @property
+    def open(self) -> bool:
+        """True if the model had not ended the answer itself."""
+        return self.cut or self.reason is FinishReason.ABORTED
+
+
+class Chats(Protocol):
+    """The part of a session that a conversation uses."""
+
+    @property
+    def model(self) -> str: ...
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, /, **options: Any
+    ) -> Handle[Completion] | ToolLoop: ...
+    def fork(
+        self, source: Handle[Completion], *, at: int, sampling: Sampling | None = None, **options: Any
+    ) -> Handle[Completion]: ...
+
+
+def open_conversation(
+    session: Any,
+    front: Front,
+    *,
+    system: str | None,
+    restore: str | os.PathLike[str] | None,
+    sampling: Mapping[str, Any],
+    **options: Any,
+) -> Conversation:
+    """Return a conversation that begins with a system message, with saved messages, or with none."""
+    Sampling.of(None, sampling)  # a misspelled option is refused now, not at the first turn
+    if not (system is None or isinstance(system, str)):
+        raise InvalidRequest("system", system, "is not text", "Pass a str")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if restore is not None:
+        if messages:
+            raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
+        messages = read(restore)
+        try:
+            messages = restored_messages(front, messages)
+        except InvalidRequest as error:
+            raise InvalidRequest(
+                "restore", str(restore), f"has {error.field}, which {error.problem}", error.fix
+            ) from None
+    plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
+    session.chat([{"role": "user", "content": "…"}], **plain)  # a model without a template is refused now, too
+    return Conversation(session, front, messages, {**options, **sampling})
+
+
+def read(path: str | os.PathLike[str]) -> list[Message]:
+    """Return the messages of a file that `Conversation.save` wrote."""
+    fix = "Pass a file that chat.save(path) wrote"
+    try:
+        record = json.loads(read_plain(Path(path).expanduser(), MOST_BYTES))
+    except OSError as error:
+        raise InvalidRequest("restore", str(path), f"can't be read ({error.strerror})", fix) from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest("restore", str(path), "is no JSON", fix) from None
+    versions = VERSION, WITH_PICTURES
+    if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("version") not in versions:
+        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION} or {WITH_PICTURES}", fix)
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+    ):
+        raise InvalidRequest("restore", str(path), "holds something other than messages", fix)
+    return messages
+
+
+class Conversation:
+    """A chat with its messages. Make one with `session.conversation()`.
+
+    A turn is a message of the user's and the answer to it. It belongs to the conversation once the answer is complete:
+    a turn that fails or is cancelled leaves nothing. A stream that is left early keeps the text that came until then.
+    One turn is answered at a time.
+    """
+
+    # Any: the signature of a public class names no private type.
+    def __init__(
+        self, session: Any, front: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> None:
+        self._session: Chats = session
+        self._front: Front = front
+        self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
+        self._options = dict(options)
+        self._last: Answer | None = None  # None if the last message's origin is unknown
+        self._turn: Turn | None = None  # the latest turn, until it joins the messages or is dropped
+
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    def say(
+        self,
+        text: str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Any = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Await it for the model's answer to `text`. Both then belong to the conversation.
+
+        `images` is a picture or a list of them: `<image>` in the text marks their places, or they come first.
+        """
+        return Turn(self, self._user_message(text, images), sampling, options)
+
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    def stream(
+        self,
+        text: str,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Any = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Iterate over it with `async for` for the deltas of the model's answer to `text`, and `images` as in `say`."""
+        return Turn(self, self._user_message(text, images), sampling, options)
+
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    def answer(
+        self,
+        results: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        /,
+        **options: Unpack[SamplingOptions],
+    ) -> Turn:
+        """Await it for the model's answer to the results of its calls, each made by `call.answer(result)`.
+
+        With `run_tools` that happens by itself.
+        """
+        messages = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
+        if not messages or any(result.get("role") != "tool" for result in messages):
+            raise InvalidRequest("results", results, "are no results of calls", "Pass [call.answer(result), …]")
+        return Turn(self, messages, sampling, options)
+
+    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    def continue_answer(self, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
+        """Await it, or iterate over it, for the rest of an answer that was cut or stopped, at most `max_tokens` more.
+
+        The result is the rest alone; in the messages it joins the answer. It is the text that the answer would have
+        gone on with: the same tokens from the same seed. After a change of the messages, such as `forget`, and in a
+        restored conversation the answer's text is read anew instead.
+        """
+        return Turn(self, (), sampling, options)
+
+    @property
+    def cut(self) -> bool:
+        """True if the last answer was cut: by `max_tokens`, where `continue_answer` goes on, or by the end of the
+        context, where it does once `forget` has made room."""
+        self._settle()
+        return self._last is not None and self._last.cut
+
+    @property
+    def messages(self) -> list[Message]:
+        """A copy of all messages, as `session.chat` takes them; a turn that is being answered is not among them."""
+        self._settle()
+        return copy.deepcopy(self._messages)
+
+    def fork(self) -> Conversation:
+        """Return another conversation that begins with the same messages. Their pages in the cache are shared."""
+        copied = Conversation(self._session, self._front, self.messages, self._options)
+        copied._last = self._last
+        return copied
+
+    def undo(self) -> None:
+        """Take the last turn back: the user's last message and all messages after it."""
+        users = self._users()
+        if not users:
+            raise InvalidRequest("conversation", 0, "has no turn to take back", "Say something first")
+        del self._messages[users[-1] :]
+        self._last = None
+
+    def forget(self, turns: int = 1) -> int:
+        """Drop the oldest turns of a conversation that has become too long. Return how many were dropped.
+
+        System messages at the beginning stay.
+        """
+        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+            raise InvalidRequest("turns", turns, "is not a number of turns", "Use 1 or more")
+        users = self._users()
+        if not users:
+            return 0
+        end = users[turns] if turns < len(users) else len(self._messages)
+        del self._messages[users[0] : end]
+        self._last = None if self._last is None else self._last._replace(request=None)
+        return min(turns, len(users))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the messages to a JSON file, for `session.conversation(restore=path)`. Pictures are in it: the files
+        that were passed, or PNGs of arrays and figures."""
+        messages, pictures = written_messages(self._front, self.messages, MOST_PICTURES)
+        version = WITH_PICTURES if pictures else VERSION
+        record = {"format": FORMAT, "version": version, "model": self._session.model, "messages": messages}
+        content = json.dumps(record, ensure_ascii=False, indent=1).encode()
+        private_files.write(Path(path).expanduser(), [content], mode=0o666, durable=True)
+
+    def _user_message(self, text: object, images: Any) -> list[Message]:
+        if not isinstance(text, str) or not (text or images is not None):
+            raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
+        pictures = None if images is None else read_values(self._front, images)
+        return [{"role": "user", "content": parts_of(text, pictures)}]
+
+    def _users(self) -> list[int]:
+        """Return the indices at which turns begin. Raise while a turn is being answered."""
+        self._check_idle()
+        return [index for index, message in enumerate(self._messages) if message.get("role") == "user"]
+
+    def _settle(self) -> None:
+        """Add the latest turn to the messages if it is over."""
+        turn = self._turn
+        if turn is not None and turn.over:
+            self._turn = None
+            before = self._last.tokens if turn._continues and self._last is not None else 0
+            answer, last = turn._outcome(before)
+            if answer:
+                if turn._continues:
+                    answer = [_joined(self._messages.pop(), answer[0])]
+                self._messages += [*map(dict, turn.asked), *answer]
+                self._last = last
+
+    def _check_idle(self) -> None:
+        self._settle()
+        if self._turn is not None:
+            raise InvalidRequest(
+                "conversation", self._turn.said, "is being answered", "Await that turn first, or fork the conversation"
+            )
+
+    def _begin(
+        self, turn: Turn, sampling: Sampling | None, options: Mapping[str, Any]
+    ) -> Handle[Completion] | ToolLoop:
+        self._check_idle()
+        if turn._continues:
+            handle = self._continued(sampling, options)
+        else:
+            messages = [*self._messages, *turn.asked]
+            handle = self._session.chat(messages, sampling, **{**self._options, **options})
+        self._turn = turn
+        return handle
+
+    def _continued(self, sampling: Sampling | None, options: Mapping[str, Any]) -> Handle[Completion] | ToolLoop:
+        """Return the request for the rest of the last answer."""
+        message, last = self._messages[-1] if self._messages else {}, self._last
+        problem = "has no answer that could go on"
+        if message.get("role") == "assistant" and not message.get("tool_calls"):
+            problem = "" if last is None or last.open else f"has a complete answer, ended by {last.reason}"
+        if problem:
+            raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
+        if last is not None and (request := last.request) is not None:
+            bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
+            merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
+            return self._session.fork(request, at=last.request_tokens, sampling=sampling, **merged)
+        plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
+        return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
+
+    def _state(self) -> str:
+        """Describe the state of the last answer; empty if it is complete."""
+        if not self.cut or self._last is None:
+            return ""
+        cut = f"cut at {html.count(self._last.tokens, 'token')}"
+        if self._last.reason is FinishReason.LENGTH:
+            return f"{cut}: await chat.continue_answer() goes on"
+        has_older = sum(message.get("role") == "user" for message in self._messages) > 1
+        room = ": chat.forget() drops the oldest turn, and then chat.continue_answer() goes on"
+        return f"{cut}, the end of the context{room if has_older else ''}"
+
+    def __repr__(self) -> str:
+        state = self._state()
+        return f"<Conversation: {html.count(len(self.messages), 'message')}{state and f', the last is {state}'}>"
+
+    def _repr_html_(self) -> str:
+        state = self._state()
+        shown = message_table(self.messages)
+        return str(html.block(shown, html.line(state)) if state else shown)
+
+
+def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
+    """Return an answer joined with its rest."""
+    answer = {**message, "content": (message.get("content") or "") + rest["content"]}
+    if reasoning := (message.get("reasoning_content") or "") + rest.get("reasoning_content", ""):
+        answer["reasoning_content"] = reasoning
+    if rest.get("tool_calls"):
+        answer["tool_calls"] = rest["tool_calls"]
+    return answer
+
+
+class Turn(Call[Completion]):
+    """A message and the answer to it: await it for the completion, or iterate over its deltas."""
+
+    _awaited = "await chat.say(…)"
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        asked: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)  # none if the last answer is continued
+        self._conversation, self._sampling, self._options = conversation, sampling, options
+        self._handle: Handle[Completion] | ToolLoop | None = None
+        self._left = False  # it was cancelled, or the wait for it was
+        self._reader: weakref.ref[object] | None = None  # the loop over the deltas that began last
+
+    @property
+    def said(self) -> str:
+        """The message to the model: the user's text, or the results of calls."""
+        return "\n".join(map(described, self.asked))
+
+    @property
+    def _continues(self) -> bool:
+        """True if it continues an answer."""
+        return not self.asked
+
+    @property
+    def over(self) -> bool:
+        """True once no more of the answer will come: it has ended, or the loop over it was left."""
+        if self._handle is None:
+            return False
+        return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
+
+    def _outcome(self, before: int) -> tuple[list[Message], Answer | None]:
+        """Return the messages that the conversation keeps as the answer, none for a dropped turn, and the answer's end.
+
+        `before` is the number of the answer's tokens that earlier turns have made.
+        """
+        handle = self._handle
+        request = handle.request if isinstance(handle, ToolLoop) else handle
+        messages = list(handle.answered) if isinstance(handle, ToolLoop) else []
+        if handle is None:
+            return [], None
+        if handle.done and handle.error is None:
+            completion, tokens = handle.completion(), 0 if request is None else len(request.token_ids)
+            return messages or [completion.message], Answer(request, tokens, before + tokens, completion.finish_reason)
+        # Tokens that arrive during the cancellation belong to no message.
+        deltas = () if request is None else request.deltas
+        handle.cancel()
+        if self._reader is None:
+            return [], None
+        text, tokens = "".join(delta.content for delta in deltas), sum(len(delta.token_ids) for delta in deltas)
+        if not text:
+            return messages, None
+        answer = Answer(request, tokens, before + tokens, FinishReason.ABORTED)
+        return [*messages, {"role": "assistant", "content": text}], answer
+
+    def cancel(self) -> None:
+        """End the answer here, from any thread."""
+        if self._handle is not None:
+            self._left = True
+            self._handle.cancel()
+
+    async def _result(self) -> Completion:
+        handle = self._start()
+        try:
+            if isinstance(handle, ToolLoop):
+                return (await handle).completion
+            return await handle
+        except BaseException:
+            self._left = True
+            raise
+
+    def _start(self) -> Handle[Completion] | ToolLoop:
+        if self._handle is None:
+            self._handle = self._conversation._begin(self, self._sampling, self._options)
+        return self._handle
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        deltas = aiter(self._start())
+        self._reader = weakref.ref(deltas)
+        return deltas
+
+    def stream_sync(self) -> SyncStream:
+        """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
+        deltas = self._start().stream_sync()
+        self._reader = weakref.ref(deltas)
+        return deltas
+
+    def _repr_html_(self) -> str:
+        return str(html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_()))
+
+    def __repr__(self) -> str:
+        return f"<Turn {html.shorten(self.said)!r}: {'over' if self.over else 'await it'}>"

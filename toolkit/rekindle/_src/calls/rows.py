@@ -1,0 +1,639 @@
+"""`session.map`: a prompt for each row of a table, with progress, errors by row, and a file that survives a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Self, Unpack
+
+import numpy as np
+
+from rekindle._src.calls.call import Call
+from rekindle._src.calls.chats import ChatRequests
+from rekindle._src.calls.handle import Handle, one_ended
+from rekindle._src.calls.pictures import of_messages, parts_of, read_messages, read_values
+from rekindle._src.calls.prompts import from_column, is_missing, parse_one
+from rekindle._src.calls.requests import Images, Pace, Requests, sampling_of, structured_text
+from rekindle._src.core import html
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.json_lines import Entry, JsonLines
+from rekindle._src.core.options import takes_options
+from rekindle._src.core.own_failure import interrupted
+from rekindle._src.core.records import Completion, FinishReason
+from rekindle._src.core.reply import DeferredParse, ParseResult
+from rekindle._src.core.sampling import Sampling, SamplingOptions
+from rekindle._src.dispatch.backend import Front, PictureLike
+from rekindle._src.dispatch.threads import fresh
+from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class RowAnswer(html.Record):
+    """The answer to one row, or the error that stands in its place."""
+
+    row: int  # its number, from 0
+    text: str = ""
+    finish_reason: FinishReason | None = None  # None for an error
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: RekindleError | None = None
+    parsed: Any = None  # the object that schema=, choice= and the like make of the text; None if it is no object
+    parse_error: NotParsed | None = None  # the reason why `parsed` is None although the request has a structure
+    resumed: bool = False  # read from the file that an earlier call wrote
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class RowAnswers(list[RowAnswer]):
+    """A list of answers in the order of the rows; `errors`, `texts` and `to_pandas()` are views of it."""
+
+    def __init__(self, answers: Any = (), *, rows: Any = None) -> None:
+        super().__init__(answers)
+        self._rows = rows  # the DataFrame or the sequence of mappings that was answered
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # pickled as a plain list, so that it is read without this class
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, in the order of the rows; empty where there is an error."""
+        return [answer.text for answer in self]
+
+    @property
+    def errors(self) -> dict[int, RekindleError]:
+        """The errors by the number of their row."""
+        return {answer.row: answer.error for answer in self if answer.error is not None}
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame of the rows' own columns, followed by those of the answers.
+
+        These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if the request has a
+        structure. A column whose name the rows have already begins with `answer_`. The index is that of the rows'
+        DataFrame. Rows that came from an iterator are not kept: their columns are missing.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtra("pandas", "notebook") from None
+        columns: dict[str, Any] = {
+            "text": [answer.text if answer.error is None else None for answer in self],
+            "finish_reason": [None if answer.finish_reason is None else str(answer.finish_reason) for answer in self],
+            "prompt_tokens": [answer.prompt_tokens for answer in self],
+            "completion_tokens": [answer.completion_tokens for answer in self],
+            "error": [_problem(answer) for answer in self],
+        }
+        if any(answer.parsed is not None or answer.parse_error is not None for answer in self):
+            columns["parsed"] = pandas.Series([answer.parsed for answer in self], dtype=object).to_numpy()
+        frame = self._answered(pandas)
+        for name, values in columns.items():
+            while name in frame.columns:
+                name = f"answer_{name}"
+            frame[name] = values
+        return frame
+
+    def _answered(self, pandas: Any) -> Any:
+        """Return the answered rows as a DataFrame of their own columns."""
+        places = [answer.row for answer in self]
+        if hasattr(self._rows, "iloc"):
+            return self._rows.iloc[places].copy()
+        if hasattr(self._rows, "iter_rows"):  # polars
+            return pandas.DataFrame(self._rows[places].to_dict(as_series=False), index=range(len(places)))
+        taken = [self._rows[place] if self._rows is not None else {} for place in places]
+        return pandas.DataFrame(
+            [dict(row) if isinstance(row, Mapping) else {} for row in taken], index=range(len(taken))
+        )
+
+    def _summary(self) -> tuple[str, ...]:
+        resumed = sum(answer.resumed for answer in self)
+        return (
+            html.count(len(self), "row"),
+            html.count(sum(answer.completion_tokens for answer in self), "token"),
+            html.count(len(self.errors), "error") if self.errors else "",
+            f"{resumed:,} of them were answered before" if resumed else "",
+        )
+
+    def __repr__(self) -> str:
+        return f"<RowAnswers: {', '.join(part for part in self._summary() if part)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                str(one.row),
+                html.shorten(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
+                one.completion_tokens,
+                "failed" if one.finish_reason is None else str(one.finish_reason),
+            )
+            for one in self
+        ]
+        table = html.table(["row", "text", "tokens", "ended by"], rows)
+        return str(html.block(html.line(*self._summary()), table))
+
+
+def _problem(answer: RowAnswer) -> str | None:
+    """Return the reason why a row has no answer, or its answer no object."""
+    problem = answer.error or answer.parse_error
+    return None if problem is None else str(problem)
+
+
+Template = str | Callable[[Mapping[str, Any]], Any]
+Messages = list[dict[str, Any]]
+
+
+class Rows:
+    """Rows as mappings, one after the other: of a pandas or polars DataFrame, or of an iterable of mappings."""
+
+    def __init__(self, rows: Any) -> None:
+        self.total: int | None = len(rows) if isinstance(rows, Sized) else None
+        self._frame = hasattr(rows, "columns") and (hasattr(rows, "iter_rows") or hasattr(rows, "itertuples"))
+        if not self._frame and (isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable)):
+            raise InvalidRequest(
+                "rows", rows, "are no rows", "Pass a DataFrame, a list of dicts or any iterable of mappings"
+            )
+        self._rows: Any = rows
+        self._read = False
+
+    @property
+    def source(self) -> Any:
+        """The DataFrame or the sequence of the rows; None if they can be read only once."""
+        return self._rows if self._frame or isinstance(self._rows, Sequence) else None
+
+    def check_names(self, names: Iterable[str], field: str = "template", shown: str = "{{{}}}") -> None:
+        """Raise `InvalidRequest` for a field's name that no row has, as far as that is known before rows are read."""
+        if self._frame:
+            known = dict.fromkeys(str(name) for name in self._rows.columns)
+        elif isinstance(self._rows, Sequence) and self._rows and all(isinstance(row, Mapping) for row in self._rows):
+            known = dict.fromkeys(str(name) for row in self._rows for name in row)
+        else:
+            return
+        for name in names:
+            if name not in known:
+                similar = difflib.get_close_matches(name, known, n=1)
+                listed = ", ".join(map(repr, known)) or "none"
+                fix = f"Did you mean {similar[0]!r}?" if similar else f"The columns are {listed}"
+                raise InvalidRequest(field, shown.format(name), "names a column that no row has", fix)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._read and isinstance(self._rows, Iterator):
+            fix = "Pass a list, or call map with a new iterator and out= to go on"
+            raise InvalidRequest("rows", self._rows, "was read before and can't be read again", fix)
+        self._read = True
+        if not self._frame:
+            return iter(self._rows)
+        if hasattr(self._rows, "iter_rows"):  # polars
+            return iter(self._rows.iter_rows(named=True))
+        names = [str(name) for name in self._rows.columns]
+        return (dict(zip(names, values, strict=True)) for values in self._rows.itertuples(index=False, name=None))
+
+
+class RowPrompts:
+    """A template to be filled with rows. Errors name the row."""
+
+    def __init__(self, template: Any, *, chat: bool, system: str | None) -> None:
+        if not isinstance(template, str) and not callable(template):
+            raise InvalidRequest(
+                "template",
+                template,
+                "is neither text nor a function",
+                'Pass "Summarise: {text}", or a function of a row',
+            )
+        if system is not None and not isinstance(system, str):
+            raise InvalidRequest("system", system, "is not text", "Pass a str, or leave it out")
+        if system is not None and not chat:
+            raise InvalidRequest("system", system, "is for chats", "Pass chat=True as well")
+        self._template, self._chat, self._system = template, chat, system
+        self.fields = _fields(template) if isinstance(template, str) else ()
+
+    def fill(self, index: int, row: Any, pictures: Sequence[Any] | None = None) -> str | list[int] | Messages:
+        """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's pictures."""
+        field = f"rows[{index}]"
+        if not isinstance(row, Mapping):
+            raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
+        if isinstance(self._template, str):
+            missing = [name for name in self.fields if name not in row]
+            if missing:
+                names = ", ".join(map(repr, row)) or "none"
+                raise InvalidRequest(
+                    field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
+                )
+            empty = [name for name in self.fields if is_missing(row[name])]
+            if empty:
+                fix = "Drop such rows, fill their cells, or pass a function of a row as template"
+                raise InvalidRequest(field, dict(row), f"has nothing in {empty[0]!r}, which the template names", fix)
+        filled: Any
+        try:
+            filled = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
+        except Exception as error:
+            wrong = InvalidRequest(field, dict(row), f"does not fit the template: {error!r}", "Change one of the two")
+            wrong.__cause__ = error
+            raise wrong from error
+        if isinstance(filled, Sequence) and not isinstance(filled, str) and filled and isinstance(filled[0], Mapping):
+            if pictures:
+                fix = "Return the pictures as parts of the messages, {'type': 'image', 'image': picture}"
+                raise InvalidRequest("images", f"{len(pictures)} pictures", "come with messages", fix)
+            return self._messages([dict(message) for message in filled])
+        if self._chat and isinstance(filled, str):
+            return self._messages([{"role": "user", "content": parts_of(filled, pictures)}])
+        try:
+            prompt = parse_one(filled)
+        except InvalidRequest as error:
+            fix = "Return text, token ids or messages"
+            raise InvalidRequest(field, filled, "was made into something that is no prompt", fix) from error
+        if prompt.text is not None:
+            return prompt.text
+        assert prompt.token_ids is not None, "a prompt has text or token ids"
+        return [int(token) for token in prompt.token_ids]
+
+    def _messages(self, messages: Messages) -> Messages:
+        return messages if self._system is None else [{"role": "system", "content": self._system}, *messages]
+
+
+def _fields(template: str) -> tuple[str, ...]:
+    """Return the names in a format string, each once."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise InvalidRequest(
+            "template", template, f"is no format string: {error}", "Write {{ and }} for braces that are text"
+        ) from None
+    fields = [name.split(".")[0].split("[")[0] for name in names]
+    if any(not name or name.isdigit() for name in fields):
+        raise InvalidRequest(
+            "template",
+            template,
+            "has braces without a field's name",
+            "Write {text}, and {{ or }} for braces in the text",
+        )
+    return tuple(dict.fromkeys(fields))
+
+
+class RowPictures:
+    """The pictures of rows: those in one of their columns, or an entry for each row."""
+
+    def __init__(self, front: Front, images: Any, rows: Rows) -> None:
+        self._front, self._images = front, from_column(images)
+        if isinstance(images, str):
+            rows.check_names((images,), "images", "{}")
+        elif images is not None:
+            a_column = isinstance(self._images, np.ndarray) and self._images.ndim in (1, 4)
+            if not a_column and not isinstance(self._images, list | tuple):
+                fix = "Pass the name of a column, or a column or list with an entry for each row"
+                raise InvalidRequest("images", images, "are not those of rows", fix)
+            if rows.total not in (None, len(self._images)):
+                problem = f"are not those of {html.count(rows.total or 0, 'row')}"
+                fix = "Pass an entry for each row: a picture, a list of pictures, or None"
+                raise InvalidRequest("images", f"{len(self._images):,} entries", problem, fix)
+
+    def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
+        """Return the pictures of a row, of which headers are read; None if no row has any. Errors name the row."""
+        if self._images is None:
+            return None
+        field = f"images[{index}]"
+        if isinstance(self._images, str):
+            field = f"rows[{index}][{self._images!r}]"
+            if not isinstance(row, Mapping) or self._images not in row:
+                fix = "Give each row such a field; None stands for no picture"
+                raise InvalidRequest(field, row, "is not there", fix)
+            entry = row[self._images]
+        elif index < len(self._images):
+            entry = self._images[index]
+        else:
+            fix = "Pass an entry for each row: a picture, a list of pictures, or None"
+            raise InvalidRequest("images", f"{index:,} entries", "are fewer than the rows", fix)
+        return () if is_missing(entry) else read_values(self._front, entry, field)
+
+
+def row_key(options: str, prompt: Any) -> str:
+    """Return a digest of everything that a row's answer depends on."""
+    text = json.dumps([options, prompt], ensure_ascii=False, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class RowsFile:
+    """The answers of earlier calls, to which new ones are added."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._offsets: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
+        self._lines = JsonLines(path, start='{"row": ', writer="session.map", on_entry=self._index)
+
+    def __enter__(self) -> Self:
+        self._offsets.clear()
+        self._lines.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._lines.__exit__(*details)
+
+    def find(self, row: int, key: str) -> Entry | None:
+        """Return the line of a row that was answered with this key, or None."""
+        stored, offset = self._offsets.get(row, ("", 0))
+        return self._lines.entry(offset) if stored == key else None
+
+    def add(self, row: int, key: str, **fields: Any) -> None:
+        """Write a row's line."""
+        self._lines.add({"row": row, "key": key, **fields})
+
+    def _index(self, entry: Entry, offset: int) -> bool:
+        row, key = entry.get("row"), entry.get("key")
+        if not isinstance(row, int) or not isinstance(key, str):
+            return False
+        if "error" in entry:
+            self._offsets.pop(row, None)
+            return True
+        self._offsets[row] = key, offset
+        return isinstance(entry.get("text"), str) and isinstance(entry.get("finish_reason"), str)
+
+
+_OF_A_ROW = (InvalidRequest, RequestAborted, RequestFailed)  # errors that leave the other rows as they are
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowRequest:
+    """A row whose request is running."""
+
+    row: int
+    key: str
+    handle: Handle[Completion]
+
+
+class RowMap(Call[RowAnswers]):
+    """The call that `session.map` returns: await it for the answers. `answers` holds the answers so far."""
+
+    _awaited = "await session.map(…)"
+
+    # Any: only map() makes one, and the signature of a public class names no private type.
+    def __init__(
+        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
+        parse: Any, compiling: Any, pictures: Any,
+    ) -> None:  # fmt: skip
+        self._session: RowMapping = session
+        self._config: EngineConfig = config
+        self._rows: Rows = rows
+        self._prompts: RowPrompts = prompts
+        self._sampling, self._options = sampling, options
+        self._out: RowsFile | None = None if out is None else RowsFile(out)
+        self._chat_options: Mapping[str, Any] = chat
+        self._parse: Callable[[str], Any] | None = parse
+        self._compiling: Callable[[], str] = compiling
+        self._pictures: RowPictures = pictures
+        self._answers: dict[int, RowAnswer] = {}
+        self._live: list[RowRequest] = []
+        self._tokens = 0  # tokens of answers that ended
+        self._complete = False
+
+    @property
+    def answers(self) -> RowAnswers:
+        """The answers so far, in the order of the rows; they stay when the call is interrupted."""
+        return RowAnswers((self._answers[row] for row in sorted(self._answers)), rows=self._rows.source)
+
+    async def _result(self) -> RowAnswers:
+        if not self._complete:
+            with (
+                Activity(self._progress(), quiet=self._config.quiet),
+                self._out if self._out is not None else contextlib.nullcontext(),
+            ):
+                await self._run()
+            self._complete = True
+        return self.answers
+
+    async def _run(self) -> None:
+        most = min(2 * self._config.max_requests, self._config.max_queue + self._config.max_requests)
+        try:
+            for row, values in enumerate(self._rows):
+                entry = self._ask(row, values)
+                if entry is None:
+                    continue
+                await entry.handle.admit()
+                self._live.append(entry)
+                if len(self._live) >= most:
+                    await self._wait()
+            while self._live:
+                await self._wait()
+        except BaseException as error:
+            for entry in self._live:
+                if not isinstance(error, Exception) and entry.handle.done and entry.handle.error is None:
+                    self._answered(entry, entry.handle.completion())  # it ended just before the interrupt
+                entry.handle.cancel()
+            self._live = []
+            outcome = "stopped before the first row was answered"
+            if self._answers and not isinstance(error, Exception):
+                self._session.last = self.answers
+                total = "" if self._rows.total is None else f" of {self._rows.total:,}"
+                outcome = f"stopped after {len(self._answers):,}{total} rows; their answers are kept as session.last"
+            error.__traceback__ = None
+            interrupted(error, outcome)
+            raise
+
+    def _ask(self, row: int, values: Any) -> RowRequest | None:
+        """Make the request of a row. Return None if its answer is known, or if it has an error already."""
+        if row in self._answers and self._answers[row].error is None:
+            return None  # the call was interrupted, and is awaited again
+        try:
+            pictures = self._pictures.of(row, values)
+            prompt: Any = self._prompts.fill(row, values, pictures)
+            key, prompt = self._keyed(prompt, pictures)
+        except InvalidRequest as error:
+            self._keep(RowAnswer(row, error=error))
+            return None
+        line = self._out.find(row, key) if self._out is not None else None
+        if line is not None:
+            tokens = line.get("prompt_tokens", 0), line.get("completion_tokens", 0)
+            text, reason = line["text"], FinishReason(line["finish_reason"])
+            parsed = self._parsed(text, line.get("not_parsed"))
+            self._keep(
+                RowAnswer(row, text, reason, *tokens, parsed=parsed.value, parse_error=parsed.problem, resumed=True)
+            )
+            return None
+        try:
+            if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+                return RowRequest(row, key, self._session.chat(prompt, self._sampling, **self._chat_options))
+            images = None if pictures is None else [*pictures]
+            return RowRequest(row, key, self._session.generate(prompt, self._sampling, images=images))
+        except InvalidRequest as error:
+            self._failed(row, key, error)
+            return None
+
+    def _keyed(self, prompt: Any, pictures: Sequence[PictureLike] | None) -> tuple[str, Any]:
+        """Return the key of a row, and its prompt with its pictures read: the key has digests of what they are."""
+        front, shown = self._session._front, prompt
+        if isinstance(prompt, list):
+            prompt, inside = read_messages(front, prompt)
+            if inside:
+                shown, pictures = of_messages(front, prompt)[0], inside
+        return row_key(self._options, [shown, [one.content for one in pictures]] if pictures else shown), prompt
+
+    async def _wait(self) -> None:
+        """Wait until a row is answered, and keep all answers that are there."""
+        live = self._live
+        await one_ended([entry.handle for entry in live])
+        ended = [entry for entry in live if entry.handle.done]
+        self._live = [entry for entry in live if not entry.handle.done]
+        for entry in ended:
+            error = entry.handle.error
+            if error is None:
+                self._answered(entry, entry.handle.completion())
+            elif isinstance(error, _OF_A_ROW):
+                self._failed(entry.row, entry.key, error)
+            else:
+                raise fresh(error)
+
+    def _answered(self, request: RowRequest, completion: Completion) -> None:
+        usage, problem = completion.usage, completion.parse_error
+        answer = RowAnswer(
+            request.row,
+            completion.content,
+            completion.finish_reason,
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            parsed=completion.parsed,
+            parse_error=problem,
+        )
+        if self._out is not None:
+            self._out.add(
+                request.row,
+                request.key,
+                text=completion.content,  # of a chat, without its reasoning
+                finish_reason=str(completion.finish_reason),
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                **({} if problem is None else {"not_parsed": [problem.reason, str(problem)]}),
+            )
+        self._tokens += usage.completion_tokens
+        self._keep(answer)
+
+    def _parsed(self, text: str, problem: Any) -> ParseResult:
+        """Return the object of a text that was read from the file, or the problem that was stored with it."""
+        if self._parse is None:
+            return ParseResult()
+        return DeferredParse(text, self._parse, None if problem is None else NotParsed(*problem)).get()
+
+    def _failed(self, row: int, key: str, error: Any) -> None:
+        if self._out is not None:
+            self._out.add(row, key, error={"type": type(error).__name__, "message": str(error)})
+        self._keep(RowAnswer(row, error=error))
+
+    def _keep(self, answer: RowAnswer) -> None:
+        self._answers[answer.row] = answer
+
+    def _progress(self) -> Any:
+        pace, before = Pace(self._compiling), len(self._answers)
+
+        def look() -> State:
+            ended, total, answers = len(self._answers), self._rows.total, tuple(self._answers.values())
+            tokens = self._tokens + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
+            resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
+            share = None if total is None else (ended - resumed) / max(1, total - resumed)
+            words = [
+                f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
+                *pace.look(tokens, share),
+            ]
+            if errors := sum(answer.error is not None for answer in answers):
+                words.append(html.count(errors, "error"))
+            return State(", ".join(words), ended / total if total else None)
+
+        return look
+
+    def __repr__(self) -> str:
+        total = "" if self._rows.total is None else f" of {self._rows.total:,}"
+        return f"<RowMap: {len(self._answers):,}{total} rows answered>"
+
+
+class RowMapping(Requests, ChatRequests):
+    """The part of a session that maps rows."""
+
+    @takes_options(Sampling)
+    def map(
+        self,
+        rows: Iterable[Any],
+        template: Template,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        out: str | os.PathLike[str] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RowMap:
+        """Await it for one answer for each row: `await session.map(rows, "Summarise: {text}", max_tokens=64)`.
+
+        `rows` is a DataFrame, a list of dicts or any iterable of mappings. `template` is a format string whose names
+        are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
+        the user's message, after `system` if that is given; `template_options` are variables of the chat template.
+
+        `images` is the name of the column that has each row's picture or list of pictures, or a column or list with an
+        entry for each row; None is no picture. `<image>` in the template marks a picture's place, as in `generate`.
+
+        A name in the template that no row has raises an error at once. A row that fails has its error in the result,
+        and the others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row:
+        called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
+        model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
+        session's queue.
+        """
+        merged = sampling_of(self._front, sampling, options)
+        if merged.n != 1:
+            raise InvalidRequest("n", merged.n, "is more than one answer for a row", "Leave it out, or repeat the rows")
+        self._host.check()
+        if chat and self._front.chat is None:
+            raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
+        values = {field.name: getattr(merged, field.name) for field in dataclasses.fields(merged)}
+        changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
+        text = structured_text(self._front, merged)
+        if text is not None:  # a type is the same if its schema is
+            changed["schema"] = text.structure.spec.text
+        extra = {} if template_options is None else {"template_options": dict(template_options)}
+        options_text = json.dumps([self._front.model, changed, extra], sort_keys=True, default=str)
+        prompts = RowPrompts(template, chat=chat, system=system)
+        table = Rows(rows)
+        table.check_names(prompts.fields)
+        parse = None if text is None else text.structure.parse
+        return RowMap(
+            self,
+            self._front.config,
+            table,
+            prompts,
+            merged,
+            options_text,
+            out,
+            extra,
+            parse,
+            self._front.program_wait.describe,
+            RowPictures(self._front, images, table),
+        )
+
+    @takes_options(Sampling)
+    def map_sync(
+        self,
+        rows: Iterable[Any],
+        template: Template,
+        sampling: Sampling | None = None,
+        /,
+        *,
+        images: Images = None,
+        out: str | os.PathLike[str] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RowAnswers:
+        """Run `map` from code without an event loop: blocks this thread until the answers are there."""
+        call = self.map(
+            rows,
+            template,
+            sampling,
+            images=images,
+            out=out,
+            chat=chat,
+            system=system,
+            template_options=template_options,
+            **options,
+        )
+        return call.result_sync()

@@ -1,0 +1,179 @@
+"""The part that a session and a fleet share: requests, their model, servers over HTTP, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.embedding import EmbeddingMethods
+from rekindle._src.calls.rows import RowMapping
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.threads import run_sync
+from rekindle._src.evaluation.scoring import ScoreRequests
+from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.serve.server import Server
+
+T = TypeVar("T")
+
+
+class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
+    """An open model: requests to it, its name and tokenizer, servers that run alongside the cells that use it; its end.
+
+    A session is one over an engine, a fleet one over its replicas.
+    """
+
+    _host: Host
+    _front: Front
+    _servers: list[Server]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
+        return self._front.tokenizer
+
+    @property
+    def model(self) -> str:
+        """The name or folder it was opened with."""
+        return self._front.model
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options of a request without options of its own: those of generation_config.json, or greedy."""
+        return self._front.sampling or Sampling()
+
+    @property
+    def chat_sampling(self) -> Sampling:
+        """The options of a chat without options of its own: those of generation_config.json, or drawn at 0.8.
+
+        They are greedy if the checkpoint turns sampling off, or with generation_config="greedy".
+        """
+        return self._front.chat_sampling or Sampling()
+
+    @property
+    def reads_pictures(self) -> bool:
+        """True if a prompt may have pictures."""
+        return self._front.pictures is not None
+
+    @property
+    def compiling(self) -> str:
+        """The program that its steps wait for now, in words; empty if they wait for none."""
+        return self._front.program_wait.describe()
+
+    @property
+    def closed(self) -> bool:
+        """True once it was closed; it takes no requests then."""
+        return self._host.closing
+
+    def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str | None = None,
+        api_key: str | Sequence[str] | None = None,
+        strict: bool = False,
+        cors_origins: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
+        max_connections: int | None = None,
+        body_limit: int = 32 << 20,
+        max_queued_tokens: int = 1 << 20,
+        trust_request_chat_template: bool = False,
+        adapter_loading: bool = False,
+        allow_urls: bool = False,
+        metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
+    ) -> Call[Server]:
+        """Await it to serve this session over HTTP as OpenAI's API, while cells go on using it.
+
+        `port` 0 takes a free one; the result's `url` has it. `name` is the model's name, and `api_key` the key that
+        requests have to send. Of `max_connections` three quarters may come from one address; by default there may be
+        as many as the process has descriptors for. `rekindle.serve.app` explains the other options. Needs the extra
+        `serve`.
+        """
+        return Once(
+            self._serve,
+            {
+                "host": host,
+                "port": port,
+                "name": name,
+                "api_key": api_key,
+                "strict": strict,
+                "cors_origins": cors_origins,
+                "allowed_hosts": allowed_hosts,
+                "max_connections": max_connections,
+                "body_limit": body_limit,
+                "max_queued_tokens": max_queued_tokens,
+                "trust_request_chat_template": trust_request_chat_template,
+                "adapter_loading": adapter_loading,
+                "allow_urls": allow_urls,
+                "metrics_names": metrics_names,
+            },
+            name="serve",
+        )
+
+    async def _serve(self, options: Mapping[str, Any]) -> Server:
+        from rekindle._src.serve.server import Server
+
+        self._host.check()
+        server = await Server(self, **options).start()
+        self._servers.append(server)
+        return server
+
+    def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
+        """Return what `look` finds about a request (a handle, completion or id), on the loop where it runs."""
+        request_id = request if isinstance(request, str) else getattr(request, "id", None)
+        request_id = getattr(request, "request_ids", (request_id,))[0]
+        if not isinstance(request_id, str):
+            raise InvalidRequest(
+                "request",
+                request,
+                "is not a handle, a completion or an id",
+                "Pass one of these; of several, explain(batch.handles[0]) or explain(completions[0])",
+            )
+        self._host.check()
+        explanation = self._host.ask(lambda: look(request_id))
+        if explanation is None:
+            explanation = self._explained_without(request)
+        if explanation is None:
+            raise InvalidRequest(
+                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
+            )
+        return explanation
+
+    def _explained_without(self, request: Any) -> Any:
+        """Return what a handle or completion says about a request of itself; None if that is nothing."""
+        return None
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Close it: requests may go on for `drain` seconds, then they end with `SessionClosed`."""
+        if self._host.forked:
+            return  # its threads are the parent's
+        for server in self._servers:
+            await server.aclose(drain=drain)
+        await self._before_the_end()
+        self._host.close(drain)
+        await self._host.ended.get()
+        self._host.join(1.0)  # it has nothing left to do but return
+
+    async def _before_the_end(self) -> None:
+        """Do what has to come before the requests end."""
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """Call `aclose` from code without an event loop."""
+        run_sync(self.aclose(drain=drain))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()

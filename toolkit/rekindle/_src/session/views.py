@@ -1,0 +1,134 @@
+"""`session.view`: widgets for a notebook that show a session at work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.core import html
+from rekindle._src.evaluation.lens import AttentionMapCall, LensCall
+from rekindle._src.session.client import Client
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from rekindle._src.notebook.chat import ChatView
+    from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.figures import Figure
+    from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.session.stats import StepReport
+
+NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
+
+
+_SHOWN = {
+    "cache": "session.view.tree() shows the prefix cache, and session.cache has its figures",
+    "pages": "session.watch() shows the pages, and session.view.tree() what they hold",
+    "dashboard": "session.watch() is the dashboard",
+    "watch": "session.watch() is the dashboard",
+    "stats": "session.watch() shows the figures live, and session.stats() now",
+    "conversation": "session.view.chat() is one",
+    "generate": "session.view.stream(prompt) shows a text while it is made",
+    "prompt": "session.view.stream(prompt) shows a text while it is made",
+}
+
+
+def _view_named(name: str) -> str:
+    """Return what a name is called that is no view."""
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    return _SHOWN.get(name) or (f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}")
+
+
+class Views:
+    """`session.view`: widgets for a notebook that show the session at work."""
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: Any) -> None:
+        self._client: Client = client
+        self._session: SessionLike = session
+
+    def __repr__(self) -> str:
+        calls = "stream(prompt), chat(), tree(), lens(prompt), attention(prompt)"
+        return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
+
+    def _repr_html_(self) -> str:
+        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
+        return str(html.table(["view", "shows"], rows))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"session.view has no view {name!r}. {_view_named(name)}", name=name, obj=self)
+
+    def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
+        """A request's text while it is made, with a button that stops it."""
+        self._client.host.check()  # a view of a closed session would never change
+        from rekindle._src.notebook.live import StreamView
+
+        return StreamView(self._session, prompt, **options)
+
+    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
+        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+
+        It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
+        restart too, or "auto" for the newest.
+        """
+        self._client.host.check()
+        from rekindle._src.notebook.chat import ChatView
+
+        return ChatView(self._session, system=system, restore=restore, **options)
+
+    def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
+        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+
+        The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
+        """
+        self._client.host.check()
+        from rekindle._src.notebook.dashboard import TreeView
+
+        return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
+
+    def lens(self, prompt: PromptLike, *, positions: Any = None, **options: Any) -> LensCall:
+        """The logit lens: the likeliest next tokens at each position of a prompt, layer by layer. Await it.
+
+        `positions` are as in `Capture`, all of the prompt by default. `options` are the request's, such as `steer`.
+        """
+        return LensCall(self._session, self._client.front, prompt, positions, options)
+
+    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
+        """The weights with which each position of a prompt reads the others, in one layer. Await it.
+
+        `positions` are those that read, as in `Capture`; all of the prompt by default.
+        """
+        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
+
+    def steps(self, reports: Iterable[StepReport | None]) -> Figure:
+        """A batch over time, from the reports of its steps: go from one to the next, or play them.
+
+        This figure and the next two have all that they show, so that they act in a saved notebook without a kernel.
+        """
+        from rekindle._src.notebook import figures
+
+        return figures.steps(reports)
+
+    def distribution(self, logits: ArrayLike) -> Figure:
+        """The next token's distribution, from its logits, under a temperature, `top_p` and `min_p` that you turn."""
+        from rekindle._src.notebook import figures
+
+        return figures.distribution(logits, self._session.tokenizer)
+
+    def prefixes(self, texts: Sequence[str], *, page: int = 4) -> Figure:
+        """A prefix tree of prompts in pages of so many words. Type another one to see what it hits, and to grow it."""
+        from rekindle._src.notebook import figures
+
+        return figures.prefixes(texts, page)
+
+
+def dashboard(client: Client, session: SessionLike) -> Dashboard:
+    """Return the dashboard of `session.watch()`: throughput, queue, the batch over time and pages by tier."""
+    client.host.check()
+    from rekindle._src.notebook.dashboard import Dashboard
+
+    return Dashboard(session, client)
