@@ -541,6 +541,27 @@ def routing() -> Drawing:
     return d
 
 
+def picture_rows() -> Drawing:
+    """26: from pixels to rows among the embeddings of words."""
+    d = Drawing("Patches become rows, which stand among the embeddings of a prompt's words", 700, 170)
+    for row in range(4):
+        for column in range(4):
+            d.box(20 + column * 26, 20 + row * 26, 26, 26, fill="a")
+    d.words(72, 140, "patches of pixels", "small")
+    d.arrow(126, 72, 168, 72)
+    d.box(170, 46, 90, 52, "encoder", fill="c")
+    d.arrow(260, 72, 298, 72)
+    for index in range(4):
+        d.box(300 + index * 28, 58, 24, 28, fill="a")
+    for index, word in enumerate(("Which", "bar", "…")):
+        d.box(414 + index * 52, 58, 48, 28, word, fill="b")
+    d.words(354, 104, "rows of the picture", "small")
+    d.words(490, 104, "rows of words", "small")
+    d.arrow(570, 72, 598, 72)
+    d.box(600, 46, 80, 52, "layers", fill="d")
+    return d
+
+
 DIAGRAMS: dict[str, Callable[[], Drawing]] = {
     "01_generation": generation,
     "02_step": step,
@@ -567,6 +588,7 @@ DIAGRAMS: dict[str, Callable[[], Drawing]] = {
     "23_states": states,
     "24_mesh": mesh,
     "25_routing": routing,
+    "26_pictures": picture_rows,
 }
 
 

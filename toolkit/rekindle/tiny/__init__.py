@@ -1,21 +1,32 @@
-"""The embedded model: its weights, and LoRAs of it that train in minutes on a CPU."""
+"""The embedded models: their weights, and LoRAs of the first that train in minutes on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["folder", "train_lora"]
+__all__ = ["folder", "located", "train_lora"]
+
+_FOLDERS = {"tiny": "model", "tiny-vision": "vision"}  # next to this file
 
 
-def folder() -> Path:
-    """Return the Hugging Face folder of the shipped model."""
-    return Path(__file__).parent / "model"
+def folder(model: Literal["tiny", "tiny-vision"] = "tiny") -> Path:
+    """Return the Hugging Face folder of an embedded model: "tiny", or "tiny-vision", which also reads pictures."""
+    return Path(__file__).parent / _FOLDERS[model]
+
+
+def located(model: str | Path) -> str | Path:
+    """Return the folder of an embedded model for its name, and any other model as it is."""
+    match model:
+        case "tiny" | "tiny-vision":
+            return folder(model)
+        case _:
+            return model
 
 
 def train_lora(

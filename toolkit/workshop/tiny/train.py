@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -328,7 +328,10 @@ def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array
     return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
 
 
-def save(file: Path, number: int, state: State) -> None:
+AnyState = TypeVar("AnyState")  # a tree of arrays
+
+
+def save(file: Path, number: int, state: Any) -> None:
     """Store the state after `number` steps atomically."""
     part = file.with_suffix(".part")
     with part.open("wb") as stream:
@@ -336,7 +339,7 @@ def save(file: Path, number: int, state: State) -> None:
     part.replace(file)
 
 
-def restore(file: Path, state: State) -> tuple[int, State]:
+def restore(file: Path, state: AnyState) -> tuple[int, AnyState]:
     """Return the number of finished steps and the state of the structure of `state`; `state` itself without a file."""
     if not file.exists():
         return 0, state

@@ -19,6 +19,7 @@ from rekindle._src.bench import workloads
 from rekindle._src.bench.shapes import hf_config, is_shape, random_shape, write_checkpoint
 from rekindle._src.cli.usage import engine_options, workload_names
 from rekindle._src.core.config import cache_folder
+from rekindle._src.models.loading.hub import EMBEDDED
 from rekindle._src.session import opening
 from rekindle.errors import RekindleError
 
@@ -80,7 +81,7 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
     precompile = "all" if current_platform() == "cpu" else "lazy"
     options = {"precompile": precompile, "quiet": True, **needed(model, name, options), **options}
     async with opening.open(model, **options) as session:
-        prompts = workloads.RandomPrompts(session.tokenizer.vocab_size if model == "tiny" else vocab_size(model))
+        prompts = workloads.RandomPrompts(session.tokenizer.vocab_size if model in EMBEDDED else vocab_size(model))
         runs = await _runs(session, functools.partial(workloads.WORKLOADS[name], session, prompts), repeat)
         stats = session.stats()
     figures = _medians(runs)
@@ -113,7 +114,7 @@ def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict
     length = max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN)
     requests = workloads.REQUESTS.get(name, 2)
     return {
-        "max_model_len": min(length, 1024) if model == "tiny" else length,
+        "max_model_len": min(length, 1024) if model in EMBEDDED else length,
         "max_requests": max(requests, options.get("prompt_lookup", 0) + 1),  # each draft takes a row
     }
 
@@ -124,7 +125,7 @@ def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[
         if name == "W5":
             measure_once: Callable[..., dict[str, float]] = workloads.first_token
         else:
-            limit = {"max_model_len": 1024} if model == "tiny" else {}
+            limit = {"max_model_len": 1024} if model in EMBEDDED else {}
             options = {**limit, **options}
             measure_once = functools.partial(workloads.restart, programs=cache_folder(options.get("cache_dir")))
         try:
@@ -179,7 +180,7 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     if is_shape(model):
         config = config_from_hf(hf_config(model.lower()))
         return Work.of(*abstract_model(config, resolve_dtype(dtype, config), quantize))
-    described = describe(tiny.folder() if model == "tiny" else model, dtype=dtype, quantize=quantize)
+    described = describe(tiny.located(model), dtype=dtype, quantize=quantize)
     return Work.of(described.graph, described.shapes)
 
 

@@ -89,7 +89,7 @@ def _weights(model: str) -> Iterator[Check]:
     from rekindle._src.models.loading.checkpoint import load
     from rekindle._src.models.loading.tensor_files import listed
 
-    loaded = load(tiny.folder() if model == "tiny" else model)
+    loaded = load(tiny.located(model))
     broken = listed([str(weight) for weight in diagnosis.broken_weights(loaded)])
     finite = f"{loaded.num_parameters:,} numbers are finite"
     yield _either(not broken, "weights", finite, broken, "Download the checkpoint again, or ask where it comes from")

@@ -126,9 +126,9 @@ def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
 
 def check_model(model: str | Path) -> None:
     """Check that a model is a folder, a file or a hub id that can be downloaded. The hub is not asked."""
-    from rekindle._src.models.loading.hub import hub_id
+    from rekindle._src.models.loading.hub import EMBEDDED, hub_id
 
-    if model != "tiny" and hub_id(model) is not None and importlib.util.find_spec("huggingface_hub") is None:
+    if model not in EMBEDDED and hub_id(model) is not None and importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtra("huggingface_hub", "hub")
 
 

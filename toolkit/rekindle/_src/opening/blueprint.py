@@ -217,7 +217,7 @@ def _check_snapshot(config: EngineConfig) -> None:
 def _described(request: OpenRequest) -> CheckpointPlan:
     assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
     config, shown = request.config, request.shown
-    folder = tiny.folder() if request.model == "tiny" else request.model
+    folder = tiny.located(request.model)
     shown.stage = "the checkpoint's headers"
     shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
     try:

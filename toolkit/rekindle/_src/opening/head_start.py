@@ -38,7 +38,7 @@ class HeadStart:
         self._thread: threading.Thread | None = None
         # In this thread: in the other one, each file access would wait for the GIL while JAX is imported.
         with contextlib.suppress(Exception):
-            self._look(Path(tiny.folder() if model == "tiny" else model).expanduser(), config)
+            self._look(Path(tiny.located(model)).expanduser(), config)
             if self._mapped is not None:
                 name, arguments = "rekindle head start", (self._mapped,)
                 thread = threading.Thread(target=self._bring, args=arguments, name=name, daemon=True)

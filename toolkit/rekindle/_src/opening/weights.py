@@ -39,14 +39,12 @@ if TYPE_CHECKING:
 
 def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> LoadedModel:
     """Return `model` with other weights on its devices. A folder or hub id is read."""
-    if weights == "tiny":
-        weights = tiny.folder()
     unpacks = not unpacked_in_products(model.graph)
     if not isinstance(weights, str | Path):
         if unpacks and isinstance(weights, LoadedModel):
             weights = unpacked_model(weights)
         return replace_weights(model, weights)
-    description = describe(weights, dtype=config.dtype, quantize=config.quantize, unpack=unpacks)
+    description = describe(tiny.located(weights), dtype=config.dtype, quantize=config.quantize, unpack=unpacks)
     if not model.placement.divided:
         return replace_weights(model, read(description))
     expected = dict(zip(model.graph.paths, model.placement.whole_shapes(model.leaves), strict=True))

@@ -56,7 +56,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
     if out.exists():
         raise ConfigError("out", str(out), "exists already", "Remove it, or pass another name")
     type = _GGUF_NAMES.get(dtype_name(type), type)
-    stored = look(tiny.folder() if model == "tiny" else model)
+    stored = look(tiny.located(model))
     config = config_from_hf(stored.raw)
     meter = ByteMeter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
     with _written(out) as partial:
@@ -246,7 +246,7 @@ def calibrate(
     plan = checked_quantize(quantize)
     if plan is None or "int4" not in plan:
         raise ConfigError("quantize", quantize, "has no part in four bits", "Use 'int4', or a dict that names it")
-    loaded = model if isinstance(model, LoadedModel) else load(tiny.folder() if model == "tiny" else model, dtype=dtype)
+    loaded = model if isinstance(model, LoadedModel) else load(tiny.located(model), dtype=dtype)
     if loaded.graph.precision.quantizes:
         raise ConfigError("model", loaded, "is quantised already", "Load it without quantize")
     sequences = [*_cut(loaded, texts, max_tokens)]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle.errors import CheckpointError, MissingExtra
 
+EMBEDDED = ("tiny", "tiny-vision")  # names of the models in the package
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?", re.IGNORECASE)
 _WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
 _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_args*"]
@@ -26,13 +27,15 @@ class HubId(NamedTuple):
 
 
 def readable_name(model: str | Path) -> str:
-    """Return a readable name of a model: "tiny", the hub id of a download, or the name of its folder or file."""
+    """Return a readable name: that of an embedded model, the hub id of a download, or that of its folder or file."""
     path = Path(model).expanduser()
     for part in path.parts:
         if part.startswith("models--"):  # in the hub's cache
             return part.removeprefix("models--").replace("--", "/")
-    if str(model) == "tiny" or path.parts[-3:] == ("rekindle", "tiny", "model"):  # where the package has it
-        return "tiny"
+    if path.parts[-3:-1] == ("rekindle", "tiny"):  # where the package has them
+        return {"model": "tiny", "vision": "tiny-vision"}.get(path.name, path.name)
+    if str(model) in EMBEDDED:
+        return str(model)
     return path.resolve().name if path.exists() else str(model)
 
 
@@ -80,7 +83,7 @@ def _nearest(folder: Path) -> str:
     with contextlib.suppress(OSError):
         neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir() or gguf_files.is_gguf(path)]
         alone = folder.parent == Path()
-        close = difflib.get_close_matches(folder.name, [*(["tiny"] if alone else []), *neighbours], n=1, cutoff=0.75)
+        close = difflib.get_close_matches(folder.name, [*(EMBEDDED if alone else ()), *neighbours], n=1, cutoff=0.75)
         if close:
             return f"Did you mean {str(folder.parent / close[0])!r}? "
     return ""
