@@ -108,7 +108,7 @@ class Batch(NamedTuple):
 
 
 EVEN = 250  # steps; the later ones have more of what is learned last
-LATER = (1.2, 1.8, 1.0, 0.6)  # shares of the kinds
+LATER = (2.4, 1.6, 1.2, 0.6)  # shares of the kinds
 
 
 def batch(step: int, size: int) -> Batch:

@@ -170,7 +170,7 @@ def _shape(canvas: _Canvas, scene: Scene) -> None:
     if rng.random() < 0.4:
         canvas.frame()
     least = min(canvas.width, canvas.height)
-    radius = least * rng.uniform(0.2, 0.46)
+    radius = least * rng.uniform(0.13, 0.46)
     x = rng.uniform(canvas.left + radius, canvas.right - radius)
     y = rng.uniform(canvas.top + radius, canvas.bottom - radius)
     ink, turn = canvas.ink(scene.colours[0]), rng.uniform(-0.2, 0.2)
