@@ -17,8 +17,6 @@ from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
-DRAFTING = 4  # layers after the last one that may draft tokens
-
 
 def config(keys: ConfigKeys) -> ModelConfig:
     return decoder(keys, **mixer_fields(keys))
@@ -102,40 +100,24 @@ norm_sources = norms_of(add=1.0, attention_norm="input_layernorm", mlp_norm="pos
 def manifest(config: ModelConfig) -> Manifest:
     mlps = moe_sources if config.moe else mlp_sources
     sources = outer_sources(config, add=1.0) | blocks(config, mixer_sources, norm_sources, mlps)
-    return Manifest(sources, ignored=drafts(config), fused=FusedExperts() if config.moe else None)
-
-
-def drafts(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of the tensors that draft tokens, in folders and in GGUF files."""
-    behind = "|".join(str(config.num_layers + number) for number in range(DRAFTING))
-    return (r"mtp\..*", rf"blk\.({behind})\..*")
+    return Manifest(sources, fused=FusedExperts() if config.moe else None)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return decoder_keys(model) | mixer_keys(model)
+    return model.decoder() | mixer_keys(model)
 
 
 def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
     inner = model.integer("expert_feed_forward_length")
     shared = model.integer("expert_shared_feed_forward_length")
     own = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
-    return decoder_keys(model, inner) | mixer_keys(model) | model.experts(size=None) | own
-
-
-def decoder_keys(model: GgufModel, length: int | None = None) -> dict[str, Any]:
-    """Return the keys that most families share; the last layers may be ones that draft tokens, which are not used."""
-    keys = model.decoder("layer_norm_rms_epsilon", "nextn_predict_layers", length=length)
-    return keys | {"num_hidden_layers": layers_of(model)}
-
-
-def layers_of(model: GgufModel) -> int:
-    return model.layers - model.drafting
+    return model.decoder(length=inner) | mixer_keys(model) | model.experts(size=None) | own
 
 
 def mixer_keys(model: GgufModel) -> dict[str, Any]:
     """Return the keys that say how tokens are mixed, with experts and without."""
-    layers, heads = layers_of(model), model.integer("ssm.time_step_rank")
-    recurs = [model.has(f"blk.{layer}.ssm_a") for layer in range(layers)]
+    heads = model.integer("ssm.time_step_rank")
+    recurs = [model.has(f"blk.{layer}.ssm_a") for layer in range(model.layers)]
     attends = recurs.index(False) if False in recurs else 0
     return model.rope(theta=10_000_000.0) | {
         "linear_num_key_heads": model.integer("ssm.group_count"),

@@ -34,9 +34,8 @@ from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
 __all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
-# Buffers that older versions of transformers saved with the weights, which follow from the config; heads that predict
-# several tokens, which are not used.
-HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias", r"mtp\..*")
+# Buffers that older versions of transformers saved with the weights, which follow from the config.
+HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
 
 
 class Checkpoint(NamedTuple):
@@ -270,7 +269,7 @@ def read(
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """Return what to read for each leaf. One `CheckpointError` lists all that is missing, unexpected or misshapen."""
     # A start that finds everything kept does not read: it needs none of the formats.
-    from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
+    from rekindle._src.models.loading.named_tensors import draft_heads, named_tensors, shown_name
 
     manifest, entries = named_tensors(found.stored, found.config)
     shown = functools.partial(shown_name, found.stored, found.config, manifest)
@@ -297,7 +296,8 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
                 problems.append(f"{shown(part.name)}: shape {list(entry.shape)}, expected {list(part.shape)}")
             elif not entry.has_numbers:
                 problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
-    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*manifest.ignored, *HARMLESS)))
+    ignored = (*manifest.ignored, *HARMLESS, *draft_heads(entries, found.config.num_layers))
+    pattern = re.compile("|".join(f"(?:{expression})" for expression in ignored))
     problems += [
         f"unexpected: {name}" for name in sorted(entries) if name not in read_names and not pattern.fullmatch(name)
     ]

@@ -48,6 +48,20 @@ def named_tensors(stored: StoredCheckpoint, config: ModelConfig) -> tuple[Manife
     return declared, with_matrices(entries, names, quantization)
 
 
+_HEADS = (r"mtp\..*", r"model\.mtp_(emb_norm|hidden_norm|linear_proj|block)\..*")  # of most families; of ERNIE's
+_JOINS = re.compile(r"(.+\.layers|blk)\.(\d+)\.(?:nextn\.)?eh_proj\..+")
+
+
+def draft_heads(names: Iterable[str], layers: int) -> tuple[str, ...]:
+    """Return patterns of the tensors of heads that draft tokens, among those of a model with so many layers.
+
+    Some are blocks after the last layer. What joins a hidden state to an embedding, `eh_proj`, tells such a block.
+    """
+    blocks = {(match[1], int(match[2])) for match in map(_JOINS.fullmatch, names) if match is not None}
+    later = sorted(block for block in blocks if block[1] >= layers)
+    return *_HEADS, *(rf"{re.escape(stack)}\.{number}\..*" for stack, number in later)
+
+
 def shown_name(stored: StoredCheckpoint, config: ModelConfig, declared: Manifest, name: str) -> str:
     """Return the name of a tensor of the manifest in the checkpoint's own format."""
     if stored.is_gguf:
