@@ -49,7 +49,6 @@ def named_tensors(stored: StoredCheckpoint, config: ModelConfig) -> tuple[Manife
 
 
 _HEADS = (r"mtp\..*", r"model\.mtp_(emb_norm|hidden_norm|linear_proj|block)\..*")  # of most families; of ERNIE's
-_JOINS = re.compile(r"(.+\.layers|blk)\.(\d+)\.(?:nextn\.)?eh_proj\..+")
 
 
 def draft_heads(names: Iterable[str], layers: int) -> tuple[str, ...]:
@@ -57,9 +56,11 @@ def draft_heads(names: Iterable[str], layers: int) -> tuple[str, ...]:
 
     Some are blocks after the last layer. What joins a hidden state to an embedding, `eh_proj`, tells such a block.
     """
-    blocks = {(match[1], int(match[2])) for match in map(_JOINS.fullmatch, names) if match is not None}
-    later = sorted(block for block in blocks if block[1] >= layers)
-    return *_HEADS, *(rf"{re.escape(stack)}\.{number}\..*" for stack, number in later)
+    joins = (name.partition(".eh_proj.") for name in names)
+    blocks = {block.removesuffix(".nextn") for block, joins_inputs, _ in joins if joins_inputs}
+    numbers = ((block, block.rpartition(".")[2]) for block in sorted(blocks))
+    later = (block for block, number in numbers if number.isdecimal() and int(number) >= layers)
+    return *_HEADS, *(rf"{re.escape(block)}\..*" for block in later)
 
 
 def shown_name(stored: StoredCheckpoint, config: ModelConfig, declared: Manifest, name: str) -> str:

@@ -22,7 +22,7 @@ from rekindle._src.models.family import GgufForm
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, F16, F32, NUMBERS, WRITTEN, BlockType, quantize
 from rekindle._src.models.loading.gguf.files import MAGIC
 from rekindle._src.models.loading.gguf.header import ALIGNMENT, read_header
-from rekindle._src.models.loading.gguf.names import place
+from rekindle._src.models.loading.gguf.names import in_block, place
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
 from rekindle._src.models.loading.manifest import Manifest, Source
 from rekindle._src.models.loading.named_tensors import named_tensors
@@ -137,7 +137,7 @@ def _members(config: ModelConfig, declared: Manifest, entries: Mapping[str, Tens
     form = gguf_form(config.model_type)
     for source in declared.sources.values():
         for name in source.names:
-            where = place(name, form)
+            where = place(in_block(name, config.num_layers), form)
             head = config.head_dim if where.paired else 0
             members.setdefault(where.name, []).append(_Member(entries[name], source, head))
     return members
