@@ -1,7 +1,7 @@
 """Interactive figures over recorded data: widgets while a kernel runs, pages with their own script in a saved notebook.
 
 Views follow a session; a figure has all that it shows, so it acts in a documentation page as well. Where scripts are
-stripped, its saved form is one line that says what it is.
+stripped, its saved form is its first state as a static picture, or one line that says what it is.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ class FigureWidget(anywidget.AnyWidget):
 class Figure:
     """A figure of one kind over its data. The last expression of a cell shows it."""
 
-    def __init__(self, kind: str, data: dict[str, Any], summary: str) -> None:
+    def __init__(self, kind: str, data: dict[str, Any], summary: str, still: str = "") -> None:
         self.kind: str = kind
         self.data: dict[str, Any] = data
         self.summary: str = summary
+        self.still: str = still  # its first state as static HTML, for pages without scripts
 
     def __repr__(self) -> str:
         return f"<Figure: {self.summary}>"
@@ -94,7 +95,8 @@ class Figure:
         """Return the figure as HTML that needs nothing else."""
         data = json.dumps(self.data).replace("<", "\\u003c")  # no text of a model ends the script
         name = f"rekindle-{hashlib.sha256(data.encode()).hexdigest()[:12]}"  # the same in every build of a page
-        line = html.line(f"{self.summary}. An interactive figure: it needs a page that runs scripts.")
+        needs = "An interactive figure: it needs a page that runs scripts."
+        line = self.still or html.line(f"{self.summary}. {needs}")
         call = f"mount(document.getElementById({json.dumps(name)}), {json.dumps(self.kind)}, {data});"
         return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
 
