@@ -17,11 +17,13 @@ import numpy as np
 import traitlets
 from numpy.typing import ArrayLike
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle.errors import InvalidRequest
 
-_SCRIPT = (Path(__file__).parent / "static" / "figures.js").read_text()
+_STATIC = Path(__file__).parent / "static"
+_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "figures.js"))
+_STYLE = style.SHEET + (_STATIC / "controls.css").read_text()
 _PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
 _LIKELY = 16  # tokens of a distribution that have a bar of their own
 _BINS = 64  # of the others: enough to know how much of the tail a temperature or a cut-off keeps
@@ -68,6 +70,7 @@ class StepRecord(NamedTuple):
 
 class FigureWidget(anywidget.AnyWidget):
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
+    _css = traitlets.Unicode(_STYLE).tag(sync=True)
     kind = traitlets.Unicode().tag(sync=True)
     data: Any = traitlets.Dict().tag(sync=True)
 
@@ -98,7 +101,8 @@ class Figure:
         needs = "An interactive figure: it needs a page that runs scripts."
         line = self.still or html.line(f"{self.summary}. {needs}")
         call = f"mount(document.getElementById({json.dumps(name)}), {json.dumps(self.kind)}, {data});"
-        return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
+        looks = f"<style>{_STYLE}</style>"
+        return f'{looks}<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
 
 
 def steps(reports: Iterable[ReportLike | None]) -> Figure:

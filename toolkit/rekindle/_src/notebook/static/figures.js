@@ -1,34 +1,10 @@
 // Figures over recorded data: steps of a batch, a run in time, a distribution, a growing prefix tree. They ask no kernel for anything, so
 // the same code runs as a widget and in a saved page. Text from models and readers is only ever set as text.
 
-const COLOURS = ["#4c8ed9", "#e0903a", "#57a35f", "#c264a8", "#8a79d6", "#b3a02f", "#4fa5a5", "#cf6a5f"];
+const COLOURS = Array.from({ length: 8 }, (_, place) => `var(--rk-series-${place})`);
 
-function make(tag, properties = {}, ...children) {
-  const { style, ...rest } = properties;
-  const made = Object.assign(document.createElement(tag), rest);
-  if (style) made.style.cssText = style;
-  made.append(...children);
-  return made;
-}
-
-function shape(tag, attributes, title) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (title) made.append(Object.assign(document.createElementNS("http://www.w3.org/2000/svg", "title"), { textContent: title }));
-  return made;
-}
-
-function slider(label, low, high, step, value, changed) {
-  const input = make("input", { type: "range", min: low, max: high, step, ariaLabel: label, style: "flex:1;min-width:6em" });
-  input.value = value;
-  const shown = make("output", { style: "min-width:3em", textContent: value });
-  input.addEventListener("input", () => {
-    shown.textContent = input.value;
-    changed(Number(input.value));
-  });
-  const whole = make("label", { style: "display:flex;gap:8px;align-items:center;max-width:32em;margin:4px 0" },
-    make("span", { textContent: label, style: "min-width:7em" }), input, shown);
-  return { whole, input, set: (next) => ((input.value = next), (shown.textContent = next)) };
+function slider(label, least, most, step, value, changed) {
+  return range({ label, least, most, step, value, changed });
 }
 
 // The batch over time, one line for each slot; a slider or a button goes from step to step.
@@ -67,19 +43,14 @@ function steps(el, { steps }) {
     bar.set(Math.min(steps.length, Math.max(1, Number(bar.input.value) + by)));
     show(Number(bar.input.value) - 1);
   };
-  const play = make("button", { type: "button", textContent: "play" });
   const stop = () => (clearInterval(timer), (timer = 0), (play.textContent = "play"));
-  play.addEventListener("click", () => {
+  const play = pressable({ label: "play", pressed: () => {
     if (timer) return stop();
     if (Number(bar.input.value) === steps.length) go(-steps.length);
     play.textContent = "stop";
     timer = setInterval(() => (!el.isConnected || Number(bar.input.value) === steps.length ? stop() : go(1)), 180);
-  });
-  const button = (label, by) => {
-    const made = make("button", { type: "button", textContent: label });
-    made.addEventListener("click", () => (stop(), go(by)));
-    return made;
-  };
+  } });
+  const button = (label, by) => pressable({ label, pressed: () => (stop(), go(by)) });
   el.append(svg, bar.whole, make("div", { style: "display:flex;gap:6px" }, button("back", -1), button("on", 1), play), head, words);
   show(0);
 }
@@ -98,7 +69,7 @@ function run(el, { names, steps }) {
       svg.append(shape("rect", { x: x(at - took), y: above + slot * 12, width: Math.max(x(took), 0.3), height: 10,
         fill: COLOURS[name % COLOURS.length], opacity: prefill ? 1 : 0.5 }, `${names[name]}: ${prefill ? "prefill" : "decode"}`));
     }
-    if (moved) svg.append(shape("circle", { cx: x(at), cy: above - 3, r: 2, fill: "#9b59b6" }, `${moved} pages moved`));
+    if (moved) svg.append(shape("circle", { cx: x(at), cy: above - 3, r: 2, fill: "var(--rk-ink)" }, `${moved} pages moved`));
   }
   const rate = (time) => {
     const from = Math.max(0, time - span);
@@ -168,8 +139,8 @@ function prefixes(el, { texts, page }) {
   let size = page;
   const prompts = [...texts], picture = make("div", { style: "font-size:85%;overflow-x:auto" });
   const note = make("div", { style: "margin:4px 0" });
-  const input = make("input", { type: "text", ariaLabel: "a prompt", placeholder: "type a prompt, and press Enter to send it",
-    style: "width:min(32em,95%);font:inherit;color:inherit;background:rgba(128,128,128,.12);border:1px solid rgba(128,128,128,.5);padding:3px 8px" });
+  const input = make("input", { type: "text", className: "rekindle-field", ariaLabel: "a prompt",
+    placeholder: "type a prompt, and press Enter to send it", style: "width:min(32em,95%)" });
   const pagesOf = (text) => {
     const words = text.split(/\s+/).filter(Boolean), pages = [];
     for (let at = 0; at + size <= words.length; at += size) pages.push(words.slice(at, at + size).join(" "));
@@ -195,7 +166,7 @@ function prefixes(el, { texts, page }) {
     for (let node = root, at = 0; at < mine.length && node.pages.has(mine[at]); at += 1) hits.add((node = node.pages.get(mine[at])));
     const draw = (node, depth) => [...node.pages].flatMap(([name, below]) => [
       make("div", { style: `margin-left:${depth * 1.6}em;padding:1px 6px;margin-bottom:2px;width:fit-content;border-radius:3px;` +
-        `background:${hits.has(below) ? COLOURS[2] : "rgba(128,128,128,.2)"}`, textContent: `${name}${below.visits > 1 ? `  ×${below.visits}` : ""}` }),
+        `background:${hits.has(below) ? "color-mix(in srgb, var(--rk-blue) 45%, transparent)" : "var(--rk-press)"}`, textContent: `${name}${below.visits > 1 ? `  ×${below.visits}` : ""}` }),
       ...draw(below, depth + 1)]);
     picture.replaceChildren(...draw(root, 0));
     note.textContent = `${prompts.length} prompts of ${sent} whole pages, ${stored} pages stored. ` +
@@ -217,7 +188,7 @@ function prefixes(el, { texts, page }) {
 const FIGURES = { steps, run, distribution, prefixes };
 
 function mount(el, kind, data) {
-  const inner = make("div", { className: "rekindle-figure", style: "line-height:1.5;max-width:100%" });
+  const inner = make("div", { className: "rekindle-figure" });
   el.replaceChildren(inner);
   const draw = FIGURES[kind];
   draw(inner, data);
