@@ -42,6 +42,10 @@ def shares_of(data: Any, layer: int = 0) -> Any:
     return (levels.reshape(data["heads"][layer], len(data["rows"]), len(data["columns"])) / 255.0) ** 2
 
 
+def without_scripts(shown: AttentionMap) -> str:
+    return re.sub(r"<script>.*?</script>", "", shown._repr_html_(), flags=re.DOTALL)
+
+
 def test_each_head_has_its_weights() -> None:
     maps = AttentionMaps([made(), made(layer=3)])
     data = data_of(maps)
@@ -70,9 +74,9 @@ def test_a_figure_of_many_layers_and_heads_is_bounded() -> None:
 
 
 def test_a_page_without_scripts_shows_the_first_state() -> None:
-    page = re.sub(r"<script>.*?</script>", "", made()._repr_html_(), flags=re.DOTALL)
+    page = without_scripts(made())
     assert "attention of layer 0, mean of its heads" in page
-    assert page.count("<svg") == 1 and page.count("<img src=\"data:image/png") == 2
+    assert page.count("<svg") == 1 and page.count('<img src="data:image/png') == 2
     assert re.search(r"<title>·t5 reads ·t1: \d+\.\d%</title>", page), "numbers on hover"
     assert re.search(r"position 0, which gets \d+%, is left out", page)
     assert not re.search(r"<title>[^<]* reads ·t0:", page)
@@ -102,7 +106,7 @@ def test_what_a_file_leaves_out(tmp_path: Path) -> None:
         (made().save(tmp_path / "figure.svg", head=0, first=first)).read_text().count("crispEdges") for first in (0, 1)
     ]
     assert count[1] > count[0], "position 0 is a column"
-    with pytest.raises(InvalidRequest, match="head=2: is not among the layer's 2 heads. Use 0 to 1"):
+    with pytest.raises(InvalidRequest, match=r"head=2: is not among the layer's 2 heads\. Use 0 to 1"):
         made().save(tmp_path / "figure.svg", head=2)
     with pytest.raises(ConfigError, match="path="):
         made().save("\0")
@@ -118,6 +122,57 @@ def test_labels_are_seen_and_change_nothing_around_them() -> None:
 
 
 def test_one_token_alone_is_shown() -> None:
-    page = made(1)._repr_html_()
+    page = without_scripts(made(1))
     assert "is left out" not in page
     assert "<title>·t0 reads ·t0: 100.0%</title>" in page
+
+
+@pytest.mark.browser
+def test_heads_layers_and_cells_are_reached_by_pointer_and_keys() -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    from helpers import browsing
+
+    maps = AttentionMaps([made(), made(layer=3, heads=3)])
+    with api.sync_playwright() as playwright, browsing.blank_page(playwright, width=360, height=640) as page:
+        page.set_content("<meta name='viewport' content='width=device-width'>" + maps._repr_html_())
+        assert page.get_by_text("attention of layer 0, mean of its heads").is_visible()
+        page.get_by_role("button", name="head 1").click()
+        map_of_all = page.get_by_role("img", name="attention of layer 0, head 1")
+        map_of_all.focus()
+        page.keyboard.press("ArrowUp")
+        share = maps[0].weights[1, 5, 5]
+        assert page.get_by_text(f"·t5 (5) reads ·t5 (5): {100 * share:.1g}").is_visible()
+        page.keyboard.press("ArrowLeft")
+        assert page.get_by_text("·t5 (5) reads ·t4 (4): ").is_visible()
+        page.get_by_role("slider", name="layer").fill("1")
+        assert page.get_by_text("attention of layer 3, head 1").is_visible()
+        assert page.get_by_role("button", name="head 2").is_visible()
+        page.keyboard.press("Tab")
+        assert page.get_by_text("position 0, which gets").is_visible()
+        page.get_by_role("checkbox", name="position 0").check()
+        assert page.get_by_text("position 0, which gets").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert page.locator("b").count() == 0, "a token's text is text"
+
+
+@pytest.mark.browser
+def test_two_thousand_tokens_do_not_stall() -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    from helpers import browsing
+
+    maps = AttentionMaps([made(2000, 16, layer=layer, reading=range(1900, 2000)) for layer in range(2)])
+    with api.sync_playwright() as playwright, browsing.blank_page(playwright) as page:
+        page.set_content(maps._repr_html_())
+        taken = page.evaluate(
+            """() => {
+                const input = document.querySelector("input[type=range]"), times = [];
+                for (let at = 0; at < 20; at += 1) {
+                    const before = performance.now();
+                    input.value = at % 2;
+                    input.dispatchEvent(new Event("input"));
+                    times.push(performance.now() - before);
+                }
+                return times.sort((a, b) => a - b)[10];
+            }"""
+        )
+    assert taken < 50, f"{taken} ms for another layer"

@@ -84,9 +84,10 @@ def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
     frame = Frame.of(maps[0], len(maps) * max(len(each.weights) for each in maps))
     shares = [frame.shares(each.weights) for each in maps]
     left_out = frame.words(maps[0])
+    heads = [len(each) for each in shares]
     data = {
         "layers": [each.layer for each in maps],
-        "heads": [len(each) for each in shares],
+        "heads": heads,
         "rows": frame.row_names,
         "columns": frame.column_names,
         "reading": [int(maps[0].positions[row]) for row in frame.rows],
@@ -96,9 +97,9 @@ def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
         "note": left_out,
     }
     layers = f"layer {maps[0].layer}" if len(maps) == 1 else html.count(len(maps), "layer")
-    heads = html.count(data["heads"][0], "head") if len(set(data["heads"])) == 1 else "all heads"
+    every = html.count(heads[0], "head") if len(set(heads)) == 1 else "all heads"
     still = _still(frame, shares[0], maps[0].layer, left_out)
-    return data, f"attention of {layers}, {heads}", still
+    return data, f"attention of {layers}, {every}", still
 
 
 def _levels(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -160,10 +161,14 @@ def _names(frame: Frame, cell: float, *, first: bool) -> Iterator[Markup]:
         yield svg.words(LEFT - 5, TOP + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
     for column, name in enumerate(frame.column_names):
         x, y = LEFT + cell * (column + 0.5) + size * 0.3, TOP - 5
-        faint = {} if first or column else {"opacity": 0.55}
-        yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y})", **faint)
+        faint = 1 if first or column else 0.55
+        yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y})", opacity=faint)
     width, height = cell * len(frame.columns), cell * len(frame.rows)
-    yield svg.rect(LEFT, TOP, width, height, "none", stroke="currentColor", stroke_opacity=0.35, stroke_width=0.5)
+    yield _outline(LEFT, TOP, width, height)
+
+
+def _outline(x: float, y: float, width: float, height: float) -> Markup:
+    return svg.rect(x, y, width, height, "none", stroke="currentColor", stroke_opacity=0.4, stroke_width=0.5)
 
 
 def _translucent(share: float) -> str:
@@ -237,8 +242,7 @@ def _grid(frame: Frame, shares: NDArray[np.float32], first: bool) -> tuple[float
         parts.append(svg.words(x, y - 4, f"head {head}", size=9))
         parts.append(svg.words(x + cell * len(frame.columns), y - 4, f"{scale:.0%}", size=9, anchor="end"))
         parts += _paper(each, scale, x, y, cell, first=first)
-        outline = {"stroke": "currentColor", "stroke_width": 0.5}
-        parts.append(svg.rect(x, y, cell * len(frame.columns), cell * len(frame.rows), "none", **outline))
+        parts.append(_outline(x, y, cell * len(frame.columns), cell * len(frame.rows)))
     lines = -(-len(shares) // across)
     return 4 + (side + 12) * across, 4 + (side + 24) * lines, parts
 
