@@ -42,7 +42,7 @@ class MapLike(Protocol):
     def positions(self) -> NDArray[np.int32]: ...
 
 
-class Frame(NamedTuple):
+class MapGrid(NamedTuple):
     """The positions of a picture. A column is one position, or the sum of those without a place of their own."""
 
     rows: NDArray[np.int64]  # indices of the positions that read
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
     column_names: tuple[str, ...]
 
     @classmethod
-    def of(cls, shown: MapLike, maps: int) -> Frame:
+    def of(cls, shown: MapLike, maps: int) -> MapGrid:
         """Return the frame of a picture that has so many `maps`, over its layers and heads."""
         side = min(SIDE, max(LEAST, math.isqrt(CELLS // max(1, maps))))
         reading = shown.positions.tolist()
@@ -81,7 +81,7 @@ class Frame(NamedTuple):
 
 def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
     """Return the data of an interactive figure, its summary, and what a page without scripts shows."""
-    frame = Frame.of(maps[0], len(maps) * max(len(each.weights) for each in maps))
+    frame = MapGrid.of(maps[0], len(maps) * max(len(each.weights) for each in maps))
     shares = [frame.shares(each.weights) for each in maps]
     left_out = frame.words(maps[0])
     heads = [len(each) for each in shares]
@@ -106,7 +106,7 @@ def _levels(shares: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.rint(LEVELS * np.sqrt(np.clip(shares, 0.0, 1.0))).astype(np.uint8)
 
 
-def _still(frame: Frame, shares: NDArray[np.float32], layer: int, left_out: str) -> Markup:
+def _still(frame: MapGrid, shares: NDArray[np.float32], layer: int, left_out: str) -> Markup:
     """Return the mean of a layer's heads, large, and each head, small: the first state of the interactive figure."""
     mean = shares.mean(axis=0)
     first = len(frame.columns) == 1
@@ -134,7 +134,7 @@ def _still(frame: Frame, shares: NDArray[np.float32], layer: int, left_out: str)
     )
 
 
-def _cell(frame: Frame, width: float = WIDTH) -> float:
+def _cell(frame: MapGrid, width: float = WIDTH) -> float:
     return min(18.0, (width - LEFT - RIGHT) / len(frame.columns))
 
 
@@ -154,7 +154,7 @@ def _visible_cells(shares: NDArray[np.float32], scale: float, *, first: bool) ->
         yield row, column, float(kept[row, column])
 
 
-def _names(frame: Frame, cell: float, *, first: bool) -> Iterator[Markup]:
+def _names(frame: MapGrid, cell: float, *, first: bool) -> Iterator[Markup]:
     """Yield the tokens of rows and columns, and the outline of the map."""
     size = min(11.0, cell)
     for row, name in enumerate(frame.row_names):
@@ -210,7 +210,7 @@ def _png(shares: NDArray[np.float32]) -> str:
 def save(shown: MapLike, path: str | Path, *, head: int | None, first: bool) -> Path:
     """Write an SVG file: one head with its tokens and its scale, or all heads in a grid. Return its path."""
     target = checked_path("path", path)
-    frame = Frame.of(shown, len(shown.weights))
+    frame = MapGrid.of(shown, len(shown.weights))
     shares, first = frame.shares(shown.weights), first or len(frame.columns) == 1
     draw = _head if head is not None else _grid
     width, height, parts = draw(frame, shares if head is None else shares[head : head + 1], first)
@@ -219,7 +219,7 @@ def save(shown: MapLike, path: str | Path, *, head: int | None, first: bool) -> 
     return target
 
 
-def _head(frame: Frame, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:
+def _head(frame: MapGrid, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:
     cell, scale = _cell(frame), _scale(shares[0], first=first)
     width, bottom = LEFT + cell * len(frame.columns) + RIGHT, TOP + cell * len(frame.rows)
     parts = [*_paper(shares[0], scale, LEFT, TOP, cell, first=first), *_names(frame, cell, first=first)]
@@ -232,7 +232,7 @@ def _head(frame: Frame, shares: NDArray[np.float32], first: bool) -> tuple[float
     return max(width, LEFT + 5 * steps + 4), bottom + 38, [*parts, *bar, *numbers]
 
 
-def _grid(frame: Frame, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:
+def _grid(frame: MapGrid, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:
     side, across = 96.0, min(6, max(1, len(shares)))
     cell = side / max(len(frame.columns), len(frame.rows), 1)
     parts: list[Markup] = []
