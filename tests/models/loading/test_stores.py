@@ -223,7 +223,7 @@ def test_a_model_by_half_its_name(home: Path, gguf: bytes, monkeypatch: pytest.M
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True, raising=False)
     with pytest.raises(CheckpointError, match="This machine has 'lmstudio:owner/name'"):
-        hub.locate("owner/nane")
+        hub.locate("owner/naem")
 
 
 def test_a_path_wins_over_a_name(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
