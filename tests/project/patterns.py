@@ -233,6 +233,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
+    "toolkit/rekindle/_src/models/loading/gguf/grids.py": {"zlib.decompress": US("the grids", "a constant")},
     "toolkit/rekindle/_src/models/loading/hub.py": {
         "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
     },
