@@ -64,6 +64,12 @@ def _lacks(need: str) -> str:
     return f"the GPU has compute capability {tuning.compute_capability()}; {need}"
 
 
+def multiplies_bfloat16() -> bool:
+    """True if products in bfloat16 are no slower than in float16 on the GPU at hand, or without a GPU."""
+    row = generation()
+    return row is None or row.bfloat16
+
+
 def path(row: Generation) -> str:
     """Describe what serves on GPUs of a generation."""
     if row.triton:
