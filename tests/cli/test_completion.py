@@ -31,7 +31,7 @@ LINES = {
     "rekindle comp": ["completion"],
     "rekindle --ver": ["--version"],
     "rekindle chat --mod": ["--model"],
-    "rekindle chat --model oll": ["ollama:qwen3:0.6b", "ollama:qwen3:1.7b"],
+    "rekindle chat --model olla": ["ollama:qwen3:0.6b", "ollama:qwen3:1.7b"],
     "rekindle chat --model ollama:qwen3:0": ["ollama:qwen3:0.6b"],
     "rekindle chat --model ": ["lmstudio:owner/name", "ollama:qwen3:0.6b", "ollama:qwen3:1.7b", "tiny"],
     "rekindle chat --policy l": ["lof", "lpm"],
