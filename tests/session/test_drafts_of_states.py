@@ -14,6 +14,7 @@ from helpers.thorough import by_default
 from rekindle import Session
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import ALONE
+from rekindle._src.programs.layered import LayeredStep
 from rekindle._src.programs.side_caches import RecurrentStates
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from session.test_state_cache import EDGE, OPTIONS, of_context, tokens
@@ -92,7 +93,7 @@ def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[in
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_preempted_and_cancelled_requests(model: Any, expected: dict[str, list[int]], options: dict[str, Any]) -> None:
-    few = {**OPTIONS, "disk_memory": 0, "device_pages": 34, "host_memory": 64 << 20}
+    few = {**OPTIONS, "disk_memory": 0, "device_pages": 24, "host_memory": 64 << 20}
     with rekindle.open_sync(model, **few, **options) as session:
         cancelled = [session.submit(prompt(name), **LONG | REQUESTS[name]) for name in REQUESTS]
         for handle in cancelled[::2]:
@@ -133,22 +134,24 @@ def test_a_chat_goes_on_after_a_restart_and_sleep(model: Any, tmp_path: Path) ->
 
 
 @pytest.mark.thorough
-def test_programs_made_ahead_and_of_parts_are_enough(tmp_path: Path) -> None:
+def test_programs_made_ahead_and_of_parts_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, call = [], LayeredStep.__call__
+    monkeypatch.setattr(LayeredStep, "__call__", lambda self, *inputs: steps.append(1) or call(self, *inputs))
     raw = {**checkpoints.CASES["qwen3.5"], "num_hidden_layers": 8}
     model = checkpoints.model(raw, checkpoints.tensors(raw))
-    options: dict[str, Any] = {**OPTIONS, "max_requests": 2, "disk_memory": 0, "max_model_len": 256}
-    names = ["greedy", "drawn"]
-    with rekindle.open_sync(model, **options, drafts="none") as session:
+    options: dict[str, Any] = {**OPTIONS, "disk_memory": 0, "max_model_len": 256, "drafts": "suffix"}
+    names = ["greedy", "repeating", "drawn"]
+    with rekindle.open_sync(model, **{**options, "drafts": "none"}) as session:
         wanted = texts(session, names)
-    for precompile in ("all", "lazy"):
-        ahead = {**options, "precompile": precompile, "cache_dir": str(tmp_path), "drafts": "suffix"}
-        with rekindle.open_sync(model, **ahead) as session:
+    for precompile in ("lazy", "all"):
+        with rekindle.open_sync(model, **{**options, "precompile": precompile, "cache_dir": str(tmp_path)}) as session:
             before = session.stats()
             assert texts(session, names) == wanted, precompile
             stats = session.stats()
+            assert stats.accepted_tokens > 10
             if precompile == "all":
                 assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
-            assert stats.accepted_tokens > 10
+    assert steps, "no step was made of parts"
 
 
 @pytest.mark.parametrize(

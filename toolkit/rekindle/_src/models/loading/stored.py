@@ -68,10 +68,11 @@ class StoredCheckpoint(NamedTuple):
 
 
 def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool = False) -> StoredCheckpoint:
-    """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size.
+    """Read config, headers and fingerprint of a folder, a GGUF file, a name in a store or a hub id: milliseconds,
+    whatever the size.
 
-    `projector` is the file of a GGUF model's encoder of pictures, by default the only one next to it. With `drafts` the
-    head that drafts tokens is part of the model, if it has one.
+    `projector` is the file of a GGUF model's encoder of pictures, by default the one that its store says, or the only
+    one next to it. With `drafts` the head that drafts tokens is part of the model, if it has one.
     """
     found = _look(model, projector, drafts=drafts)
     raw = {key: value for key, value in found.raw.items() if key != _DRAFT_HEAD}
@@ -83,13 +84,15 @@ def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool
 
 
 def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> StoredCheckpoint:
-    path = checkpoint_path(locate(model))
+    place = locate(model)
+    path = checkpoint_path(place.path)
     if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
         fingerprint = fingerprints.folder_fingerprint(raw, headers)
-        file = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
+        own = place.projector or gguf_files.projector_of(path)
+        file = own if projector is None else Path(projector).expanduser()
         others: OtherParts | None = None
         if file is not None:
             raw, others = _with_projector(raw, file, optional=projector is None)
