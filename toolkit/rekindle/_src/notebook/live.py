@@ -22,7 +22,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import TextDelta
@@ -145,7 +145,8 @@ class SessionLike(Protocol):
 
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPT, _STYLE = ((_STATIC / name).read_text() for name in ("panel.js", "panel.css"))
+_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "panel.js"))
+_STYLE = style.SHEET + "".join((_STATIC / name).read_text() for name in ("controls.css", "panel.css"))
 Control = dict[str, Any]
 # Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
 # and in the notebook server, all on cores that the engine uses.

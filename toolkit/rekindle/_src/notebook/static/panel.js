@@ -1,9 +1,5 @@
-// A picture, the controls below it and a note below them. It needs the anywidget model and a DOM, and nothing else: no
-// imports, no network, no globals of a particular notebook.
-
-function make(tag, properties) {
-  return Object.assign(document.createElement(tag), properties);
-}
+// A picture, the controls below it and a note below them. It needs the anywidget model, a DOM and the pieces, and nothing
+// else: no imports, no network, no globals of a particular notebook.
 
 const PATIENCE = 5000; // milliseconds that a kernel has to answer: it can't while a cell runs
 const DOUBT = 1500; // the same after the notebook's connection to it has changed
@@ -57,9 +53,7 @@ function render({ model, el }) {
   }
 
   function button({ name, label, title, disabled }) {
-    const made = make("button", { type: "button", textContent: label, title: title ?? "", disabled: !!disabled });
-    made.addEventListener("click", () => say("press", name));
-    return made;
+    return pressable({ label, title, disabled, pressed: () => say("press", name) });
   }
 
   const fields = () => bar.querySelectorAll("[data-name]");
@@ -83,7 +77,7 @@ function render({ model, el }) {
 
   function text({ name, label, width, rows }) {
     const kind = rows > 1 ? make("textarea", { rows }) : make("input", { type: "text" });
-    const made = named(Object.assign(kind, { placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
+    const made = named(Object.assign(kind, { className: "rekindle-field", placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
     made.style.width = width ?? "20em";
     made.addEventListener("keydown", (event) => {
       event.stopPropagation(); // a notebook's own shortcuts are not meant while somebody types
@@ -95,19 +89,14 @@ function render({ model, el }) {
   }
 
   function slider({ name, label, title, least, most, step }) {
-    const whole = make("label", { className: "rekindle-slider", title: title ?? "" });
-    const made = make("input", { type: "range", min: least, max: most, step, value: model.get("values")[name] ?? least });
-    const shown = make("output", { textContent: made.value });
-    made.addEventListener("input", () => { shown.textContent = made.value; });
-    made.addEventListener("keydown", (event) => event.stopPropagation());
-    whole.append(label, named(made, name, label), shown);
-    return whole;
+    const made = range({ label, title, least, most, step, value: model.get("values")[name] ?? least });
+    named(made.input, name, label);
+    return made.whole;
   }
 
   function file({ label, title, accept }) {
     const whole = make("span"), chosen = make("input", { type: "file", accept, multiple: true, hidden: true });
-    const made = make("button", { type: "button", textContent: label, title: title ?? "" });
-    made.addEventListener("click", () => chosen.click());
+    const made = pressable({ label, title, pressed: () => chosen.click() });
     chosen.addEventListener("change", () => { take([...chosen.files]); chosen.value = ""; });
     whole.append(made, chosen);
     return whole;

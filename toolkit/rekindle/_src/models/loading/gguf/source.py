@@ -11,7 +11,7 @@ from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
-from rekindle._src.models.loading.gguf.names import GgufPlace, place, within_layer
+from rekindle._src.models.loading.gguf.names import GgufPlace, in_block, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle._src.models.registry import family, family_of_gguf, gguf_form, gguf_forms
@@ -126,11 +126,14 @@ def tensors(
     several = form.joined(config)
     rows_of_name = {source.names[0]: source.rows[0] for source in sources.values()}
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):
-        where = place(name, form)
-        if (inner := within_layer(name)) is not None:
+        theirs = in_block(name, config.num_layers)
+        where = place(theirs, form)
+        if where.name not in stored and where.name.endswith(".nextn.shared_head_norm.weight"):
+            where = place("model.norm.weight", form)  # the head has none of its own
+        if (inner := within_layer(theirs)) is not None:
             layer, own = inner
             pieces = [f"blk.{layer}.{piece}" for piece in several.get(own, ())]
-            how = form.rewritten(config, layer, own)
+            how = form.rewritten(config, layer, own) if layer < config.num_layers else None
             if pieces and all(piece in stored for piece in pieces):
                 whole = rows.joined(name, [stored[piece] for piece in pieces])
                 if whole is not None:
@@ -161,7 +164,7 @@ def tensors(
 
 def llama_cpp_name(name: str, config: ModelConfig) -> str:
     """Return llama.cpp's name of a tensor of the manifest, with the number of the expert where it is one of a stack."""
-    where = place(name, gguf_form(config.model_type))
+    where = place(in_block(name, config.num_layers), gguf_form(config.model_type))
     return where.name if where.expert is None else f"{where.name}[{where.expert}]"
 
 
