@@ -1,8 +1,7 @@
-"""Views of engines: `session.watch()`, `session.view.tree()` of its prefix cache, and `fleet.watch()`.
+"""Views of engines: `session.watch()` and `fleet.watch()`.
 
 The dashboard shows throughput, queue, the batch over time and pages by tier, while requests run. A recorder keeps the
-last steps; a timeline draws them, slots from top to bottom and steps from left to right. The tree has foldable nodes,
-and shows a prompt's hits.
+last steps; a timeline draws them, slots from top to bottom and steps from left to right.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -20,14 +19,12 @@ from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.engine import Observer
 from rekindle._src.notebook.figures import Figure, StepRecord
 from rekindle._src.notebook.figures import run as figure_of_run
-from rekindle._src.notebook.live import CacheLike, Live, NodeLike, SessionLike, button, field
+from rekindle._src.notebook.live import Live, SessionLike, button
 from rekindle.errors import RekindleError
 
 WIDTH, ROW = 720, 9  # pixels
 COLOURS = {"prefill": "#d9822b", "decode": "#3d8bcd"}
 MOVED = "#9b59b6"
-
-TIER_COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
 
 
 class Observable(Protocol):
@@ -285,71 +282,3 @@ class FleetDashboard(Live):
         if previous is None or now <= previous[0]:
             return 0.0
         return max(0, tokens - previous[1]) / (now - previous[0])
-
-
-class TreeView(Live):
-    """Shows the tree at the time of drawing; the button draws it again. Type a prompt to see its hits."""
-
-    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
-        super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
-        self._cache, self._model, self._limit, self._restored = cache, model, limit, restored
-        self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
-        self.refresh()
-
-    def start(self) -> None:
-        """Do nothing: the tree is drawn on request, so it needs no thread."""
-
-    def ask(self, prompt: str) -> str:
-        """Return in words how much of a prompt is cached."""
-        try:
-            answer = str(self._cache.explain(prompt)) if prompt else ""
-        except (RekindleError, ValueError) as error:
-            answer = str(error)
-        self.widget.note = str(html.line(answer))
-        return answer
-
-    def draw(self) -> str:
-        tree = self._cache.tree(limit=self._limit, restored=self._restored)
-        legend = [
-            html.Markup(f'<span style="color:{TIER_COLOURS[tier]}">■</span> {tier}')
-            for tier in ("device", "host", "disk")
-        ]
-        return html.block(
-            html.line(html.count(tree.total_pages, "page"), *legend),
-            _foldable(tree.nodes) or ("" if tree.total_pages else html.text("The cache is empty.")),
-            *map(html.line, tree.rest()),
-            title="Prefix cache",
-        )
-
-    def __repr__(self) -> str:
-        return f"<TreeView of {self._model}>"
-
-
-def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
-    """Return nested `<details>`, which fold without scripts."""
-
-    def parts() -> Iterator[str]:
-        depth = 0
-        for index, node in enumerate(nodes):
-            yield "</details>" * max(0, depth - node.depth)
-            deeper = index + 1 < len(nodes) and nodes[index + 1].depth > node.depth
-            if deeper:
-                yield f'<details open style="margin-left:1.2em"><summary>{_node(node)}</summary>'
-                depth = node.depth + 1
-            else:
-                yield f'<div style="margin-left:1.2em">{_node(node)}</div>'
-                depth = node.depth
-        yield "</details>" * depth
-
-    return html.Markup("".join(parts()))
-
-
-def _node(node: NodeLike) -> str:
-    pin = " 📌" if node.pinned else ""
-    facts = f"{html.count(node.tokens, 'token')} at {node.start}, {html.count(node.pages, 'page')}, "
-    facts += f"{html.count(node.visits, 'visit') if node.visits else 'not hit yet'}, {node.age:.0f} s ago"
-    return (
-        f'<span style="color:{TIER_COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '
-        f'<code title="{html.escape(facts)}">{html.escape(node.text)}</code> '
-        f'<span style="opacity:.6;font-size:85%">{html.escape(facts)}</span>'
-    )

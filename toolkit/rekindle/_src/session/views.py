@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from rekindle._src.notebook.chat import ChatView
-    from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.notebook.figures import Figure
     from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.notebook.tree import TreeView
     from rekindle._src.session.stats import StepReport
 
 Several = Sequence[int] | Literal["all"]  # layers
@@ -83,12 +84,13 @@ class Views:
         return ChatView(self._session, system=system, restore=restore, **options)
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
-        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+        """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.
 
+        Type a prompt to see what it would hit. Of `limit` bars and more, those with the most pages are drawn.
         The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
         """
         self._client.host.check()
-        from rekindle._src.notebook.dashboard import TreeView
+        from rekindle._src.notebook.tree import TreeView
 
         return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
 
