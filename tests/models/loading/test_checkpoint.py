@@ -285,7 +285,7 @@ def test_a_deeply_nested_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = checkpoint.look(folder)
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-40])
-    monkeypatch.setattr(checkpoint, "look", lambda *_: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda *_, **__: seen)
     with pytest.raises(CheckpointError, match=f"{SHARD} is truncated.* ends .* early"):
         checkpoint.load(folder)
 
@@ -342,7 +342,7 @@ def test_an_unknown_quantisation_is_refused(folder: Path) -> None:
 def test_local_folders_win_and_other_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoints.write(tmp_path / "owner" / "name", RAW)
-    assert hub.locate("owner/name") == Path("owner/name")
+    assert hub.locate("owner/name").path == Path("owner/name")
     for wrong in ("no-such-folder", "/no/such/folder", "../a/b", "a/b/c", Path("owner/other")):
         with pytest.raises(CheckpointError, match="does not exist"):
             hub.locate(wrong)

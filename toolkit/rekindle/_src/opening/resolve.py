@@ -104,11 +104,6 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
-    name, off = ("prompt_lookup", 0) if config.prompt_lookup else ("drafts", "auto")
-    if config.prompt_lookup or config.drafts == "suffix":
-        raise ConfigError(
-            name, getattr(config, name), f"can't be had, since {what} can't be taken back", f"Use {name}={off!r}"
-        )
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
