@@ -136,8 +136,8 @@ def test_a_dashboard_ends_with_its_session() -> None:
     assert view.picture
 
 
-def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> StepRecord:
-    return StepRecord(float(step), step, rows, 1, 1, moved, 0.0)
+def seen(step: int, *rows: tuple[int, str, str], moved: int = 0, at: float | None = None) -> StepRecord:
+    return StepRecord(float(step) if at is None else at, step, rows, 1, 1, moved, 0.5, 1.0)
 
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
@@ -150,11 +150,13 @@ def test_the_timeline_joins_steps_of_one_request() -> None:
         seen(3, (0, "c", "decode")),
     ):
         timeline.add(step)
-    made = timeline.draw()
-    assert made.count("<rect") == 5, "a's prefill, a's decode, b, c, and the mark of the moved pages"
-    assert "a decode, 2 steps" in made
+    made = timeline.draw().partition("</svg>")[0]
+    assert made.count('fill="#') == 5, "a's prefill, a's decode, b, c, and the mark of the moved pages"
+    assert 'x="1.00000" y="8" width="2.00000"' in made, "two steps of a, of a second each"
+    assert made.count("<title>") == made.count("transparent") == 4, "each step is explained"
+    assert "step 1 at 2.00 s: 1 s, 500 ms on the device" in made
     assert "3 pages moved" in made
-    assert "<b>" not in made
+    assert "prefill: &lt;b&gt;" in made and "<b>" not in made
 
 
 def test_the_timeline_forgets_what_has_left_the_picture() -> None:
@@ -162,12 +164,44 @@ def test_the_timeline_forgets_what_has_left_the_picture() -> None:
     for step in range(1000):
         timeline.add(seen(step, (0, f"r{step // 2}", "decode"), moved=step % 2))
     made = timeline.draw()
-    assert made.count("decode, ") == 30
-    assert made.count("1 page moved") == 30
-    assert 'viewBox="940 0 60 ' in made
-    assert "steps 940–999" in made
-    assert "r469 " not in made
-    assert "r470 decode, 2 steps" in made
+    assert made.partition("</svg>")[0].count('fill="#') == 60, "30 requests and 30 marks"
+    assert "steps 940–999" in made and "960 s" in made, "seconds count from the first step"
+    assert "r469" not in made and "decode: r470" in made
+    left = float(made.partition('viewBox="')[2].split()[0])
+    assert left < 600, "numbers stay small: a browser's are exact to seven digits"
+
+
+def test_a_pause_without_steps_takes_little_room_and_is_told() -> None:
+    timeline = TimelinePicture(1)
+    timeline.add(seen(0, (0, "a", "decode"), at=0.0))
+    timeline.add(seen(1, (0, "a", "decode"), at=3600.0))
+    made = timeline.draw()
+    assert 'viewBox="0.00000 0 10.00000 ' in made, "two seconds of work, and the first eight of the pause"
+    assert "3.59e+03 s without a step" in made
+
+
+def test_a_crowd_of_requests_is_named_in_part() -> None:
+    timeline = TimelinePicture(32)
+    timeline.add(seen(0, *((slot, f"r{slot}", "decode") for slot in range(32))))
+    assert "decode: r0, r1, r2, r3 and 28 more" in timeline.draw()
+
+
+def test_the_dashboard_says_who_waits_and_why() -> None:
+    with opened(dataclasses.replace(CONFIG, max_requests=1), step_seconds=0.01) as session:
+        view = session.watch()
+        handles = [session.submit("hello", max_tokens=60) for _ in range(9)]
+        eventually(lambda: session.stats().running == 1)
+        made = view.draw()
+        for handle in handles[1:7]:
+            assert handle.id in made
+        assert "finds all slots taken (1)" in made and "and 2 more" in made
+        for handle in handles:
+            handle.cancel()
+        eventually(lambda: session.stats().waiting == 0)
+        assert "because it" not in view.draw()
+        assert "memory" in view.draw() and "free" in view.draw()
+        view.stop()
+        view.join(10)
 
 
 def test_the_dashboard_costs_little(session: Session) -> None:

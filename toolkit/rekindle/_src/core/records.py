@@ -129,6 +129,16 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
+class WaitingRequest(NamedTuple):
+    """A request that no step computes now."""
+
+    id: str
+    status: Status
+    seconds: float  # since its submission
+    prompt_tokens: int
+    reason: str  # why it waits, in words
+
+
 class ResumeState(NamedTuple):
     """The state of a sequence that another process had to give up. It continues from there, as after a preemption."""
 

@@ -79,8 +79,14 @@ class TreeLike(Protocol):
 
 
 class TierSizes(Protocol):
-    """Bytes of cached pages by tier; see `CacheStats`."""
+    """Cached pages by tier; see `CacheStats`."""
 
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def host(self) -> Any: ...
+    @property
+    def disk(self) -> Any: ...
     @property
     def device_bytes(self) -> int: ...
     @property
