@@ -82,14 +82,14 @@ def block(*parts: str, title: str = "") -> Markup:
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
-def details(summary: str, *parts: str, key: str = "") -> Markup:
+def details(summary: str, *parts: str, key: str = "", opened: bool = False) -> Markup:
     """Return parts that a click on their summary unfolds; it needs no script.
 
     A view that is redrawn under the same `key` stays unfolded.
     """
     mark = f' data-fold="{escape(key)}"' if key else ""
     head = f'<summary style="{_QUIET};cursor:pointer">{escape(summary)}</summary>'
-    return Markup(f'<details{mark} style="margin:4px 0">{head}{"".join(parts)}</details>')
+    return Markup(f'<details{mark}{" open" * opened} style="margin:4px 0">{head}{"".join(parts)}</details>')
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
