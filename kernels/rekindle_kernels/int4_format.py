@@ -55,8 +55,10 @@ Scales and minimums are then those of the format to the last bit, their products
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
 Six bits with groups of 32 hold Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
-minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has. NVFP4 has groups of 16, halves of
-integers from -12 to 12, and float32 scales.
+minimums. Q6_K and Q3_K have groups of 16 and int8 scales, Q2_K minimums too: 6.6 and 7.1 bits per weight. NVFP4 has
+groups of 16, halves of integers from -12 to 12, and float32 scales, as IQ1 and IQ3 have. Levels of IQ2 need eight bits.
+
+Four bits with groups of 64 or 128 hold Q2_0, Q1_0, TQ1_0 and TQ2_0.
 
 Codebooks with groups of 32 hold MXFP4 with its exponents (4.25 bits per weight, as the file has), IQ4_NL with float16
 scales, IQ4_XS with int8 scales (4.3 bits). Eight bits with groups of 32 hold Q8_0.

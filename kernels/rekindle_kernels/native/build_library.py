@@ -163,10 +163,14 @@ def _compiled(
     """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
+    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
+    if sys.platform == "win32":  # it has no processes that begin as a copy of this one
+        for name, path in zip(names, results, strict=True):
+            if deadline is None or time.monotonic() < deadline:
+                _compile(name, level, path, linked)
+        return [path if path.exists() else None for path in results]
     jobs, ready = os.pipe()  # a process takes the next number from it
     os.set_blocking(jobs, False)
-    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
-
     asked_by = os.getpid()
 
     def work() -> None:
@@ -192,6 +196,8 @@ def _compiled(
 
 def _forked(work: Callable[[], None]) -> int:
     """Return a process that does the work and ends."""
+    if sys.platform == "win32":
+        raise NotImplementedError("there is no fork")
     process = os.fork()
     if process == 0:
         status = 1

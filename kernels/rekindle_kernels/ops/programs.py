@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rekindle_kernels import gpus, tuning
 from rekindle_kernels.native import background_build, build, chain, cpu, library
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.background_build import BackgroundBuild
@@ -25,6 +26,7 @@ class Traits:
     single_rows: bool  # a program for one row is faster than one for two
     skips_padding: bool  # tokens that pad a program are not computed
     unpacks: frozenset[str] = frozenset()  # `LinearOptions.quantize` of weights that every product unpacks first
+    bfloat16: bool = True  # products take it; without that, float16 is twice as fast at least, and half as large
 
 
 def traits(implementation: str | None = None, *, platform: str | None = None) -> Traits:
@@ -32,7 +34,19 @@ def traits(implementation: str | None = None, *, platform: str | None = None) ->
     is_native = _uses_native(implementation, platform)
     by_xla = not is_native and (platform or current_platform()) == "cpu"
     unpacks = _UNPACKED_BY_XLA if by_xla else frozenset[str]()
-    return Traits(single_rows=is_native, skips_padding=is_native and chain.chains(), unpacks=unpacks)
+    by_gpu = (platform or current_platform()) == "gpu"
+    return Traits(
+        single_rows=is_native,
+        skips_padding=is_native and chain.chains(),
+        unpacks=unpacks,
+        bfloat16=not by_gpu or gpus.multiplies_bfloat16(),
+    )
+
+
+def gpu_path() -> str:
+    """Describe the GPU at hand by its compute capability, and which kernels serve on it; empty without a GPU."""
+    row = gpus.generation()
+    return "" if row is None else f"compute capability {tuning.compute_capability()}: {gpus.path(row)}"
 
 
 def fuse(function: Step, *, implementation: str | None = None, platform: str | None = None) -> Step:

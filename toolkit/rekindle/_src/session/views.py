@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
-from rekindle._src.evaluation.lens import AttentionMapCall, LensCall
+from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
+from rekindle._src.evaluation.lens import LensCall
 from rekindle._src.session.client import Client
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rekindle._src.notebook.live import SessionLike, StreamView
     from rekindle._src.session.stats import StepReport
 
+Several = Sequence[int] | Literal["all"]  # layers
 NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
 
 
@@ -104,12 +106,22 @@ class Views:
         """
         return LensCall(self._session, self._client.front, prompt, positions, options)
 
-    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
-        """The weights with which each position of a prompt reads the others, in one layer. Await it.
+    @overload
+    def attention(
+        self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any
+    ) -> AttentionMapCall: ...
+    @overload
+    def attention(
+        self, prompt: PromptLike, *, layer: Several = "all", positions: Any = None, **options: Any
+    ) -> AttentionMapsCall: ...
+    def attention(self, prompt: PromptLike, *, layer: Any = "all", positions: Any = None, **options: Any) -> Any:
+        """The weights with which each position of a prompt reads the others: all heads, layer by layer. Await it.
 
-        `positions` are those that read, as in `Capture`; all of the prompt by default.
+        `positions` are those that read, as in `Capture`; all of the prompt by default. With one `layer` the result is
+        its map, whose `save("figure.svg")` writes a figure for a paper; with several it has the map of each.
         """
-        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
+        call = AttentionMapCall if hasattr(layer, "__index__") else AttentionMapsCall
+        return call(self._session, self._client.front, prompt, layer, positions, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.

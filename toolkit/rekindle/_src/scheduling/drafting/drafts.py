@@ -49,7 +49,7 @@ class Drafts:
 
     def __init__(self, limits: Limits, ledger: PageLedger, drafters: Iterable[Drafter]) -> None:
         self._limits, self._ledger = limits, ledger
-        # What side caches hold of a state can't be taken back to before a rejected draft.
+        # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
         self._most = limits.prompt_lookup or _MOST
@@ -75,7 +75,8 @@ class Drafts:
             return
         counts = self._counts(proposals, len(rows), room, mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
-            if count := self._within_pages(sequence, counts.get(sequence, 0)):
+            room = self._ledger.sides.draft_room(counts.get(sequence, 0))
+            if count := self._within_pages(sequence, room):
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
                 drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)
@@ -106,6 +107,7 @@ class Drafts:
             self.drafted[sequence.drafter] += count
             self.accepted[sequence.drafter] += accepted[sequence]
             sequence.drafts_checked()
+            self._ledger.sides.checked(sequence)
 
     def statistics(self) -> dict[str, DraftCounts]:
         """Return what each drafter has brought."""
