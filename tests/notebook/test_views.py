@@ -41,6 +41,16 @@ def press(view: Live, name: str) -> None:
     view.widget._handle_custom_msg({"event": "press", "name": name}, [])
 
 
+def act(view: Live, name: str, at: int) -> None:
+    view.widget._handle_custom_msg({"event": "act", "name": name, "value": at}, [])
+
+
+def names(view: Live) -> list[str]:
+    """The controls that it has now."""
+    view.refresh()
+    return [control["name"] for control in view.widget.controls]
+
+
 def click(view: Live, token: int) -> None:
     view.widget._handle_custom_msg({"event": "token", "name": "", "value": token}, [])
 
@@ -246,9 +256,9 @@ class TestChat:
     def test_an_answer_that_was_cut_says_so_and_goes_on(self, view: ChatView, slow: Session) -> None:
         view.send("hello")
         view._handle.result_sync()
-        eventually(lambda: "cut at 20 tokens · Continue goes on" in view.picture)
-        eventually(lambda: "continue" in {control["name"] for control in view.widget.controls})
-        press(view, "continue")
+        eventually(lambda: "cut at 20 tokens" in view.picture)
+        eventually(lambda: 'data-press="continue" data-at="1"' in view.picture)
+        act(view, "continue", 1)
         view._handle.result_sync()
         assert view.answer == slow.generate_sync("hello", max_tokens=40).text
         eventually(lambda: "cut at 40 tokens" in view.picture)
@@ -256,7 +266,7 @@ class TestChat:
         view._handle.result_sync()
         assert view.answer.startswith(slow.generate_sync("hello", max_tokens=30).text + "XY")
         view.send("more")
-        assert "continue" not in {control["name"] for control in view.widget.controls}
+        assert 'data-press="continue"' not in view.draw()
         view.halt()
         eventually(lambda: "stopped after" in view.picture)
         said = view.answer
@@ -274,7 +284,7 @@ class TestChat:
             try:
                 view.send("again and again and again and again and ")
                 view._handle.result_sync()
-                eventually(lambda: "the answer repeats itself: the same " in view.picture)
+                eventually(lambda: ">repeats itself: the same " in view.picture)
             finally:
                 view.stop()
                 view.join(10)
@@ -284,9 +294,10 @@ class TestChat:
         view._options["max_tokens"] = most
         view.send("h" * (most - 10))
         view._handle.result_sync()
-        eventually(lambda: f"the context of {most:,} tokens is full · Edit last takes" in view.picture)
+        eventually(lambda: f"the context of {most:,} tokens is full" in view.picture)
+        assert "Edit takes the last message back" in view.picture
         assert not view.can_continue
-        assert "continue" not in {control["name"] for control in view.widget.controls}
+        assert 'data-press="continue"' not in view.picture
         press(view, "edit")
         eventually(lambda: "context" not in view.picture)
 
@@ -387,8 +398,8 @@ class TestChat:
         before = view._handle.result_sync().text
         assert 'data-token="7"' in view.draw()
         click(view, 7)
-        assert view.widget.controls[-2]["name"] == "fork"
-        assert view.draw().count("background:") == 1
+        assert "fork" in names(view)
+        assert view.draw().count("aria-current") == 1
         view.widget.fill("instead", "Q")
         press(view, "fork")
         view._handle.result_sync()
@@ -405,6 +416,149 @@ class TestChat:
         click(view, 700)
         assert view._handle is first
         assert view._marked is None
+
+    def test_one_button_sends_or_stops(self, view: ChatView) -> None:
+        assert names(view)[-1] == "send"
+        view.send("hello")
+        assert names(view)[-1] == "halt" and "send" not in names(view)
+        spots = {control["spot"] for control in view.widget.controls if control["name"] == "halt"}
+        press(view, "halt")
+        eventually(lambda: names(view)[-1] == "send")
+        assert spots == {control["spot"] for control in view.widget.controls if control["name"] == "send"}
+
+    def test_what_is_edited_or_answered_again_stays_as_another_version(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        first = view.answer
+        view.send("more")
+        view._handle.result_sync()
+        second = view.answer
+        assert "‹" not in view.draw()
+        act(view, "edit", 0)
+        assert view.messages == [] and view.widget.value("say") == "hello"
+        assert "1 earlier version of this message" in view.draw()
+        view.send("you")
+        view._handle.result_sync()
+        assert "<span>2/2</span>" in view.draw()
+        act(view, "earlier", 0)
+        assert [message["content"] for message in view._whole()] == ["hello", first, "more", second]
+        assert "<span>1/2</span>" in view.draw() and view.widget.value("say") == ""
+        click(view, 3)
+        assert "fork" in names(view), "its tokens are still those of its request"
+        act(view, "earlier", 0)
+        assert view.messages[0]["content"] == "hello", "there is none before it"
+        act(view, "later", 0)
+        assert view.messages[0]["content"] == "you"
+        view.again(temperature=1.0)
+        eventually(lambda: len(view.answer_ids) > 2)
+        assert "<span>2/2</span>" in view.draw().rpartition("data-said")[2]
+        act(view, "earlier", 1)
+        assert view._handle.done and len(view.answer_ids) == 20
+        for wrong in (("earlier", 7), ("edit", 1), ("edit", -1), ("again", 0), ("again", 9), ("nothing", 0)):
+            act(view, *wrong)
+        assert len(view.messages) == 1 and len(view.answer_ids) == 20
+
+    def test_an_earlier_answer_is_made_again_and_what_followed_stays(self, view: ChatView) -> None:
+        for text in ("hello", "more"):
+            view.send(text)
+            view._handle.result_sync()
+        before = view._whole()
+        act(view, "again", 1)
+        assert len(view.messages) == 1
+        eventually(lambda: len(view.answer_ids) > 0)
+        view.fork(0, "XY")
+        view._handle.result_sync()
+        act(view, "earlier", 1)  # the one that the fork has left
+        act(view, "earlier", 1)
+        assert view._whole() == before
+
+    def test_a_fork_keeps_the_answer_that_it_leaves(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        before = view.answer
+        view.fork(5, "XY")
+        view._handle.result_sync()
+        forked = view.answer
+        act(view, "earlier", 1)
+        assert view.answer == before
+        act(view, "later", 1)
+        assert view.answer == forked and len(view.answer_ids) == 20
+
+    def test_a_marked_token_shows_what_could_stand_there(self, view: ChatView, slow: Session) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        assert view._choices(7) == []
+        click(view, 7)
+        eventually(lambda: 'data-row="use"' in view.picture)
+        found = view._choices(7)
+        assert len(found) >= 5 and found[0].probability > found[4].probability
+        act(view, "use", 1)
+        assert view.widget.value("instead") == found[1].text
+        act(view, "use", 99)
+        press(view, "keep")
+        assert 'data-row="use"' not in view.draw()
+
+    def test_an_answer_with_logprobs_knows_what_could_stand_there(self, slow: Session, view: ChatView) -> None:
+        view._options["logprobs"] = 3
+        view.send("hello")
+        view._handle.result_sync()
+        click(view, 7)
+        chosen = slow.tokenizer.decode([view.answer_ids[7]])
+        assert view._peek is None, "nothing is asked"
+        assert [one.text for one in view._choices(7) if one.chosen] == [chosen]
+        assert view.draw().count('data-row="use"') in (3, 4)
+
+    def test_a_marked_blank_is_seen(self) -> None:
+        pieces = [("a", 1), (" ", 1), ("\n", 1)]
+        assert ">␣</span>" in bubbles.answer(pieces, marked=1, complete=True)
+        assert ">⏎\n</span>" in bubbles.answer(pieces, marked=2, complete=True)
+        assert [bubbles.visible(text) for text in (" a b ", "\t", "")] == ["␣a b␣", "⇥", ""]
+
+    def test_picking_opens_the_tokens(self) -> None:
+        pieces = [("**a** b", 2)]
+        assert "<details data-fold" in bubbles.answer(pieces, marked=None, complete=True)
+        assert 'data-fold="tokens" open' in bubbles.answer(pieces, marked=None, complete=True, picking=True)
+
+    def test_a_quiet_line_says_who_how_fast_and_why(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        view.refresh()
+        quiet = view.picture.rpartition('class="rekindle-acts"')[2]
+        assert "fake · " in quiet and " tokens/s · cut at 20 tokens" in quiet
+        view.send("more")
+        assert "tokens/s · cut at 20 tokens" in view.draw().partition("more")[0], "it stays below that answer"
+        assert ">user<" not in view.picture and ">assistant<" not in view.picture
+
+    def test_presets_move_the_sliders(self, view: ChatView) -> None:
+        press(view, "settings")
+        assert {"preset:precise", "preset:lively", "preset:as opened"} <= set(names(view))
+        press(view, "preset:lively")
+        assert view._tuned() == {"temperature": 1.1, "top_p": 0.98}
+        on = [control["name"] for control in view.widget.controls if control.get("look") == "on"]
+        assert on == ["preset:lively", "settings"]
+        press(view, "preset:as opened")
+        assert view._tuned() == {}
+        press(view, "preset:nothing")
+        assert view._tuned() == {}
+
+    def test_suggestions_are_sent_when_they_are_pressed(self, view: ChatView, slow: Session) -> None:
+        assert [name for name in names(view) if "suggest" in name] == ["suggest:0", "suggest:1", "suggest:2"]
+        press(view, "suggest:7")
+        press(view, "suggest:x")
+        assert view.messages == []
+        press(view, "suggest:1")
+        assert view.messages[0]["content"] == view._suggestions[1]
+        assert not any("suggest" in name for name in names(view))
+        with pytest.raises(InvalidRequest, match="must be a list of messages"):
+            slow.view.chat(suggestions="hello")
+
+    def test_what_is_saved_has_no_buttons_and_no_scripts(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        made = view.draw()
+        assert 'data-press="copy"' in made and 'role="log"' in made and 'aria-label="You"' in made
+        for live in ("<button", "<script", "onclick", "tabindex"):
+            assert live not in made
 
     def test_errors_are_shown(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
@@ -472,13 +626,13 @@ class TestChat:
     def test_a_message_is_rendered_once(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
         """An answer that streams draws ten pictures a second, each with all that was said before."""
         rendered: list[str] = []
-        message = bubbles.message
+        body = bubbles.body
 
         def counted(role: str, content: str, *rest: Any, **options: Any) -> Any:
             rendered.append(content)
-            return message(role, content, *rest, **options)
+            return body(role, content, *rest, **options)
 
-        monkeypatch.setattr(bubbles, "message", counted)
+        monkeypatch.setattr(bubbles, "body", counted)
         view.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "*two*"}]
         assert view.draw() == view.draw() and rendered == ["one", "*two*"]
         view.messages.append({"role": "user", "content": "three"})

@@ -72,16 +72,23 @@ class Views:
 
         return StreamView(self._session, prompt, **options)
 
-    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
-        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | None = None,
+        suggestions: Sequence[str] | None = None,
+        **options: Any,
+    ) -> ChatView:
+        """A conversation to stop, answer again, edit, and fork at a token of an answer.
 
         It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
-        restart too, or "auto" for the newest.
+        restart too, or "auto" for the newest. `suggestions` are first messages to press; [] for none.
         """
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView
 
-        return ChatView(self._session, system=system, restore=restore, **options)
+        return ChatView(self._session, system=system, restore=restore, suggestions=suggestions, **options)
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
         """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.
