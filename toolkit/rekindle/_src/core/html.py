@@ -82,14 +82,14 @@ def block(*parts: str, title: str = "") -> Markup:
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
-def details(summary: str, *parts: str, key: str = "") -> Markup:
+def details(summary: str, *parts: str, key: str = "", opened: bool = False) -> Markup:
     """Return parts that a click on their summary unfolds; it needs no script.
 
     A view that is redrawn under the same `key` stays unfolded.
     """
     mark = f' data-fold="{escape(key)}"' if key else ""
     head = f'<summary style="{_QUIET};cursor:pointer">{escape(summary)}</summary>'
-    return Markup(f'<details{mark} style="margin:4px 0">{head}{"".join(parts)}</details>')
+    return Markup(f'<details{mark}{" open" * opened} style="margin:4px 0">{head}{"".join(parts)}</details>')
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
@@ -130,6 +130,22 @@ def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None)
         for name, value in values.items()
     ).replace(' title=""', "")
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
+
+
+def tiles(values: Mapping[str, object]) -> Markup:
+    """Return a few figures next to each other, each above its name."""
+    small, shown = f"font-size:{style.TINY};opacity:{style.QUIET}", []
+    for name, value in values.items():
+        figure = f'<div style="font-size:130%;font-weight:600;line-height:1.3">{escape(number(value))}</div>'
+        shown.append(f'<div data-tile="">{figure}<div style="{small}">{escape(name)}</div></div>')
+    return Markup(f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0">{"".join(shown)}</div>')
+
+
+def gauge(share: float, *, words: str = "", colour: str = style.BLUE, width: int = 96) -> Markup:
+    """Return a share of one as a bar, with its percentage or other words."""
+    filled = f'<span style="width:{100 * min(1.0, max(0.0, share)):.1f}%;background:{colour}"></span>'
+    look = f"display:inline-flex;width:{width}px;height:.7em;border-radius:2px;overflow:hidden;background:{style.WASH}"
+    return Markup(f'<span style="{look}">{filled}</span> {escape(words or f"{share:.0%}")}')
 
 
 def shorten(value: str, width: int = 40) -> str:

@@ -17,6 +17,11 @@ def visible(text: str, width: int = 12) -> str:
     return html.shorten("".join(map(_drawn, text[: width + 1])), width) or "∅"
 
 
+def readable(text: str, width: int) -> str:
+    """Return the beginning of a longer text as a label: spaces stay spaces, and the rest is as in `visible`."""
+    return html.shorten("".join(" " if one == " " else _drawn(one) for one in text[: width + 1]), width)
+
+
 def _drawn(character: str) -> str:
     drawn = _DRAWN.get(character)
     if drawn is not None:

@@ -33,9 +33,10 @@ TINY: Final = "80%"
 WIDE: Final = "80ch"  # most of a line of running text
 INK: Final = "var(--jp-content-font-color1,var(--vscode-editor-foreground,inherit))"
 CODE: Final = "var(--jp-code-font-family,var(--vscode-editor-font-family,ui-monospace,monospace))"
-BLUE_INK: Final = f"color-mix(in srgb,currentColor 50%,{BLUE})"
-ORANGE_INK: Final = f"color-mix(in srgb,currentColor 50%,{ORANGE})"
-_MUTED: Final = f"color-mix(in srgb,currentColor {QUIET:.0%},transparent)"
+_TEXT: Final = INK.replace("inherit", "currentColor")
+BLUE_INK: Final = f"color-mix(in srgb,{_TEXT} 50%,{BLUE})"
+ORANGE_INK: Final = f"color-mix(in srgb,{_TEXT} 50%,{ORANGE})"
+_MUTED: Final = f"color-mix(in srgb,{_TEXT} {QUIET:.0%},transparent)"
 
 VARIABLES: Final = {
     "blue": BLUE,

@@ -27,7 +27,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
 from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
-from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
+from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, drawn_timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
 
 
@@ -468,13 +468,15 @@ class Explanation:
             prompt |= {f"{note.kind}s from the cache": note.cached, f"{note.kind}s computed": computed}
             kinds.append(f"{note.tokens:,} of them {note.kind}s")
         length = html.line(*kinds)
-        return str(html.block(html.text(f"{self.id}: {self.text}"), self._phases(), length, html.bar(prompt)))
+        drawn = drawn_timeline(self.timeline)
+        return str(html.block(html.text(f"{self.id}: {self.text}"), drawn, self._phases(), length, html.bar(prompt)))
 
     def _phases(self) -> str:
         rows = [
             (f"{phase.start:.3f} s", f"{phase.seconds:.3f} s", str(phase.kind), phase.words) for phase in self.timeline
         ]
-        return html.table(["at", "for", "", ""], rows, limit=40) if rows else ""
+        table = html.table(["at", "for", "", ""], rows, limit=40)
+        return html.details(html.count(len(rows), "phase"), table, opened=len(rows) <= 6) if rows else ""
 
 
 def beginning(

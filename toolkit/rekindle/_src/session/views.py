@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from rekindle._src.notebook.chat import ChatView
-    from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.notebook.figures import Figure
     from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.notebook.tree import TreeView
     from rekindle._src.session.stats import StepReport
 
 Several = Sequence[int] | Literal["all"]  # layers
@@ -71,24 +72,32 @@ class Views:
 
         return StreamView(self._session, prompt, **options)
 
-    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
-        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | None = None,
+        suggestions: Sequence[str] | None = None,
+        **options: Any,
+    ) -> ChatView:
+        """A conversation to stop, answer again, edit, and fork at a token of an answer.
 
         It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
-        restart too, or "auto" for the newest.
+        restart too, or "auto" for the newest. `suggestions` are first messages to press; [] for none.
         """
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView
 
-        return ChatView(self._session, system=system, restore=restore, **options)
+        return ChatView(self._session, system=system, restore=restore, suggestions=suggestions, **options)
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
-        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+        """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.
 
+        Type a prompt to see what it would hit. Of `limit` bars and more, those with the most pages are drawn.
         The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
         """
         self._client.host.check()
-        from rekindle._src.notebook.dashboard import TreeView
+        from rekindle._src.notebook.tree import TreeView
 
         return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
 
