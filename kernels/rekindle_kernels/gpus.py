@@ -1,4 +1,4 @@
-"""What GPUs of each generation can run: the one table that kernels, defaults and reports read.
+"""The table of what GPUs of each generation can run, which kernels, defaults and reports read.
 
 Rows for which no GPU has run anything yet say what the compilers for that generation say.
 """

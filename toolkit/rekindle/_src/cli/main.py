@@ -345,7 +345,10 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {
         "metavar": "N", "help": "speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     },
-    "drafts": {"help": "where draft tokens come from: auto (default), none, or suffix for all texts of the session"},
+    "drafts": {
+        "help": "where draft tokens come from: auto (default), none, suffix for all texts of the session, or mtp for "
+        "the model's own head",
+    },
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},
     "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},

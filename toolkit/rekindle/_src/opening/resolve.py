@@ -82,6 +82,8 @@ def resolve(
         raise ConfigError(
             "prompt_lookup", config.prompt_lookup, 'asks for drafts, and drafts="none" for none', "Use one of them"
         )
+    if config.drafts == "mtp":
+        _check_head(config, model, placement)
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,
@@ -105,6 +107,15 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
+
+
+def _check_head(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
+    """Raise ConfigError for a model that has no head which drafts tokens, and for several devices."""
+    if model.draft_head is None:
+        problem = f"needs a head that drafts tokens, and this {model.model_type} model has none that is implemented"
+        raise ConfigError("drafts", config.drafts, problem, 'Use drafts="suffix" or "auto"')
+    if placement.divided:
+        raise ConfigError("drafts", config.drafts, "can't be divided over several devices", "Use one device")
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
