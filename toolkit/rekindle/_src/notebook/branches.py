@@ -22,10 +22,10 @@ class Place(NamedTuple):
     """The place of a message among its versions, from 1 on. It is 0 where none of them is shown."""
 
     number: int
-    count: int
+    total: int
 
     def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
+        return f"{self.number}/{self.total}"
 
 
 class Branches(Generic[A]):

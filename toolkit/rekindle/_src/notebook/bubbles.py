@@ -57,7 +57,7 @@ def turn(
     if role in _FOLDED:
         shown = html.details(_FOLDED[role], shown, key=f"{role} {at}")
     facts = " · ".join(html.escape(part) for part in quiet if part)
-    versions = f"{_BACK.draw(at)}<span>{place}</span>{_ON.draw(at)}" if place.count > 1 else ""
+    versions = f"{_BACK.draw(at)}<span>{place}</span>{_ON.draw(at)}" if place.total > 1 else ""
     look = f"display:flex;flex-wrap:wrap;gap:2px 8px;align-items:center;font-size:{style.TINY}"
     below = f'{versions}<span style="opacity:{style.QUIET}">{facts}</span>' if facts else versions
     acts = f'<div class="rekindle-acts" style="{look}">{below}{"".join(action.draw(at) for action in actions)}</div>'
@@ -72,9 +72,9 @@ def turn(
 
 def lost(at: int, place: Place) -> html.Markup:
     """Return a line that leads back to the versions of a message that is written anew."""
-    if not place.count:
+    if not place.total:
         return html.Markup("")
-    words = f"{html.count(place.count, 'earlier version')} of this message"
+    words = f"{html.count(place.total, 'earlier version')} of this message"
     back = Action("earlier", "‹ Back", "Show the version before").draw(at)
     look = f"display:flex;justify-content:flex-end;gap:8px;font-size:{style.TINY}"
     return html.Markup(f'<div style="{look}"><span style="opacity:{style.QUIET}">{words}</span>{back}</div>')
