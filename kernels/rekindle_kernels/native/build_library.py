@@ -36,8 +36,12 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = kernel_table.WRITTEN if spec is kernel_table.WRITE_KV else kernel_table.DTYPES
-        if spec in kernel_table.GROUPED.values():
-            dtypes = int4_format.STORED[str(spec.operands[spec.index("weight")].dtype)]
+        for stored, specs in (
+            (int4_format.STORED, kernel_table.GROUPED),
+            (int4_format.STORED_SMALLEST, kernel_table.GROUPED_SMALLEST),
+        ):
+            if spec in specs.values():
+                dtypes = stored[str(spec.operands[spec.index("weight")].dtype)]
         if spec in kernel_table.ADAPTERS:
             dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:
@@ -163,10 +167,14 @@ def _compiled(
     """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
+    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
+    if sys.platform == "win32":  # it has no processes that begin as a copy of this one
+        for name, path in zip(names, results, strict=True):
+            if deadline is None or time.monotonic() < deadline:
+                _compile(name, level, path, linked)
+        return [path if path.exists() else None for path in results]
     jobs, ready = os.pipe()  # a process takes the next number from it
     os.set_blocking(jobs, False)
-    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
-
     asked_by = os.getpid()
 
     def work() -> None:
@@ -192,6 +200,8 @@ def _compiled(
 
 def _forked(work: Callable[[], None]) -> int:
     """Return a process that does the work and ends."""
+    if sys.platform == "win32":
+        raise NotImplementedError("there is no fork")
     process = os.fork()
     if process == 0:
         status = 1

@@ -6,47 +6,21 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from golden.make import PROMPT
 from helpers import checkpoints
-from rekindle._src.models.base import LoadedModel, merge
+from helpers.draft_heads import drafts, with_head
 from rekindle._src.models.loading import checkpoint
 from rekindle._src.models.loading.gguf.blocks import F32
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.source import llama_cpp_name
-from rekindle._src.models.plain import PlainAttention
 from rekindle._src.models.registry import config_from_hf, gguf_form, manifest
 
 HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe")
 TOLERANCE = 2e-4  # of the logits' standard deviation
-
-
-def with_head(name: str) -> dict[str, Any]:
-    return checkpoints.CASES[name] | {"draft_head": True}
-
-
-def drafts(model: LoadedModel, prompt: list[int]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The logits of the first draft after each pair of a text [T - 1, V], and of the second after the last pair [V]."""
-    module: Any = merge(model.graph, model.leaves)
-    ids = jnp.array(prompt, jnp.int32)
-    hidden = module(ids, jnp.arange(len(ids)), PlainAttention(module, len(ids)), jnp.full(len(ids), len(ids)))
-
-    def head(states: Any, tokens: Any) -> Any:
-        length = len(tokens)
-        entries = module.draft_entries(tokens, states, jnp.arange(length), None)
-        attend = PlainAttention(module.drafter, length)
-        return module.draft(entries.x, attend(0, entries.q, entries.k, entries.v), entries.gate)
-
-    states, tokens = hidden[:-1], ids[1:]
-    first = head(states, tokens)
-    logits = module.logits(first)
-    states = jnp.concatenate([states, first[-1:]])
-    second = head(states, jnp.append(tokens, logits[-1].argmax()))
-    return np.asarray(logits), np.asarray(module.logits(second[-1:])[0])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -167,5 +141,5 @@ def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
 
 def test_a_config_alone_asks_for_no_head(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, with_head("qwen3.5"), checkpoints.tensors(checkpoints.CASES["qwen3.5"]))
-    for drafts in (True, False):
-        assert checkpoint.describe(folder, dtype="float32", drafts=drafts).found.config.draft_head is None
+    for asked in (True, False):
+        assert checkpoint.describe(folder, dtype="float32", drafts=asked).found.config.draft_head is None

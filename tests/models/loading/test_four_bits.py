@@ -44,16 +44,16 @@ KINDS = {
     "Q8_0": "int8-32", "Q5_0": "int6-32", "Q5_1": "int6-32-min", "Q5_K": "int6-32-min-k", "Q6_K": "int6-16-k",
     "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32-k", "MXFP4": "fp4-32", "NVFP4": "int6-16-f32",
     "Q1_0": "int4-128", "Q2_0": "int4-64", "TQ1_0": "int4-128", "TQ2_0": "int4-128",
-    "Q2_K": "int6-16-min-k", "Q3_K": "int6-16-k",
-    "IQ1_S": "int6-32-f32", "IQ1_M": "int6-16-f32", "IQ3_XXS": "int6-32-f32", "IQ3_S": "int6-32-f32",
-    "IQ2_XXS": "int8-32-f32", "IQ2_XS": "int8-16-f32", "IQ2_S": "int8-16-f32",
+    "Q2_K": "int4-16-min-k", "Q3_K": "int4-16-k",
+    "IQ1_S": "iq4-32-f32", "IQ1_M": "iq4-16-f32", "IQ3_XXS": "int6-32-f32", "IQ3_S": "int4-32-min-f32",
+    "IQ2_XXS": "iq4-32-f32", "IQ2_XS": "iq4-16-f32", "IQ2_S": "iq4-16-f32",
 }  # fmt: skip
 # Of each weight in memory, as the documentation says.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625, "Q6_K": 6.5625,
     "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "NVFP4": 8, "Q1_0": 4.125, "Q2_0": 4.25, "TQ1_0": 4.125,
-    "TQ2_0": 4.125, "Q2_K": 7.125, "Q3_K": 6.5625, "IQ1_S": 7, "IQ1_M": 8, "IQ3_XXS": 7, "IQ3_S": 7, "IQ2_XXS": 9,
-    "IQ2_XS": 10, "IQ2_S": 10,
+    "TQ2_0": 4.125, "Q2_K": 5.125, "Q3_K": 4.5625, "IQ1_S": 5, "IQ1_M": 6, "IQ3_XXS": 7, "IQ3_S": 6, "IQ2_XXS": 5,
+    "IQ2_XS": 6, "IQ2_S": 6,
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")

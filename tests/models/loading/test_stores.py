@@ -212,6 +212,8 @@ def test_a_store_is_listed_up_to_a_bound(home: Path, monkeypatch: pytest.MonkeyP
         tool_homes.ollama(store, f"library/m/{number}", {"layers": []})
     monkeypatch.setattr(model_store, "MAX_MODELS", 10)
     assert len(ollama.Ollama().entries()) == 10
+    monkeypatch.setattr(model_store, "MAX_ENTRIES", 7)
+    assert len(ollama.Ollama().entries()) == 7
 
 
 def test_a_model_by_half_its_name(home: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,8 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
+    drafting: bool = False  # the model's own head drafts the token after the one that it samples
+    following: int = -1  # the token after its last one, if it does not sample that
 
 
 class PageMove(NamedTuple):
@@ -266,8 +268,8 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it has drafts. The next step can then be planned only after this one's result is known."""
-        return any(row.draft for row in self.decode)
+        """True if it has drafts, or makes some. The next step is then planned when this one's result is known."""
+        return any(row.draft or row.drafting for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -230,6 +230,7 @@ def _described(request: OpenRequest) -> CheckpointPlan:
             seen=None if request.ahead is None else request.ahead.seen,
             device_memory=config.device_memory,
             projector=config.projector,
+            drafts=config.drafts == "mtp",
         )
     finally:
         shown.hidden = False

@@ -75,7 +75,7 @@ class HeadStart:
     def _look(self, folder: str | Path, config: EngineConfig) -> None:
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
-        checkpoint = self.seen = stored.look(folder, config.projector)
+        checkpoint = self.seen = stored.look(folder, config.projector, drafts=config.drafts == "mtp")
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
             unpacked = not native and kept_weights.has_room(checkpoint, dtype, config.device_memory)

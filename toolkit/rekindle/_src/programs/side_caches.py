@@ -24,7 +24,7 @@ Two more, on paper:
         # leaves: one input's rows, [tokens, hidden]; content: digest of the encoder's weights and preprocessing
         # feature: one integer for each prefill token, its place among the slots; embeddings are replaced there
 
-    class DraftPages(DevicePlan):          # of a drafter with layers of its own
+    class DraftPages(DevicePlan):          # of a drafter that is another model
         name = "drafts"                    # stored as ", drafts of "
         keying = Keying.PAGES              # as many in a row as the drafter sees: all of them, or its window
         share, costs = 8, "measured"       # a drafter's tokens are cheap to compute

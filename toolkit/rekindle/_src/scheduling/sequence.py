@@ -363,6 +363,8 @@ class Sequence:
             self.outputs if self.fresh and self.generated else None,
             start < self.published * self.page_size,
             sides=sides,
+            drafting=samples and self._asks,
+            following=int(self._tokens[end]) if end < self.known and not samples else -1,
         )
         self.fresh = False
         self.planned = end
@@ -382,6 +384,7 @@ class Sequence:
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         self.in_flight += len(tokens)
+        asks = self._asks
         return [
             Row(
                 self.request,
@@ -395,9 +398,15 @@ class Sequence:
                 generated=self.sampled + index,
                 draft=True,
                 sides=sides[index],
+                drafting=asks,
             )
             for index in range(len(tokens))
         ]
+
+    @property
+    def _asks(self) -> bool:
+        """True if a drafter wants its rows to draft."""
+        return bool(self.drafting) and any(drafts.asks for drafts in self.drafting.values())
 
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""

@@ -28,12 +28,13 @@ from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
+from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
-__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
+__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config"]
 # Buffers that older versions of transformers saved with the weights, which follow from the config.
 HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
 
@@ -186,20 +187,6 @@ def _damage_warns() -> Iterator[None]:
         yield
     except StoreError as error:
         warnings.warn(f"{error}; loading the checkpoint again", stacklevel=4)
-
-
-def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
-    """Return the dtype that "auto" stands for: bfloat16 on CPU, where it reads twice as fast, else the checkpoint's.
-
-    Without a config the result can be "auto" again.
-    """
-    if dtype != "auto":
-        return dtype
-    if (platform or jax.default_backend()) == "cpu":
-        return "bfloat16"
-    if config is None:
-        return "auto"
-    return config.dtype if config.dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 
 def load(

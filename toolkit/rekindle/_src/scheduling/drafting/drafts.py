@@ -20,6 +20,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
+from rekindle._src.scheduling.drafting.heads import HeadDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
 from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
@@ -41,6 +42,8 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
         past = (SuffixDrafter(),)
     elif limits.prompt_lookup:
         past = (LookupDrafter(),)
+    if limits.drafts == "mtp":
+        past = (*past, HeadDrafter())
     return ForcedDrafter(), *past
 
 
@@ -75,6 +78,9 @@ class Drafts:
             return
         counts = self._counts(proposals, len(rows), room, mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
+            if not counts[sequence]:
+                sequence.drafting[drafter.name].declined()
+                continue
             room = self._ledger.sides.draft_room(counts.get(sequence, 0))
             if count := self._within_pages(sequence, room):
                 sides = self._ledger.sides.drafts_of(sequence, count)
@@ -89,6 +95,8 @@ class Drafts:
             self._alone = step
         if waited:
             self._waits = step
+        for drafter in self._drafters:
+            drafter.planned(step)
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""

@@ -11,6 +11,7 @@ the matrix that makes keys and values of latent vectors, in whose place files ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ PACKINGS = {
     "Q2_0": Packing(64),
     "TQ1_0": Packing(128),
     "TQ2_0": Packing(128),
-    "Q2_K": Packing(16, minimum=True, scales=int4.STEPPED, bits=6),
-    "Q3_K": Packing(16, scales=int4.STEPPED, bits=6),
+    "Q2_K": Packing(16, minimum=True, scales=int4.STEPPED),
+    "Q3_K": Packing(16, scales=int4.STEPPED),
     "Q4_0": Packing(32),
     "Q4_1": Packing(32, minimum=True),
     "Q4_K": Packing(32, minimum=True, scales=int4.STEPPED),
@@ -57,13 +58,13 @@ PACKINGS = {
     "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=6),
     "Q6_K": Packing(16, scales=int4.STEPPED, bits=6),
     "Q8_0": Packing(32, bits=8),
-    "IQ1_S": Packing(32, scales="float32", bits=6),
-    "IQ1_M": Packing(16, scales="float32", bits=6),
-    "IQ2_XXS": Packing(32, scales="float32", bits=8),
-    "IQ2_XS": Packing(16, scales="float32", bits=8),
-    "IQ2_S": Packing(16, scales="float32", bits=8),
+    "IQ1_S": Packing(32, scales="float32", codes=True),
+    "IQ1_M": Packing(16, scales="float32", codes=True),
+    "IQ2_XXS": Packing(32, scales="float32", codes=True),
+    "IQ2_XS": Packing(16, scales="float32", codes=True),
+    "IQ2_S": Packing(16, scales="float32", codes=True),
     "IQ3_XXS": Packing(32, scales="float32", bits=6),
-    "IQ3_S": Packing(32, scales="float32", bits=6),
+    "IQ3_S": Packing(32, minimum=True, scales="float32"),
     "IQ4_NL": Packing(32, codes=True),
     "IQ4_XS": Packing(32, scales=int4.STEPPED, codes=True),
     "MXFP4": Packing(32, scales=int4.EXPONENTS, codes=True),
@@ -178,10 +179,27 @@ def _of_levels(kind: str) -> Callable[[Any], Found]:
     def found(blocks: Any) -> Found:
         levels, scales = levels_of(blocks)
         groups = levels.shape[1] // packing.group // scales.shape[1]
-        offset = int4.OFFSET if packing.bits == 4 else 0
-        return levels + np.int8(offset), np.repeat(scales, groups, axis=1).astype(packing.scales), None
+        scales = np.repeat(scales, groups, axis=1).astype(packing.scales)
+        if packing.codes:
+            return _places(packing.scales)[levels.view(np.uint8)], scales, None
+        return levels + np.int8(int4.OFFSET if packing.bits == 4 else 0), scales, None
 
     return found
+
+
+@functools.cache
+def _places(scales: str) -> NDArray[np.uint8]:
+    """Return where a codebook has the level that is the bits of a byte."""
+    places = np.zeros(256, np.uint8)
+    for place, level in reversed(list(enumerate(int4.CODEBOOKS[scales]))):
+        places[level & 255] = place
+    return places
+
+
+def _odd_levels(blocks: Any) -> Found:
+    """Return the halves, rounded down, of IQ3_S's levels: they are 1, 3 and so on to 15, positive and negative."""
+    levels, scales = SCALED["IQ3_S"](blocks)
+    return (levels + np.int8(15)) >> np.int8(1), scales * np.float32(2), scales * np.float32(-15)
 
 
 def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
@@ -201,12 +219,13 @@ def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
 
 _INTEGERS: dict[str, Callable[[Any], Found]] = {
     **{kind: _of_levels(kind) for kind in SCALED},
+    "IQ3_S": _odd_levels,
     "Q2_K": lambda blocks: (
         q2_k(blocks),
         _stepped(blocks["scales"] & np.uint8(15), blocks["scale"]),
         _stepped(blocks["scales"] >> np.uint8(4), -blocks["least"]),
     ),
-    "Q3_K": lambda blocks: (q3_k(blocks), _stepped(q3_k_scales(blocks), blocks["scale"]), None),
+    "Q3_K": lambda blocks: (q3_k(blocks) + np.int8(int4.OFFSET), _stepped(q3_k_scales(blocks), blocks["scale"]), None),
     "Q4_0": _one_group(q4),
     "Q4_1": _one_group(q4, minimums=True),
     "Q4_K": _with_k_scales(q4_k),

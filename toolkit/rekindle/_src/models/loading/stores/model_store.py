@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import difflib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle.errors import CheckpointError
 
 MAX_MODELS = 1000  # of a store
-MAX_ENTRIES = 4096  # of a folder
+MAX_ENTRIES = 4096  # of a folder, and of a level of folders
 MAX_NAME = 256  # characters of a file's name
 MOST_NAMED = 5  # models in an error
 
@@ -96,13 +97,12 @@ def children(folder: Path) -> list[Path]:
     return sorted(paths)
 
 
-def at_depth(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the paths that lie so many levels below a folder."""
-    for path in children(folder):
-        if depth == 1:
-            yield path
-        elif path.is_dir():
-            yield from at_depth(path, depth - 1)
+def at_depth(folder: Path, depth: int) -> list[Path]:
+    """Return the paths that lie so many levels below a folder, of each level at most `MAX_ENTRIES`."""
+    level = [folder]
+    for _ in range(depth):
+        level = [*itertools.islice((path for parent in level for path in children(parent)), MAX_ENTRIES)]
+    return level
 
 
 def in_folder(folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
