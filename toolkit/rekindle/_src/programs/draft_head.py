@@ -14,7 +14,6 @@ Axes: R decode rows, T prefill tokens, N rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -88,13 +87,15 @@ def drafted(
         inputs.flags.shape[0], spec.scale, spec.sliding_window, spec.soft_cap, deterministic=deterministic
     )
 
+    # Attention reads nothing of rows without a length. It is not under the condition, which would copy the pages.
+    drafting, (x, queries, gate) = inputs.flag(RowFlag.DRAFTING), entries.of(inputs.last)
+    lengths, no_prompts = jnp.where(drafting, inputs.lengths, 0), jnp.zeros(1, jnp.int32)
+    call = AttentionInputs(queries, pages, inputs.page_table, lengths, no_prompts, no_prompts[0], None, None)
+    attended = paged_attention(call, options, implementation=implementation)
+
     def drafts() -> Array:
         numbers = jnp.arange(1, inputs.flags.shape[0] + 1, dtype=jnp.int32)
-        needed = jnp.max(numbers, initial=0, where=inputs.flag(RowFlag.DRAFTING))
-        x, queries, gate = entries.of(inputs.last)
-        no_prompts: Any = jnp.zeros(1, jnp.int32)
-        call = AttentionInputs(queries, pages, inputs.page_table, inputs.lengths, no_prompts, no_prompts[0], None, None)
-        attended = paged_attention(call, options, implementation=implementation)
+        needed = jnp.max(numbers, initial=0, where=drafting)
         return sample(model.logits(model.draft(x, attended, gate), needed))
 
     none = jnp.full(inputs.flags.shape, NONE, jnp.int32)
