@@ -83,13 +83,13 @@ def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
     return code
 
 
-def machine_of(level: cpu.Level, *, linked: bool = True) -> object:
-    """LLVM's target machine for code of a shared library, or for what `object_loader` loads."""
+def machine_of(level: cpu.Level, *, linked: bool = True, system: str = sys.platform) -> object:
+    """LLVM's target machine for code of a shared library, or for what `object_loader` loads, on one of `SYSTEMS`."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
-    architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
-    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
+    architecture = "arm64" if system == "darwin" and level.machine == "aarch64" else level.machine
+    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[system]}")
     reloc, model = ("pic", "default") if linked else ("static", "jitdefault")
     return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc=reloc, codemodel=model)
 
