@@ -103,6 +103,11 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/models/loading/hub.py": {"_HUB_ID": USER("the name of a model", "an argument")},
     "toolkit/rekindle/_src/models/loading/named_tensors.py": {"_NAME": US("a parameter's path", "a path")},
+    "toolkit/rekindle/_src/models/loading/stores/hub_cache.py": {"_COMMIT": STRANGER("a folder's name", "MAX_NAME")},
+    "toolkit/rekindle/_src/models/loading/stores/ollama.py": {
+        "_DIGEST": STRANGER("a digest in a manifest, or a blob's name", "MAX_MANIFEST"),
+        "_PART": STRANGER("a part of a model's name", "MAX_NAME"),
+    },
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "_FILE_NAME": STRANGER("a file's name in an index", "_MAX_HEADER"),
     },
@@ -202,6 +207,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },
+    "toolkit/rekindle/_src/cli/completion.py": {"shlex.split": USER("a command line", "an argument")},
     "toolkit/rekindle/_src/cli/usage.py": {
         "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
     },
@@ -227,11 +233,18 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
+    "toolkit/rekindle/_src/models/loading/gguf/grids.py": {"zlib.decompress": US("the grids", "a constant")},
     "toolkit/rekindle/_src/models/loading/hub.py": {
         "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
     },
     "toolkit/rekindle/_src/models/loading/known_models.py": {"json.loads": US("a kept description", "a file")},
     "toolkit/rekindle/_src/models/loading/prepared.py": {"json.loads": US("checksums of kept weights", "a file")},
+    "toolkit/rekindle/_src/models/loading/stores/known.py": {
+        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
+    },
+    "toolkit/rekindle/_src/models/loading/stores/model_store.py": {
+        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
+    },
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },

@@ -37,8 +37,12 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = kernel_table.WRITTEN if spec is kernel_table.WRITE_KV else kernel_table.DTYPES
-        if spec in kernel_table.GROUPED.values():
-            dtypes = int4_format.STORED[str(spec.operands[spec.index("weight")].dtype)]
+        for stored, specs in (
+            (int4_format.STORED, kernel_table.GROUPED),
+            (int4_format.STORED_SMALLEST, kernel_table.GROUPED_SMALLEST),
+        ):
+            if spec in specs.values():
+                dtypes = stored[str(spec.operands[spec.index("weight")].dtype)]
         if spec in kernel_table.ADAPTERS:
             dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:

@@ -212,7 +212,7 @@ def _gemm(kernel: Variant) -> Kernel:
 
 
 def _grouped(weight: str, kernel: Variant) -> Kernel:
-    return int4.kernel(kernel.dtype, weight)
+    return int4.kernel(kernel.dtype, weight, smallest=kernel.spec in table.GROUPED_SMALLEST.values())
 
 
 def _write_kv(kernel: Variant) -> Kernel:
@@ -237,6 +237,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: lambda kernel: matvec.kernel(STORAGE[kernel.dtype], scaled=kernel.dtype == "int8"),
     table.GEMM: _gemm,
     **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED.items()},
+    **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED_SMALLEST.items()},
     table.RMS_NORM: lambda kernel: norms_and_gates.norm_kernel(),
     table.GATED_ROWS: lambda kernel: norms_and_gates.gated_kernel(),
     table.ROPE: lambda kernel: heads.rope_kernel(),
