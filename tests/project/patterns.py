@@ -120,9 +120,9 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/models/vision/weights.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored_of_towers),
     },
-    "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/notebook/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
     "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
+    "toolkit/rekindle/_src/notebook/transcripts.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/programs/collectives.py": {"_SIZES": US("a key of kept measurements", "a key")},
     "toolkit/rekindle/_src/serve/errors.py": {
         "_PATTERN": STRANGER(
@@ -251,7 +251,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
-    "toolkit/rekindle/_src/notebook/chat.py": {"json.loads": US("a kept conversation", "a file")},
+    "toolkit/rekindle/_src/notebook/transcripts.py": {"json.loads": US("a kept conversation", "a file")},
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
     "toolkit/rekindle/_src/processes/facts.py": {"json.loads": US("the facts of this process", "a line")},
     "toolkit/rekindle/_src/programs/store.py": {"json.loads": US("the description of a program", "a file")},

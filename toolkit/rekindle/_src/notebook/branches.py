@@ -1,4 +1,4 @@
-"""What a conversation might have been: the versions of a message that was edited, answered again or forked."""
+"""The versions of a conversation: those of a message that was edited, answered again or forked."""
 
 from __future__ import annotations
 

@@ -167,22 +167,22 @@ def visible(text: str) -> str:
     return f"{before.translate(signs)}{inner}{after.translate(signs)}"
 
 
-class Choice(NamedTuple):
-    """What could stand at a token's place, and how likely it was there."""
+class Alternative(NamedTuple):
+    """A token that could stand at another one's place, and how likely it was there."""
 
     text: str
     probability: float
     chosen: bool = False
 
 
-def choices(entries: Sequence[Choice]) -> html.Markup:
+def choices(entries: Sequence[Alternative]) -> html.Markup:
     """Return the alternatives at a token as bars. A page with scripts takes the text of one that is pressed."""
     rows = "".join(_choice(place, entry) for place, entry in enumerate(entries))
     look = f"display:grid;grid-template-columns:max-content 12em max-content;gap:2px 8px;font-size:{style.SMALL}"
     return html.Markup(f'<div aria-label="What could stand here" style="{look};align-items:center">{rows}</div>')
 
 
-def _choice(place: int, entry: Choice) -> str:
+def _choice(place: int, entry: Alternative) -> str:
     weight = "600" if entry.chosen else "400"
     name = html.escape(visible(html.shorten(entry.text, 24)).replace("\n", ""))
     label = f'data-row="use" data-at="{place}" title="Put this into the field"'

@@ -425,7 +425,7 @@ class ChatView(Live):
             place -= len(delta.token_ids)
         return None
 
-    def _choices(self, index: int) -> list[bubbles.Choice]:
+    def _choices(self, index: int) -> list[bubbles.Alternative]:
         """Return what could stand at a token of the last answer, the likeliest first."""
         found = self._logprobs(index)
         if found is None and self._peek is not None and self._peek.done:
@@ -436,7 +436,7 @@ class ChatView(Live):
         likely = dict(zip(found.top_ids[:_SHOWN_CHOICES], found.top_logprobs, strict=False))
         likely |= {chosen: found.logprob} if found.token_id == chosen else {}
         return [
-            bubbles.Choice(decode([token], skip_special_tokens=False), math.exp(logprob), token == chosen)
+            bubbles.Alternative(decode([token], skip_special_tokens=False), math.exp(logprob), token == chosen)
             for token, logprob in likely.items()
         ]
 

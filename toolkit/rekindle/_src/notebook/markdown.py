@@ -354,7 +354,7 @@ def _codes(text: str) -> Iterator[InlineSpan]:
 _FORMULAS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]"}
 
 
-class _Ahead:
+class _SignSearch:
     """The next place of a sign in a text, from places that only grow; each character is looked at once."""
 
     def __init__(self, text: str, sign: str) -> None:
@@ -370,8 +370,8 @@ class _Ahead:
 
 def _formulas(text: str) -> Iterator[InlineSpan]:
     """Yield formulas, between dollars or TeX's brackets. Amounts of dollars are none."""
-    openings = {sign: _Ahead(text, sign) for sign in _FORMULAS}
-    closings = {sign: _Ahead(text, sign) for sign in _FORMULAS.values()}
+    openings = {sign: _SignSearch(text, sign) for sign in _FORMULAS}
+    closings = {sign: _SignSearch(text, sign) for sign in _FORMULAS.values()}
     start = 0
     while start < len(text):
         opening = min(openings, key=lambda sign: openings[sign].of(start))  # of "$$" and "$", the longer one
