@@ -4,6 +4,9 @@ A wheel carries them and is then one for this platform; an editable installation
 that git ignores. What `python -m rekindle_kernels.native.build_library` made before for these sources, as for the
 wheels of a release, is taken as it is. `REKINDLE_BUILD_KERNELS=0` makes none: the wheel is pure Python, and XLA does
 their work.
+
+`REKINDLE_WHEEL_LIBRARY` names a folder with a library for another platform, which `build_library` made by `--system` or
+`--levels` and `--linker`: the wheel carries it and is one for that platform.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,10 @@ class PlatformWheel(BuildHookInterface):
             file = Path(tempfile.mkdtemp(prefix="rekindle-commit-")) / "commit.txt"  # until the wheel is written
             file.write_text(f"{commit}\n")
             build_data["force_include"][str(file)] = "rekindle/commit.txt"  # for `rekindle doctor`
+        other = os.environ.get("REKINDLE_WHEEL_LIBRARY")
+        if other and version != "editable":
+            add_library(Path(other), build_data, checked=Path(self.root))
+            return
         folder = Path(self.root) / PREBUILT
         if os.environ.get("REKINDLE_BUILD_KERNELS", "1") == "0":
             return
@@ -44,12 +50,34 @@ class PlatformWheel(BuildHookInterface):
         made = compiled(Path(self.root), folder)
         if version == "editable" or not made:
             return
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name in ("manifest.json", manifest["library"]):
-            build_data["force_include"][str(folder / name)] = f"rekindle_kernels/native/prebuilt/{name}"
-        system = LINUX if sys.platform == "linux" else MACOS
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{system}_{platform.machine()}"
+        add_library(folder, build_data)
+
+
+def add_library(folder: Path, build_data: dict[str, Any], checked: Path | None = None) -> None:
+    """Add a library and its manifest to the wheel, which is then one for the library's platform.
+
+    With `checked`, a clone, raise RuntimeError if the library was made from other sources than the clone's.
+    """
+    manifest = json.loads((folder / "manifest.json").read_text())
+    if checked is not None and (own := digest_of(checked)) != manifest["sources"]:
+        raise RuntimeError(
+            f"{folder} has kernels of other sources ({manifest['sources']}, and these are {own}): make it again"
+        )
+    for name in ("manifest.json", manifest["library"]):
+        build_data["force_include"][str(folder / name)] = f"rekindle_kernels/native/prebuilt/{name}"
+    system, _, machine = manifest["platform"].partition("-")
+    named = f"{MACOS}_{'arm64' if machine == 'aarch64' else machine}" if system == "darwin" else f"{LINUX}_{machine}"
+    build_data["pure_python"] = False
+    build_data["tag"] = f"py3-none-{named}"
+
+
+def digest_of(root: Path) -> str:
+    """Return the digest of the kernels' sources in a clone."""
+    code = "from rekindle_kernels.native import library; print(library.source_digest())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root / "kernels", capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
 
 
 def commit_of(root: Path) -> str:

@@ -130,9 +130,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     change = config.getoption("--half-of")
     if change:
-        from helpers.thorough import drawn
+        from helpers.thorough import drawn, file_of
 
-        files = {item: item.path.relative_to(config.rootpath).as_posix() for item in items}
+        files = {item: file_of(item).relative_to(config.rootpath).as_posix() for item in items}
         config.hook.pytest_deselected(items=[item for item in items if not drawn(files[item], change)])
         items[:] = [item for item in items if drawn(files[item], change)]
 

@@ -125,8 +125,8 @@ assert session.config.page_size == 32, "pages have 32 tokens by default"
 assert reply.usage.cached_tokens == 64, "the third question reuses the whole pages of the conversation"
 
 # %% [markdown]
-# `session.view.chat()` is a conversation with buttons: answer again, take the last message back, and click a token of an
-# answer to go on from there with other words. This one was given its question by code, so that the page shows something.
+# `session.view.chat()` is a conversation to talk to: point at a message to edit it or to have it answered again, and click a token
+# of an answer to go on from there with other words. This one was given its question by code, so that the page shows something.
 
 # %%
 chat = session.view.chat(max_tokens=40)

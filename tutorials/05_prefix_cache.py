@@ -126,8 +126,9 @@ assert 2 + 3 + 3 + 4 == 12, "pages without sharing"
 assert session.stats().cache.nodes == 5, "every branch is stored once"
 
 # %% [markdown]
-# `session.view.tree()` draws the tree: runs of pages without a branch, the tier that holds them, and how often they were
-# visited. While the kernel lives you can fold it, and type a prompt to see what it would hit. `explain` says that in words.
+# `session.view.tree()` draws the tree: a bar for each run of pages without a branch, as wide as its tokens and as tall as all that share it, in
+# the colour of the tier that holds it. While the kernel lives you can press a bar for its text, and type a prompt to see what it would hit.
+# `explain` says that in words.
 
 # %%
 session.view.tree()

@@ -196,7 +196,7 @@ assert forgotten == 44, "0.9 to the 44th is below a hundredth"
 # %% [markdown]
 # ## In production
 #
-# vLLM and SGLang keep states of hybrids at block boundaries or at the ends of requests, and trade their number against hits; training and prefill compute the recurrence in chunks, as matrix products. Speculation has to keep the state before each draft, since a refused one can't be taken back.
+# vLLM and SGLang keep states of hybrids at block boundaries or at the ends of requests, and trade their number against hits; training and prefill compute the recurrence in chunks, as matrix products. Speculation has to keep the state after each draft, since a refused one can't be taken back: rekindle writes them to slots of their own, SGLang keeps their inputs and computes the accepted ones again.
 #
 # ## Further reading
 #

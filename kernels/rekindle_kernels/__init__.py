@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         ensure_kernels,
         environment,
         fuse,
+        gpu_path,
         kernel_being_compiled,
         kernels_for,
         kernels_in,
@@ -89,7 +90,7 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
     ),
     "ops.memory": "abstract_pages fill_pages give_up_zeros init_pages zeros",
     "ops.programs": (
-        "BackgroundBuild Traits build_kernels configure ensure_kernels environment fuse kernel_being_compiled "
+        "BackgroundBuild Traits build_kernels configure ensure_kernels environment fuse gpu_path kernel_being_compiled "
         "kernels_for kernels_in kernels_origin traits unavailable_reason"
     ),
     "ops.recurrence": (
@@ -110,7 +111,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
     "WriteCall", "abstract_pages", "activate", "add_adapters", "build_kernels", "causal_convolution", "configure",
     "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
-    "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "greedy",
+    "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "gpu_path", "greedy",
     "grouped_linear", "has_mask_gates", "implementation_names", "init_pages", "kernel_being_compiled",
     "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention", "quantize_rows",
     "rms_norm", "rope", "scatter_pages", "selective_scan", "storage_dtype", "top_k", "traits", "unavailable_reason",

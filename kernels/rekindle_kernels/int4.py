@@ -23,8 +23,8 @@ from rekindle_kernels.int4_format import (  # noqa: F401  other modules import t
     DTYPES,
     EXPONENTS,
     FLOATS,
+    GRIDS,
     GROUPS,
-    GROUPS_OF,
     HIGHEST,
     INPUTS,
     INPUTS_OF,
@@ -34,10 +34,13 @@ from rekindle_kernels.int4_format import (  # noqa: F401  other modules import t
     ROW_BYTES,
     SCALES,
     SIX_OFFSET,
+    SMALLEST,
     SPAN,
     STEP_BYTES,
     STEPPED,
     STORED,
+    STORED_GROUPS,
+    STORED_SMALLEST,
     TILE,
 )
 
@@ -45,10 +48,10 @@ _NIBBLES, _PAIRS = 0x0F0F0F0F, 0x03030303  # four and two bits of each byte
 _AT_ONCE = 1 << 16  # words packed at a time, so that intermediate arrays stay in the cache
 
 
-def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str | None:
+def reason_against(outputs: int, inputs: int, group: int) -> str | None:
     """Return why a matrix can't be stored with this group; None if it can."""
-    if group not in GROUPS_OF[bits]:
-        return f"groups of {group} inputs are not known, only those of {', '.join(map(str, GROUPS_OF[bits]))}"
+    if group not in STORED_GROUPS:
+        return f"groups of {group} inputs are not known, only those of {', '.join(map(str, STORED_GROUPS))}"
     if outputs % OUTPUTS:
         return f"its {outputs} outputs are not a multiple of {OUTPUTS}"
     if inputs % group:

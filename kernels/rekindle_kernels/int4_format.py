@@ -7,7 +7,7 @@ output has a scale, and a minimum or none:
     value = scale * q + minimum        with them
 
 Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
-them. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N.
+them. The group is 16, 32, 64 or 128 inputs. It divides K, and 16 divides N.
 
 The integers of a codebook are indices of 16 values, and there are no minimums: value = scale * codebook[q]. The dtype
 of the scales says which codebook it is (`CODEBOOKS`).
@@ -56,16 +56,21 @@ and a value is rounded once, where the minimum is added: as the format's own ari
 
 Six bits with groups of 32 hold Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
 minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has. NVFP4 has groups of 16, halves of
-integers from -12 to 12, and float32 scales.
+integers from -12 to 12, and float32 scales; IQ3_XXS has groups of 32 and such scales.
+
+Four bits with groups of 16 hold Q3_K, with int8 scales, and Q2_K, with minimums too: 4.6 and 5.1 bits per weight. With
+groups of 64 or 128 they hold Q2_0, Q1_0, TQ1_0 and TQ2_0.
 
 Codebooks with groups of 32 hold MXFP4 with its exponents (4.25 bits per weight, as the file has), IQ4_NL with float16
-scales, IQ4_XS with int8 scales (4.3 bits). Eight bits with groups of 32 hold Q8_0.
+scales, IQ4_XS with int8 scales (4.3 bits). IQ1 and IQ2 have a codebook together, of the levels of their grids, with
+float32 scales: 5 bits with groups of 32, 6 with groups of 16. Eight bits with groups of 32 hold Q8_0.
 """
 
 from __future__ import annotations
 
-GROUPS = (32, 64, 128)  # inputs that share a scale
-GROUPS_OF = {4: GROUPS, 6: (16, *GROUPS), 8: (16, *GROUPS)}  # by bits
+GROUPS = (32, 64, 128)  # inputs that share a scale, where a matrix is quantised here
+SMALLEST = 16  # in files
+STORED_GROUPS = (SMALLEST, *GROUPS)
 OUTPUTS = 16  # of a row of the arrays: lanes of a vector
 INPUTS = 8  # of a tile of four bits
 TILE = OUTPUTS * INPUTS // 2  # bytes: a cache line
@@ -83,8 +88,11 @@ STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
 EXPONENTS = "float8_e8m0fnu"  # scales that are powers of two
 FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of a 4-bit float (E2M1)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-CODEBOOKS = {EXPONENTS: FLOATS, "float16": IQ4, STEPPED: IQ4}  # by the dtype of scales
+GRIDS = (-43, -25, -9, -8, -7, -1, 1, 7, 8, 9, 25, 43, 0, 0, 0, 0)  # of IQ1, times eight, and of IQ2
+CODEBOOKS = {EXPONENTS: FLOATS, "float16": IQ4, STEPPED: IQ4, "float32": GRIDS}  # by the dtype of scales
 STORED = {**dict.fromkeys(DTYPES.values(), (*SCALES, STEPPED)), CODES: tuple(CODEBOOKS)}  # dtypes of scales, by weight
+# The same for the smallest groups, of weights whose kernels have code of their own for them.
+STORED_SMALLEST = {DTYPES[4]: ("float32", STEPPED), CODES: ("float32",)}
 SCALE_BYTES = {"float16": 2, "float32": 4, STEPPED: 1, EXPONENTS: 1}
 SPAN = 256
 STEP_BYTES = 2  # of an output

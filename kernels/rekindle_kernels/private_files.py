@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from rekindle_kernels import read_through
+from rekindle_kernels import read_through, system
 
 TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such a folder out, and `rekindle cache` empties no other
 TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
@@ -40,7 +40,6 @@ SIGNED = ("native", "programs")  # of them, those whose files are signed where t
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
 log = logging.getLogger("rekindle.cache")
-_CANNOT_SYNC = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS, errno.ENOSYS, errno.ENOTSUP})
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -61,7 +60,7 @@ def distrust_reason(folder: Path) -> str | None:
             return None
     except OSError as error:
         return f"{error.filename}, which {KEY_VARIABLE} names, {error.strerror}"
-    if not hasattr(os, "getuid"):
+    if system.owner() is None:
         return None
     try:
         _check_above(Path(os.path.abspath(folder.parent)).parent)
@@ -94,7 +93,7 @@ def make_folder(folder: Path) -> None:
         entries = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
         if entries <= {*KINDS, TAG}:  # else other programs use the folder, too
             write(cache_folder / TAG, [TAG_TEXT.encode()], durable=True)
-    if hasattr(os, "getuid") and not is_shared(folder) and folder.name in KINDS:
+    if system.owner() is not None and not is_shared(folder) and folder.name in KINDS:
         mode = folder.stat().st_mode
         if mode & 0o055:  # made by an earlier version: prompts lie in it
             folder.chmod(stat.S_IMODE(mode) & ~0o055)
@@ -105,15 +104,14 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
     if inside is not None:
         check(path.parent, inside=inside)
     shared = inside is not None and is_shared(inside)
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     entry = inside is not None and inside == path.parent  # a file that is an entry of the cache by itself
     try:
         try:
-            descriptor = os.open(path, flags)
+            descriptor = system.open_file(path, os.O_RDONLY)
         except FileNotFoundError:
             if not entry or not read_through.fetch(path):
                 raise
-            descriptor = os.open(path, flags)
+            descriptor = system.open_file(path, os.O_RDONLY)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotPrivate(path, "is a symbolic link") from error
@@ -147,13 +145,13 @@ def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600, durable: boo
     leave a file of zeros or none: that is for content which is verified when it is read, and can be made again.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    mode = 0o666 if is_shared(path.parent) else mode
     try:
-        with open(os.open(temporary, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
+        with open(system.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.writelines(parts)
         if durable:
             sync(temporary)
-        os.replace(temporary, path)
+        system.replace(temporary, path)
         if durable:
             sync(path.parent)
     except BaseException:
@@ -169,17 +167,7 @@ def sync(path: Path) -> None:
 
     A file system that can't sync, or a folder that this user can't open, is left as it is.
     """
-    if not hasattr(os, "getuid"):
-        return  # Windows syncs neither folders nor files that are open for reading
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise
+    system.sync(path)
 
 
 def sync_all(folder: Path) -> None:
@@ -192,7 +180,7 @@ def sync_all(folder: Path) -> None:
 
 def make_private(folder: Path) -> None:
     """Let only this user read `folder` and what is in it, unless the folder around it is shared with a key."""
-    if is_shared(folder.parent) or not hasattr(os, "getuid"):
+    if is_shared(folder.parent) or system.owner() is None:
         return
     for at, _, files in os.walk(folder):
         os.chmod(at, 0o700)
@@ -229,7 +217,7 @@ def signing_key() -> bytes | None:
 def _key(path: str) -> bytes:
     with open(path, "rb") as file:
         mode, content = os.fstat(file.fileno()).st_mode, file.read()
-    if hasattr(os, "getuid") and mode & (stat.S_IWOTH | stat.S_IROTH):
+    if system.owner() is not None and mode & (stat.S_IWOTH | stat.S_IROTH):
         raise NotPrivate(Path(path), "is open to everybody: chmod o-rw it")
     if len(content) < MIN_KEY:
         raise OSError(errno.EINVAL, f"has {len(content)} bytes, and a key needs {MIN_KEY}", path)
@@ -237,12 +225,14 @@ def _key(path: str) -> bytes:
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
-    if not hasattr(os, "getuid"):
+    own = system.owner()
+    if own is None:
         return
+    user, _ = own
     if stat.S_ISLNK(found.st_mode):
         raise NotPrivate(path, "is a symbolic link: name the folder itself")
-    if found.st_uid != os.getuid():
-        raise NotPrivate(path, f"belongs to user {found.st_uid}, and this process runs as {os.getuid()}")
+    if found.st_uid != user:
+        raise NotPrivate(path, f"belongs to user {found.st_uid}, and this process runs as {user}")
     if found.st_mode & _OTHERS_WRITE:
         raise NotPrivate(path, f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w it")
 
@@ -251,7 +241,11 @@ def _check_above(folder: Path) -> None:
     """Raise `NotPrivate` unless all folders from the root to `folder` are safe. Trusted users' links are followed."""
     remaining, current = [*reversed(folder.parts[1:])], Path(folder.anchor)
     links = 0
-    trusted = _system_users() | {os.getuid()}
+    own = system.owner()
+    if own is None:
+        return
+    user, group = own
+    trusted = _system_users() | {user}
     while True:
         status = current.lstat()
         if status.st_uid not in trusted:
@@ -265,7 +259,7 @@ def _check_above(folder: Path) -> None:
             remaining += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             continue
         sticky = status.st_mode & stat.S_ISVTX
-        by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getgid())
+        by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, group)
         if not sticky and (status.st_mode & stat.S_IWOTH or by_group):
             raise NotPrivate(current, f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
         if not remaining:

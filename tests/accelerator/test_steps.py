@@ -22,7 +22,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import host_pages
 from rekindle._src.programs.buckets import COPY, Bucket, Helper
 from rekindle._src.programs.programs import Programs, compiler_options
-from rekindle_kernels import deprecated
+from rekindle_kernels import deprecated, tuning
 
 pytestmark = pytest.mark.accelerator
 MIB = 2**20
@@ -93,6 +93,32 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
         assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
         assert layer is not None
         assert layer <= step.kernels
+
+
+def test_a_t4_runs_a_step_without_triton_as_one_graph(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compilers.folder("gpu") is None:
+        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    start = time.perf_counter()
+    with compilers.target("gpu", "t4"), deprecated.known():
+        config = config_from_hf({**hf_config("135m"), "num_hidden_layers": 2})
+        graph, leaves = abstract_model(config, "float16", None)
+        page = 2 * config.num_kv_heads * 64 * config.head_dim * 2
+        engine = EngineConfig(
+            max_requests=16, max_model_len=2048, page_size=64, device_pages=2**30 // page, kv_dtype="float16",
+            max_tokens_per_step=256, host_memory=0, disk_memory=0,
+        )  # fmt: skip
+        own = Programs(config, graph, leaves, engine)
+        made = compilers.compiled(own.build(Bucket(16, 0)), "gpu", compiler_options())
+    seconds = time.perf_counter() - start
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
+    temp = made.memory.temp_size_in_bytes / MIB
+    row("T4", "135m decode", f"temp {temp:.0f} MiB", f"host starts {', '.join(made.host_steps)}", f"{seconds:.0f} s")
+    assert made.memory.alias_size_in_bytes >= pages, "pages are not updated in place"
+    assert not made.moves(pages // len(own.kv) // 2)
+    assert temp < 64, "keys are copied"
+    assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
+    assert "xla.gpu.triton" not in made.text
 
 
 @pytest.mark.parametrize("name", ["tables", "gather", "scatter", "copy"])

@@ -13,6 +13,7 @@ question about a picture of `--ask` pixels. `--encode` are the sides of pictures
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -71,10 +72,11 @@ class Neighbour:
         while not self._over.is_set():
             options: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 1.0}
             handle = self._session.submit("Once upon a time", **options)
-            for _ in handle.stream_sync():
-                self.times.append(time.perf_counter())
-                if self._over.is_set():
-                    handle.cancel()
+            with contextlib.suppress(rekindle.RequestAborted):  # it is cancelled at the end
+                for _ in handle.stream_sync():
+                    self.times.append(time.perf_counter())
+                    if self._over.is_set():
+                        handle.cancel()
 
     def __enter__(self) -> Neighbour:
         self._thread.start()

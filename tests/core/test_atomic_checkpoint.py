@@ -19,7 +19,7 @@ def write(folder: Path) -> None:
     (folder / "file").write_text("content")
 
 
-@pytest.mark.parametrize("failing", ["mkdir", "rename"])
+@pytest.mark.parametrize("failing", ["mkdir", "replace"])
 def test_no_coroutine_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     plain = getattr(os, failing)
 

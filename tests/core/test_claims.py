@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from helpers.driving import tiny_config, tiny_model
-from rekindle._src.core import claims
-from rekindle._src.core.claims import claimed, wanted
+from rekindle._src.core.claims import Claim, claimed, wanted
 from rekindle._src.programs.buckets import ADMIT
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
 
-pytestmark = pytest.mark.skipif(claims.fcntl is None, reason="there are no advisory locks here")
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -59,7 +57,7 @@ def test_the_claim_of_a_process_that_dies_ends_with_it(folder: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        results: list[claims.Claim | None] = []
+        results: list[Claim | None] = []
         waiter = threading.Thread(target=lambda: results.append(claimed(folder, "x", lambda: False, 600.0)))
         waiter.start()
         waiter.join(0.3)

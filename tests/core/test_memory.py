@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -214,24 +210,3 @@ def test_in_a_process_of_its_own_what_stays_is_frozen_again(monkeypatch: pytest.
         assert id(made) not in map(id, gc.get_objects())
     finally:
         gc.unfreeze()
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "sysconf"), reason="Windows has no other source to compare with")
-def test_windows_reports_its_memory_where_sysconf_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`GlobalMemoryStatusEx` fills in a structure of 64 bytes, whose length it checks."""
-    expected = memory.total()
-
-    def fill(reference: Any) -> int:
-        status = reference._obj
-        assert status.length == ctypes.sizeof(status) == 64
-        status.total, status.available = expected, 3 * MB
-        return 1
-
-    kernel32 = types.SimpleNamespace(GlobalMemoryStatusEx=fill)
-    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
-    monkeypatch.setattr(os, "name", "nt")
-    monkeypatch.delattr(os, "sysconf")
-    total, available = memory.total(), memory.available()
-    monkeypatch.undo()
-    assert (total, available) == (expected, 3 * MB)

@@ -151,14 +151,14 @@ def _plugin(root: Path) -> None:
 
 
 @functools.cache
-def devices(platform: str, count: int = 1) -> list[jax.Device]:
-    """The devices of a topology that is not there: `count` H100s, or four chips of a v5e."""
+def devices(platform: str, count: int = 1, gpu: str = "h100") -> list[jax.Device]:
+    """The devices of a topology that is not there: `count` GPUs of a kind, or four chips of a v5e."""
     root = folder(platform)
     assert root is not None, FETCH
     jax.devices("cpu")  # JAX looks for plugins now, and once only: this one is not to be found
     if platform == "gpu":
         _plugin(root)
-        target = (HERE / "h100.txtpb").read_text()
+        target = (HERE / f"{gpu}.txtpb").read_text()
         return topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{count}").devices
     os.environ["TPU_LIBRARY_PATH"] = str(root / "libtpu" / "libtpu.so")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -168,9 +168,9 @@ def devices(platform: str, count: int = 1) -> list[jax.Device]:
 
 
 @contextmanager
-def target(platform: str) -> Iterator[jax.Device]:
+def target(platform: str, gpu: str = "h100") -> Iterator[jax.Device]:
     """Inside, what is traced is for that platform, and shapes without a sharding lie on its first device."""
-    device = devices(platform)[0]
+    device = devices(platform, gpu=gpu)[0]
     with jax.default_device(device):
         yield device
 

@@ -33,6 +33,7 @@ from rekindle._src.core.records import (
     Request,
     Row,
     RowResult,
+    SlotPair,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -400,9 +401,11 @@ class FakeRunner:
                 continue
             assert side.reads and side.writes and not row.kept, "a row without its state"
             if row.start and (number, side.reads) not in self.entries_lost:
-                expected = self.sides_read[number][side.reads]
+                assert not row.draft or side.reads == self.last_written, "a draft continues another row"
+                expected = (self.sides if row.draft else self.sides_read)[number][side.reads]
                 assert expected == before[-1], f"{request.id} continues the state of another prefix"
             self.sides[number][side.writes] = written[-1]
+            self.last_written = side.writes
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
         token, reports = None, dict[str, tuple[Any, ...]]()
         if row.samples:
@@ -475,6 +478,10 @@ class FakeRunner:
                 )
                 written |= dict.fromkeys(mine, row.request.id)
         writers: dict[tuple[int | None, int], str] = {}
+        written_slots = [
+            (number, side.writes) for row in rows for number, side in enumerate(row.sides) if isinstance(side, SlotPair)
+        ]
+        assert len(set(written_slots)) == len(written_slots), "two rows write a slot"
         for row in rows:
             for number, run in enumerate(row.sides):
                 if not isinstance(run, PageRun) or row.kept:

@@ -22,11 +22,12 @@ _USUAL = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
     (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
-    (6, 16, "int8", False), (6, 32, "int8", True), (int4.CODES, 32, int4.EXPONENTS, False),
+    (4, 16, "int8", True), (6, 16, "int8", False), (6, 32, "int8", True), (int4.CODES, 32, int4.EXPONENTS, False),
 ]  # fmt: skip
 _RARE = [
     (6, 32, "float16", False), (6, 64, "float32", True), (int4.CODES, 32, "float16", False),
-    (int4.CODES, 32, "int8", False),
+    (int4.CODES, 32, "int8", False), (int4.CODES, 32, "float32", False), (int4.CODES, 16, "float32", False),
+    (4, 16, "float32", True), (4, 16, "int8", False),
 ]  # fmt: skip
 FORMS = [*_USUAL, *(pytest.param(*form, marks=RARER) for form in _RARE)]
 ONE_FORM = [_USUAL[0], *(pytest.param(*form, marks=pytest.mark.slow) for form in (*_USUAL[1:], *_RARE))]  # by default

@@ -31,6 +31,7 @@ from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placement_of  # noqa: E402
 from rekindle._src.opening.resolve import resolve  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
+from rekindle._src.scheduling.drafting.costs import StepCosts  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 from rekindle.models import random_model  # noqa: E402
 
@@ -297,6 +298,16 @@ def states(folder: Path) -> None:
                 assert done.usage.cached_tokens == 192, (mesh, snapshot, done.usage)
                 cold = other.generate_sync([*prompts[1], *expected[1]], **{**greedy, "max_tokens": 20}, salt="cold")
                 assert done.token_ids == cold.token_ids, (mesh, snapshot)
+    StepCosts.best = lambda self, rows, gains, free, measured=True: len(gains)  # type: ignore[method-assign]
+    repeating = greedy | {"logit_bias": {20: 60.0, 21: 60.0}}
+    with opened(model, None, **sizes | {"device_pages": 200}) as session:
+        expected = [session.generate_sync(prompt, **repeating).token_ids for prompt in prompts]
+    for mesh in (4, 8):
+        with opened(model, mesh, drafts="suffix", **sizes | {"device_pages": 200}) as session:
+            assert [done.token_ids for done in session.generate_sync(prompts, **repeating)] == expected, mesh
+            alone = [session.generate_sync(prompt, **repeating).token_ids for prompt in prompts[:2]]
+            assert alone == expected[:2], mesh  # with room for drafts in each step
+            assert session.stats().drafted_tokens > 0, mesh
 
 
 @check

@@ -57,11 +57,14 @@ class Loop:
             max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup,
             max_beside_decode, edge=edge, whole=whole, drafts=drafts,
         )  # fmt: skip
-        own = 1 + max_requests
+        spare = max(max_requests, 2) if drafts not in ("auto", "none") or prompt_lookup else 0
+        own = 1 + max_requests + spare
         plans: list[SidePlan] = []
         if states is not None:
             slots = own + states * prefix_cache
-            plans.append(RecurrentStates(page_size=page_size, slots=slots, first=own, step=state_step * page_size))
+            plans.append(
+                RecurrentStates(page_size=page_size, slots=slots, first=own, spare=spare, step=state_step * page_size)
+            )
         most = 0
         if window:
             span = -(-window // page_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ def by_default(cases: Iterable[Any], chosen: int | Callable[[Any], bool] = 1) ->
 def drawn(file: str, change: str) -> bool:
     """True if a file's tests are of the half that is run at a change. Each change draws its own half."""
     return bool(sha256(f"{change} {file}".encode()).digest()[0] & 1)
+
+
+def file_of(item: pytest.Item) -> Path:
+    """The file that a test is drawn by: the `source` that it is for, such as a tutorial, or its own."""
+    source = (
+        item.callspec.params.get("source") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
+    )
+    return source if isinstance(source, Path) else item.path
 
 
 trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "trio"]))

@@ -157,9 +157,10 @@ def test_the_kernels_of_a_model_follow_from_its_dtypes() -> None:
     adapted = kernels_for(["uint8"], "bfloat16", 64, adapters="bfloat16")
     assert {"adaptergate_bfloat16", "adapter_bfloat16"} <= {*adapted}
     assert not [name for name in kernels_for(["int8"], "int8", 8) if name.startswith(("decode", "write"))]
-    scaled = [("uint8", "int8"), ("uint32", "int8"), ("uint32", "float32"), ("int8", "float32")]
-    scaled += [("int16", int4_format.EXPONENTS)]
+    scaled = [("uint8", "int8", 32), ("uint8", "int8", 16), ("uint32", "int8", 16), ("uint32", "float32", 32)]
+    scaled += [("int16", int4_format.EXPONENTS, 32), ("int16", "float32", 16), ("int8", "float32", 0)]
     grouped = kernels_for(["uint8", "uint32", "int32", "int16", "int8"], "bfloat16", 64, scaled)
     assert sorted(name for name in grouped if name.startswith(("int", "code"))) == [
-        "codebook_float8_e8m0fnu", "int4_int8", "int6groups_float32", "int6groups_int8", "int8groups_float16"
+        "codebook_float8_e8m0fnu", "codebookof16_float32", "int4_int8", "int4of16_int8",
+        "int6groups_float32", "int6groups_int8", "int8groups_float16"
     ]  # fmt: skip

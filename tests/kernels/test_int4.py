@@ -64,7 +64,7 @@ def test_six_bits_are_packed_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(int4.unpack(whole), q)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 6, 8) for group in int4.GROUPS_OF[bits]])
+@pytest.mark.parametrize(("bits", "group"), [(bits, group) for bits in (4, 6, 8) for group in int4.STORED_GROUPS])
 @pytest.mark.parametrize("kind", int4.SCALES)
 @pytest.mark.parametrize("shape", by_default(map(pytest.param, [(32, 256), (2, 16, 128)])), ids=str)
 def test_values_are_those_of_the_definition_to_the_last_bit(

@@ -23,6 +23,7 @@ from rekindle_kernels.reference import sequence_keys_values
 # `paged_attention`'s signature.
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "xla": partial(paged_attention, implementation="xla"),
+    "xla_gpu": partial(paged_attention, implementation="xla_gpu"),
     "native": partial(paged_attention, implementation="native"),
 }
 

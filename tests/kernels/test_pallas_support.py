@@ -15,8 +15,21 @@ from hypothesis import strategies as st
 
 from kernel_workshop import gpu as bench_gpu
 from kernel_workshop import tune
-from rekindle_kernels import AttentionCall, AttentionInputs, AttentionOptions, init_pages, tuning, write_kv
-from rekindle_kernels.ops.attention import ATTENTION
+from rekindle_kernels import (
+    AttentionCall,
+    AttentionInputs,
+    AttentionOptions,
+    GroupedCall,
+    LinearCall,
+    WriteCall,
+    gpu_path,
+    gpus,
+    init_pages,
+    traits,
+    tuning,
+    write_kv,
+)
+from rekindle_kernels.ops.implementations import ATTENTION, GROUPED_LINEAR, LINEAR, WRITE_KV
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.gpu import mosaic
@@ -39,6 +52,42 @@ def test_gpu_kernels_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "compute_capability", lambda: 8.0)
     assert pallas_gpu.supports(CALL) is None
     assert "8.9" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("float8_e4m3fn"))))
+
+
+def test_without_triton_every_operation_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    half = jnp.dtype("float16")
+    call = replace(CALL, q_dtype=half, kv_dtype=half, storage=half)
+    assert ATTENTION.choose(call).name == "xla_gpu"
+    write = WriteCall("gpu", 8, 2, 128, 16, half, scaled=False)
+    assert WRITE_KV.choose(write).name == "xla"
+    words = jax.ShapeDtypeStruct((256, 32768), jnp.uint8)
+    matrix = LinearCall("gpu", jax.ShapeDtypeStruct((8, 4096), half), words, "int4")
+    experts = GroupedCall("gpu", jax.ShapeDtypeStruct((8, 64), half), jax.ShapeDtypeStruct((4, 128, 64), half))
+    assert [LINEAR.choose(matrix).name, GROUPED_LINEAR.choose(experts).name] == ["xla", "xla"]
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 8.6)
+    assert [ATTENTION.choose(call).name, WRITE_KV.choose(write).name] == ["pallas_gpu", "pallas_gpu"]
+    assert [LINEAR.choose(matrix).name, GROUPED_LINEAR.choose(experts).name] == ["pallas_gpu", "pallas_gpu"]
+    assert ATTENTION.choose(replace(call, value_size=64)).name == "xla_gpu"
+    assert "8.9" in str(pallas_gpu.supports_write(replace(write, kv_dtype=jnp.dtype("float8_e4m3fn"))))
+
+
+@pytest.mark.parametrize(
+    ("capability", "since"), [(6.1, 7.0), (7.5, 7.5), (8.0, 8.0), (8.7, 8.6), (9.0, 9.0), (10.3, 10.0), (12.1, 12.0)]
+)
+def test_each_capability_has_a_row(capability: float, since: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = gpus.generation(capability)
+    assert row is not None
+    assert row.capability == since
+    monkeypatch.setattr(tuning, "compute_capability", lambda: capability)
+    assert gpu_path().startswith(f"compute capability {capability}: {'Triton' if since >= 8.0 else 'XLA'}")
+    assert traits(platform="gpu").bfloat16 == (since >= 8.0)
+
+
+def test_without_a_gpu_kernels_for_one_can_be_asked_for() -> None:
+    assert gpus.generation() is None
+    assert gpu_path() == ""
+    assert gpus.without_triton() is gpus.without_float8() is gpus.without_mosaic() is None
 
 
 def test_mosaic_kernel_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,3 +299,44 @@ def test_native_states_have_the_same_bits_as_a_prompt_and_as_generated_text(name
         pieces.append(out)
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
     np.testing.assert_array_equal(state, last)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_of_a_chain_leave_the_states_of_single_tokens(name: str, implementation: str) -> None:
+    """Each reads what the one before it writes. All states are there afterwards: any of them can be continued."""
+    run, _, shape = LAYERS[name]
+    run, t = partial(run, implementation=implementation), tokens(14 + 66, seed=8)
+    chains = [(0, 1), (1, 4), (5, 1), (6, 6), (12, 2)]  # rows 12 and 13: from position 0 on
+    starts = [7, 30, -1, 100, 0]
+    lengths, reads, writes, slot = [0] * 14, [0] * 14, [0] * 14, 1
+    for (first, count), start in zip(chains, starts, strict=True):
+        for row in range(first, first + count if start >= 0 else first):
+            lengths[row] = start + 1 + row - first
+            reads[row], writes[row] = (slot, slot + 1) if row > first else (slot, slot if count == 1 else slot + 1)
+            slot = writes[row] if row + 1 < first + count else writes[row] + 1
+    places = [0, 0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 0, 1]
+    ints = partial(np.asarray, dtype=np.int32)
+    slots = np.random.default_rng(9).standard_normal((slot + 2, *shape)).astype(np.float32)
+    reads, writes, lengths = [*reads, slot], [*writes, slot + 1], [*lengths, 64 + 66]  # a prompt next to them
+    used = jnp.asarray(ints(reads)), jnp.asarray(ints(writes))
+    sizes = map(jnp.asarray, (ints(lengths), ints([0, 66]), ints(1)))
+    batch = RaggedBatch(*sizes, 14, used, jnp.asarray(ints(places)))
+    out, after = jax.jit(run, donate_argnums=1)(t, jnp.asarray(slots), batch)
+    one = jax.jit(run)
+    for (first, count), start in zip(chains, starts, strict=True):
+        state = jnp.asarray(slots[reads[first]])[None]
+        for row in range(first, first + count if start >= 0 else first):
+            alone = {key: value[row : row + 1] for key, value in t.items()}
+            result, state = one(alone, state, batch_of([start + row - first], []))
+            same = (
+                np.testing.assert_array_equal
+                if implementation == "native"
+                else partial(np.testing.assert_allclose, rtol=5e-6, atol=3e-5)
+            )
+            same(out[row], result[0])
+            same(after[writes[row]], state[0])
+    plain = batch_of([], [(64, 66)])
+    result, state = one({key: value[14:] for key, value in t.items()}, jnp.asarray(slots[slot])[None], plain)
+    np.testing.assert_allclose(out[14:], result, rtol=5e-6, atol=3e-5)
+    np.testing.assert_allclose(after[slot + 1], state[0], rtol=5e-6, atol=3e-5)

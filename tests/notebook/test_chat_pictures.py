@@ -14,7 +14,7 @@ from helpers.sessions import CONFIG, eventually
 from rekindle import Session
 from rekindle._src.images import decode_uri
 from rekindle._src.notebook import ChatView, attachments
-from rekindle._src.notebook.chat import Transcripts
+from rekindle._src.notebook.transcripts import Transcripts
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import InvalidRequest, StoreError
 

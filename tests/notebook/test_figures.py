@@ -101,6 +101,17 @@ async def test_a_distribution_keeps_its_sum_at_any_number_of_bins() -> None:
     assert data["logits"] == sorted(logits, reverse=True)[: len(likely)]
 
 
+def test_a_distribution_without_scripts_ends_where_it_is_empty() -> None:
+    logits = np.full(257, -30.0)
+    logits[97:101] = 3.0, 2.0, 0.0, -5.0
+    figure = figures.distribution(logits, fakes.ByteTokenizer())
+    page = re.sub(r"<script>.*?</script>", "", figure.saved(), flags=re.DOTALL)
+    assert re.findall(r"&quot;(\w)&quot;", page) == ["a", "b", "c"]
+    assert "254 others" in page
+    assert "70.5%" in page
+    assert figures.distribution(np.arange(257.0), fakes.ByteTokenizer()).saved().count("<script") == 1
+
+
 def test_mistakes_are_told_by_name() -> None:
     tokenizer, objects = fakes.ByteTokenizer(), cast("Any", [object()])
     with pytest.raises(InvalidRequest, match=r"must be one row of 257 numbers. Pass captured ones"):
@@ -138,7 +149,7 @@ def test_saved_figures_act_without_a_kernel() -> None:
         report("r0", "decode", 5, 6, " a"),
     ]
     logits = np.full(257, -30.0)
-    logits[:4] = 3.0, 2.0, 0.0, -1.0
+    logits[:4] = 3.0, 2.0, 0.0, -5.0
     saved = [
         figures.steps(reports).saved(),
         figures.distribution(logits, fakes.ByteTokenizer()).saved(),
@@ -151,7 +162,12 @@ def test_saved_figures_act_without_a_kernel() -> None:
         assert page.get_by_text("step 2 of 3: 1 token in 1 row").is_visible()
         assert page.get_by_text("… there was").is_visible()
         page.get_by_label("top_p").fill("0.5")
-        assert page.get_by_text("1 tokens can be drawn").is_visible()
+        assert page.get_by_text("1 token can be drawn").is_visible()
+        page.get_by_label("top_p").fill("1")
+        assert page.get_by_text('"\\u0003"').count() == 0, "a bar that can't be seen is not drawn"
+        assert page.get_by_text("254 others").is_visible()
+        page.get_by_label("logarithmic").check()
+        assert page.get_by_text("253 others").is_visible()
         prompt = page.get_by_label("a prompt")
         prompt.fill("a b x z")
         assert page.get_by_text("has 4 words, and 2 of them are cached").is_visible()

@@ -159,10 +159,15 @@ def test_a_chat_is_talked_to_and_forked(page: Any) -> None:
         hosted.until(lambda: line.input_value() == "", "what was sent is cleared")
         line.focus()
         hosted.first.locator("[data-token='3']").click()
-        hosted.until(lambda: hosted.first.get_by_role("button", name="Fork").count() == 1, "a token can be marked")
+        fork = hosted.first.locator(".rekindle-fork").get_by_role("button", name="Fork")
+        hosted.until(lambda: fork.count() == 1, "a token can be marked")
+        hosted.until(lambda: hosted.first.locator("[data-row]").count() >= 2, "and what could stand there is shown")
+        hosted.first.locator("[data-row]").nth(1).click()
+        taken = hosted.first.get_by_placeholder("what should come there")
+        hosted.until(lambda: taken.input_value() != "", "and taken")
         hosted.first.get_by_placeholder("what should come there").fill(" XYZ")
         hosted.shot("chat")
-        hosted.first.get_by_role("button", name="Fork").click()
+        fork.click()
         hosted.until(lambda: "XYZ" in hosted.second.inner_text(), "it goes on from there")
         view.stop()
         view.join(10)
@@ -188,14 +193,90 @@ def test_lines_settings_and_copies(page: Any) -> None:
         hosted.until(lambda: view.handle is not None and view.handle.done, "Enter sends")
         assert len(view.answer_ids) == 7
         assert [message["content"] for message in view.messages] == ["Be kind", "one\ntwo"]
-        hosted.until(lambda: hosted.first.get_by_role("button", name="Copy").count() == 3, "each can be copied")
-        hosted.first.get_by_role("button", name="Copy").nth(1).click()
-        hosted.until(lambda: hosted.first.get_by_text("Copied").count() == 1, "it was")
+        hosted.until(lambda: hosted.first.get_by_role("button", name="Copy").count() == 2, "each can be copied")
+        hosted.first.get_by_role("button", name="Copy").nth(0).click()
+        copied = hosted.first.locator("[data-label=Copied]")
+        hosted.until(lambda: copied.count() == 1, "it was")
         page.evaluate("model.receive({ html: `${model.get('html')}<p>more</p>` })")
-        assert hosted.first.get_by_text("Copied").count() == 1, "a new picture still says so"
+        assert copied.count() == 1, "a new picture still says so"
         hosted.shot("settings")
         view.stop()
         view.join(10)
+
+
+def test_a_chat_by_keyboard_alone_and_for_a_screen_reader(page: Any) -> None:
+    with opened(step_seconds=0.002) as session:
+        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        view = session.view.chat(max_tokens=30, suggestions=["hello"])
+        hosted = Hosted(page, view)
+        page.evaluate("document.getElementById('second').remove()")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        hosted.until(lambda: view.handle is not None and view.handle.done, "a suggestion is sent")
+        hosted.until(lambda: hosted.first.get_by_role("button", name="Send").count() == 1, "it can be talked to again")
+        reached = []
+        for _ in range(14):
+            page.keyboard.press("Tab")
+            focus = "document.getElementById('first').shadowRoot.activeElement"
+            reached.append(page.evaluate(f"{focus}?.getAttribute('aria-label') ?? {focus}?.textContent ?? ''"))
+            if reached[-1].startswith("tokens of the answer"):
+                page.keyboard.press("ArrowRight")
+                page.keyboard.press("ArrowRight")
+                page.keyboard.press("Enter")
+                hosted.until(lambda: hosted.first.locator("[aria-current]").count() == 1, "a token is marked by keys")
+                assert hosted.first.locator("[aria-current]").get_attribute("data-token") == "2"
+        assert {"Copy", "Edit", "Again", "Fork", "Say something", "Settings", "Send"} <= set(reached), reached
+        snapshot = hosted.first.aria_snapshot()
+        for words in ('log "Conversation"', 'article "You"', 'article "Answer"', 'textbox "Say something"'):
+            assert words in snapshot, snapshot
+        view.stop()
+        view.join(10)
+
+
+def test_a_growing_answer_leaves_what_is_selected_focused_and_unfolded(page: Any) -> None:
+    with chatting(page) as (view, hosted):
+        view.messages = [{"role": "system", "content": "Be kind"}, {"role": "user", "content": "hello"}]
+        view.refresh()
+        hosted.until(lambda: hosted.first.get_by_text("system prompt").count() == 1, "it is folded")
+        hosted.first.get_by_text("system prompt").click()
+        copy = hosted.first.get_by_role("button", name="Copy").first
+        copy.focus()
+        view.messages.append({"role": "assistant", "content": "# You\n\n```python\nx = 1\n```"})
+        view.refresh()
+        hosted.until(lambda: hosted.first.locator("pre").count() == 1, "more comes")
+        assert hosted.first.get_by_text("Be kind").is_visible()
+        active = "document.getElementById('first').shadowRoot.activeElement.dataset.press"
+        assert page.evaluate(active) == "copy"
+        hosted.first.locator("pre").hover()
+        hosted.first.locator(".rekindle-code").get_by_role("button", name="Copy").click()
+        assert hosted.first.locator(".rekindle-code [data-label=Copied]").count() == 1
+        line = hosted.first.get_by_placeholder("Say something")
+        before = line.bounding_box()["height"]
+        line.fill("one\ntwo\nthree\nfour")
+        assert line.bounding_box()["height"] > before + 30, "it grows with what is typed"
+
+
+def test_a_long_answer_is_drawn_without_a_stall(page: Any) -> None:
+    """Changing what differs takes no longer than drawing all of it anew, which this machine may be too slow for."""
+    with chatting(page) as (_, hosted):
+        changed, anew = page.evaluate("""() => {
+          const tokens = Array.from({ length: 2000 }, (_, at) => `<span data-token="${at}">word </span>`);
+          const other = document.body.appendChild(document.createElement("div")), times = [[], []];
+          const timed = (kept, action) => {
+            const began = performance.now();
+            action();
+            kept.push(performance.now() - began);
+          };
+          for (let count = 1910; count <= 2000; count += 10) {
+            const html = `<div role="log"><div data-tokens="">${tokens.slice(0, count).join("")}</div></div>`;
+            timed(times[0], () => model.receive({ html }));
+            timed(times[1], () => { other.innerHTML = html; other.scrollTop = other.scrollHeight; });
+          }
+          return times.map((all) => all.sort((one, other) => one - other)[4]);
+        }""")
+        print(f"{changed / 2:.1f} ms for a picture of 2,000 tokens, and {anew:.1f} ms anew")
+        assert changed / 2 < max(50, 2 * anew), "two are shown"
+        assert hosted.first.locator("[data-token]").count() == 2000
 
 
 def test_who_types_keeps_the_focus_and_the_caret_when_controls_change(page: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import rekindle
 from helpers.sessions import opened
+from rekindle._src.core import style
 from rekindle._src.notebook import live
 from rekindle._src.notebook.live import Panel, button, field, file
 
@@ -20,28 +21,34 @@ CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
 def test_the_script_needs_nothing_but_the_model_and_a_dom() -> None:
     """VS Code, Colab, marimo and Notebook 7 give a widget these two things; anything else is one notebook's own."""
     assert set(re.findall(r"\bmodel\.(\w+)", CODE)) == {"get", "set", "on", "off", "send", "save_changes"}
-    for foreign in ("import ", "import(", "require", "http", "fetch", "window", "Jupyter", "localStorage", "eval("):
+    for foreign in ("import ", "import(", "require", "fetch", "window", "Jupyter", "localStorage", "eval("):
         assert foreign not in CODE, foreign
+    assert set(re.findall(r"https?://[^\"]+", CODE)) == {"http://www.w3.org/2000/svg"}
     assert re.search(r"export default \{ render \};\s*$", CODE)
 
 
 def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
-    for rule in re.findall(r"^([^{}\n]+)\{", live._STYLE, flags=re.MULTILINE):
+    bare = re.sub(r"@media \([^)]+\) ", "", live._STYLE)
+    for rule in re.findall(r"^\{?\s*([^{}\n]+)\{", bare, flags=re.MULTILINE):
         assert all(selector.strip().startswith(".rekindle-") for selector in rule.split(",")), rule
-    assert set(re.findall(r"(?<![-\w])color: ([^;]+);", live._STYLE)) == {"inherit"}
-    assert all(value.startswith("rgba(128") for value in re.findall(r"background: ([^;]+);", live._STYLE))
+    rules = live._STYLE.removeprefix(style.SHEET)
+    assert rules != live._STYLE
+    assert not re.search(r"#[0-9a-f]{3}|rgba?\(|hsla?\(", rules), "a colour is a token"
+    used = set(re.findall(r"var\(--rk-([\w-]+)\)", live._STYLE + SCRIPT))
+    assert used - {"series-"} <= set(style.VARIABLES)
 
 
 def test_script_and_style_are_installed_with_the_package() -> None:
     static = Path(rekindle.__file__).parent / "_src" / "notebook" / "static"
-    assert {path.name for path in static.iterdir()} == {"panel.js", "panel.css", "figures.js"}
+    names = {path.name for path in static.iterdir()}
+    assert names == {"pieces.js", "panel.js", "figures.js", "controls.css", "panel.css"}
 
 
 def test_every_control_has_a_name_the_script_knows() -> None:
     used = set(re.findall(r"function \w+\(\{ ([^}]+) \}\)", CODE))
     known = {name.strip() for names in used for name in names.split(",")}
     for control in (button("a", "A", title="x"), field("b", "B"), file("c", "C", kinds="image/*")):
-        assert set(control) - {"kind"} <= known
+        assert set(control) - {"kind", "group", "spot"} <= known, "and these are where it stands"
 
 
 def test_traits_are_what_the_script_reads() -> None:

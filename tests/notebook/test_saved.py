@@ -138,7 +138,7 @@ def test_a_killed_kernel_leaves_what_its_views_showed(killed: tuple[Any, str]) -
     assert html.escape(said)[-5:] in re.sub(r"<[^>]*>", "", shown)
     hidden = re.search(r'<div class="(rekindle-kept-[0-9a-f]+)">', shown)
     assert hidden, "the widget hides it by this class while it is shown"
-    assert "tokens at 0" in cells[3].outputs[0].data["text/html"], "the tree as it was after Refresh"
+    assert "tokens from 0 on" in cells[3].outputs[0].data["text/html"], "the tree as it was after Refresh"
 
 
 def test_a_new_kernel_takes_the_conversation_up(killed: tuple[Any, str]) -> None:

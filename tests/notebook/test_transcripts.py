@@ -15,8 +15,8 @@ import pytest
 
 from helpers.sessions import CONFIG, eventually, opened
 from rekindle import Session
-from rekindle._src.notebook import chat, live
-from rekindle._src.notebook.chat import Transcripts, new_name
+from rekindle._src.notebook import live, transcripts
+from rekindle._src.notebook.transcripts import Transcripts, new_name
 from rekindle.errors import InvalidRequest, StoreError
 
 SAID = [{"role": "user", "content": "héllo\n<b>"}, {"role": "assistant", "content": "you"}]
@@ -43,7 +43,7 @@ def test_only_its_user_can_read_it(kept: Transcripts) -> None:
 
 
 def test_the_oldest_go(kept: Transcripts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MOST", 3)
+    monkeypatch.setattr(transcripts, "MOST", 3)
     for index in range(5):
         kept.save(f"c{index}", "tiny", SAID)
         os.utime(kept.folder / f"c{index}.json", (index, index))

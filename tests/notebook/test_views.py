@@ -41,6 +41,16 @@ def press(view: Live, name: str) -> None:
     view.widget._handle_custom_msg({"event": "press", "name": name}, [])
 
 
+def act(view: Live, name: str, at: int) -> None:
+    view.widget._handle_custom_msg({"event": "act", "name": name, "value": at}, [])
+
+
+def names(view: Live) -> list[str]:
+    """The controls that it has now."""
+    view.refresh()
+    return [control["name"] for control in view.widget.controls]
+
+
 def click(view: Live, token: int) -> None:
     view.widget._handle_custom_msg({"event": "token", "name": "", "value": token}, [])
 
@@ -136,8 +146,8 @@ def test_a_dashboard_ends_with_its_session() -> None:
     assert view.picture
 
 
-def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> StepRecord:
-    return StepRecord(float(step), step, rows, 1, 1, moved, 0.0)
+def seen(step: int, *rows: tuple[int, str, str], moved: int = 0, at: float | None = None) -> StepRecord:
+    return StepRecord(float(step) if at is None else at, step, rows, 1, 1, moved, 0.5, 1.0)
 
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
@@ -150,11 +160,13 @@ def test_the_timeline_joins_steps_of_one_request() -> None:
         seen(3, (0, "c", "decode")),
     ):
         timeline.add(step)
-    made = timeline.draw()
-    assert made.count("<rect") == 5, "a's prefill, a's decode, b, c, and the mark of the moved pages"
-    assert "a decode, 2 steps" in made
+    made = timeline.draw().partition("</svg>")[0]
+    assert made.count('fill="#') == 5, "a's prefill, a's decode, b, c, and the mark of the moved pages"
+    assert 'x="1.00000" y="8" width="2.00000"' in made, "two steps of a, of a second each"
+    assert made.count("<title>") == made.count("transparent") == 4, "each step is explained"
+    assert "step 1 at 2.00 s: 1 s, 500 ms on the device" in made
     assert "3 pages moved" in made
-    assert "<b>" not in made
+    assert "prefill: &lt;b&gt;" in made and "<b>" not in made
 
 
 def test_the_timeline_forgets_what_has_left_the_picture() -> None:
@@ -162,12 +174,44 @@ def test_the_timeline_forgets_what_has_left_the_picture() -> None:
     for step in range(1000):
         timeline.add(seen(step, (0, f"r{step // 2}", "decode"), moved=step % 2))
     made = timeline.draw()
-    assert made.count("decode, ") == 30
-    assert made.count("1 page moved") == 30
-    assert 'viewBox="940 0 60 ' in made
-    assert "steps 940–999" in made
-    assert "r469 " not in made
-    assert "r470 decode, 2 steps" in made
+    assert made.partition("</svg>")[0].count('fill="#') == 60, "30 requests and 30 marks"
+    assert "steps 940–999" in made and "960 s" in made, "seconds count from the first step"
+    assert "r469" not in made and "decode: r470" in made
+    left = float(made.partition('viewBox="')[2].split()[0])
+    assert left < 600, "numbers stay small: a browser's are exact to seven digits"
+
+
+def test_a_pause_without_steps_takes_little_room_and_is_told() -> None:
+    timeline = TimelinePicture(1)
+    timeline.add(seen(0, (0, "a", "decode"), at=0.0))
+    timeline.add(seen(1, (0, "a", "decode"), at=3600.0))
+    made = timeline.draw()
+    assert 'viewBox="0.00000 0 10.00000 ' in made, "two seconds of work, and the first eight of the pause"
+    assert "3.59e+03 s without a step" in made
+
+
+def test_a_crowd_of_requests_is_named_in_part() -> None:
+    timeline = TimelinePicture(32)
+    timeline.add(seen(0, *((slot, f"r{slot}", "decode") for slot in range(32))))
+    assert "decode: r0, r1, r2, r3 and 28 more" in timeline.draw()
+
+
+def test_the_dashboard_says_who_waits_and_why() -> None:
+    with opened(dataclasses.replace(CONFIG, max_requests=1), step_seconds=0.01) as session:
+        view = session.watch()
+        handles = [session.submit("hello", max_tokens=60) for _ in range(9)]
+        eventually(lambda: session.stats().running == 1)
+        made = view.draw()
+        for handle in handles[1:7]:
+            assert handle.id in made
+        assert "finds all slots taken (1)" in made and "and 2 more" in made
+        for handle in handles:
+            handle.cancel()
+        eventually(lambda: session.stats().waiting == 0)
+        assert "because it" not in view.draw()
+        assert "memory" in view.draw() and "free" in view.draw()
+        view.stop()
+        view.join(10)
 
 
 def test_the_dashboard_costs_little(session: Session) -> None:
@@ -212,9 +256,9 @@ class TestChat:
     def test_an_answer_that_was_cut_says_so_and_goes_on(self, view: ChatView, slow: Session) -> None:
         view.send("hello")
         view._handle.result_sync()
-        eventually(lambda: "cut at 20 tokens · Continue goes on" in view.picture)
-        eventually(lambda: "continue" in {control["name"] for control in view.widget.controls})
-        press(view, "continue")
+        eventually(lambda: "cut at 20 tokens" in view.picture)
+        eventually(lambda: 'data-press="continue" data-at="1"' in view.picture)
+        act(view, "continue", 1)
         view._handle.result_sync()
         assert view.answer == slow.generate_sync("hello", max_tokens=40).text
         eventually(lambda: "cut at 40 tokens" in view.picture)
@@ -222,7 +266,7 @@ class TestChat:
         view._handle.result_sync()
         assert view.answer.startswith(slow.generate_sync("hello", max_tokens=30).text + "XY")
         view.send("more")
-        assert "continue" not in {control["name"] for control in view.widget.controls}
+        assert 'data-press="continue"' not in view.draw()
         view.halt()
         eventually(lambda: "stopped after" in view.picture)
         said = view.answer
@@ -240,7 +284,7 @@ class TestChat:
             try:
                 view.send("again and again and again and again and ")
                 view._handle.result_sync()
-                eventually(lambda: "the answer repeats itself: the same " in view.picture)
+                eventually(lambda: ">repeats itself: the same " in view.picture)
             finally:
                 view.stop()
                 view.join(10)
@@ -250,9 +294,10 @@ class TestChat:
         view._options["max_tokens"] = most
         view.send("h" * (most - 10))
         view._handle.result_sync()
-        eventually(lambda: f"the context of {most:,} tokens is full · Edit last takes" in view.picture)
+        eventually(lambda: f"the context of {most:,} tokens is full" in view.picture)
+        assert "Edit takes the last message back" in view.picture
         assert not view.can_continue
-        assert "continue" not in {control["name"] for control in view.widget.controls}
+        assert 'data-press="continue"' not in view.picture
         press(view, "edit")
         eventually(lambda: "context" not in view.picture)
 
@@ -353,8 +398,8 @@ class TestChat:
         before = view._handle.result_sync().text
         assert 'data-token="7"' in view.draw()
         click(view, 7)
-        assert view.widget.controls[-2]["name"] == "fork"
-        assert view.draw().count("background:") == 1
+        assert "fork" in names(view)
+        assert view.draw().count("aria-current") == 1
         view.widget.fill("instead", "Q")
         press(view, "fork")
         view._handle.result_sync()
@@ -371,6 +416,149 @@ class TestChat:
         click(view, 700)
         assert view._handle is first
         assert view._marked is None
+
+    def test_one_button_sends_or_stops(self, view: ChatView) -> None:
+        assert names(view)[-1] == "send"
+        view.send("hello")
+        assert names(view)[-1] == "halt" and "send" not in names(view)
+        spots = {control["spot"] for control in view.widget.controls if control["name"] == "halt"}
+        press(view, "halt")
+        eventually(lambda: names(view)[-1] == "send")
+        assert spots == {control["spot"] for control in view.widget.controls if control["name"] == "send"}
+
+    def test_what_is_edited_or_answered_again_stays_as_another_version(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        first = view.answer
+        view.send("more")
+        view._handle.result_sync()
+        second = view.answer
+        assert "‹" not in view.draw()
+        act(view, "edit", 0)
+        assert view.messages == [] and view.widget.value("say") == "hello"
+        assert "1 earlier version of this message" in view.draw()
+        view.send("you")
+        view._handle.result_sync()
+        assert "<span>2/2</span>" in view.draw()
+        act(view, "earlier", 0)
+        assert [message["content"] for message in view._whole()] == ["hello", first, "more", second]
+        assert "<span>1/2</span>" in view.draw() and view.widget.value("say") == ""
+        click(view, 3)
+        assert "fork" in names(view), "its tokens are still those of its request"
+        act(view, "earlier", 0)
+        assert view.messages[0]["content"] == "hello", "there is none before it"
+        act(view, "later", 0)
+        assert view.messages[0]["content"] == "you"
+        view.again(temperature=1.0)
+        eventually(lambda: len(view.answer_ids) > 2)
+        assert "<span>2/2</span>" in view.draw().rpartition("data-said")[2]
+        act(view, "earlier", 1)
+        assert view._handle.done and len(view.answer_ids) == 20
+        for wrong in (("earlier", 7), ("edit", 1), ("edit", -1), ("again", 0), ("again", 9), ("nothing", 0)):
+            act(view, *wrong)
+        assert len(view.messages) == 1 and len(view.answer_ids) == 20
+
+    def test_an_earlier_answer_is_made_again_and_what_followed_stays(self, view: ChatView) -> None:
+        for text in ("hello", "more"):
+            view.send(text)
+            view._handle.result_sync()
+        before = view._whole()
+        act(view, "again", 1)
+        assert len(view.messages) == 1
+        eventually(lambda: len(view.answer_ids) > 0)
+        view.fork(0, "XY")
+        view._handle.result_sync()
+        act(view, "earlier", 1)  # the one that the fork has left
+        act(view, "earlier", 1)
+        assert view._whole() == before
+
+    def test_a_fork_keeps_the_answer_that_it_leaves(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        before = view.answer
+        view.fork(5, "XY")
+        view._handle.result_sync()
+        forked = view.answer
+        act(view, "earlier", 1)
+        assert view.answer == before
+        act(view, "later", 1)
+        assert view.answer == forked and len(view.answer_ids) == 20
+
+    def test_a_marked_token_shows_what_could_stand_there(self, view: ChatView, slow: Session) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        assert view._choices(7) == []
+        click(view, 7)
+        eventually(lambda: 'data-row="use"' in view.picture)
+        found = view._choices(7)
+        assert len(found) >= 5 and found[0].probability > found[4].probability
+        act(view, "use", 1)
+        assert view.widget.value("instead") == found[1].text
+        act(view, "use", 99)
+        press(view, "keep")
+        assert 'data-row="use"' not in view.draw()
+
+    def test_an_answer_with_logprobs_knows_what_could_stand_there(self, slow: Session, view: ChatView) -> None:
+        view._options["logprobs"] = 3
+        view.send("hello")
+        view._handle.result_sync()
+        click(view, 7)
+        chosen = slow.tokenizer.decode([view.answer_ids[7]])
+        assert view._peek is None, "nothing is asked"
+        assert [one.text for one in view._choices(7) if one.chosen] == [chosen]
+        assert view.draw().count('data-row="use"') in (3, 4)
+
+    def test_a_marked_blank_is_seen(self) -> None:
+        pieces = [("a", 1), (" ", 1), ("\n", 1)]
+        assert ">␣</span>" in bubbles.answer(pieces, marked=1, complete=True)
+        assert ">⏎\n</span>" in bubbles.answer(pieces, marked=2, complete=True)
+        assert [bubbles.visible(text) for text in (" a b ", "\t", "")] == ["␣a b␣", "⇥", ""]
+
+    def test_picking_opens_the_tokens(self) -> None:
+        pieces = [("**a** b", 2)]
+        assert "<details data-fold" in bubbles.answer(pieces, marked=None, complete=True)
+        assert 'data-fold="tokens" open' in bubbles.answer(pieces, marked=None, complete=True, picking=True)
+
+    def test_a_quiet_line_says_who_how_fast_and_why(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        view.refresh()
+        quiet = view.picture.rpartition('class="rekindle-acts"')[2]
+        assert "fake · " in quiet and " tokens/s · cut at 20 tokens" in quiet
+        view.send("more")
+        assert "tokens/s · cut at 20 tokens" in view.draw().partition("more")[0], "it stays below that answer"
+        assert ">user<" not in view.picture and ">assistant<" not in view.picture
+
+    def test_presets_move_the_sliders(self, view: ChatView) -> None:
+        press(view, "settings")
+        assert {"preset:precise", "preset:lively", "preset:as opened"} <= set(names(view))
+        press(view, "preset:lively")
+        assert view._tuned() == {"temperature": 1.1, "top_p": 0.98}
+        on = [control["name"] for control in view.widget.controls if control.get("look") == "on"]
+        assert on == ["preset:lively", "settings"]
+        press(view, "preset:as opened")
+        assert view._tuned() == {}
+        press(view, "preset:nothing")
+        assert view._tuned() == {}
+
+    def test_suggestions_are_sent_when_they_are_pressed(self, view: ChatView, slow: Session) -> None:
+        assert [name for name in names(view) if "suggest" in name] == ["suggest:0", "suggest:1", "suggest:2"]
+        press(view, "suggest:7")
+        press(view, "suggest:x")
+        assert view.messages == []
+        press(view, "suggest:1")
+        assert view.messages[0]["content"] == view._suggestions[1]
+        assert not any("suggest" in name for name in names(view))
+        with pytest.raises(InvalidRequest, match="must be a list of messages"):
+            slow.view.chat(suggestions="hello")
+
+    def test_what_is_saved_has_no_buttons_and_no_scripts(self, view: ChatView) -> None:
+        view.send("hello")
+        view._handle.result_sync()
+        made = view.draw()
+        assert 'data-press="copy"' in made and 'role="log"' in made and 'aria-label="You"' in made
+        for live in ("<button", "<script", "onclick", "tabindex"):
+            assert live not in made
 
     def test_errors_are_shown(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object, **__: object) -> None:
@@ -438,13 +626,13 @@ class TestChat:
     def test_a_message_is_rendered_once(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
         """An answer that streams draws ten pictures a second, each with all that was said before."""
         rendered: list[str] = []
-        message = bubbles.message
+        body = bubbles.body
 
         def counted(role: str, content: str, *rest: Any, **options: Any) -> Any:
             rendered.append(content)
-            return message(role, content, *rest, **options)
+            return body(role, content, *rest, **options)
 
-        monkeypatch.setattr(bubbles, "message", counted)
+        monkeypatch.setattr(bubbles, "body", counted)
         view.messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "*two*"}]
         assert view.draw() == view.draw() and rendered == ["one", "*two*"]
         view.messages.append({"role": "user", "content": "three"})
@@ -539,7 +727,7 @@ def test_the_dashboard_at_rest_says_what_was_done(session: Session) -> None:
     view.join(10)
 
 
-def test_the_tree_folds_and_answers(tmp_path: object) -> None:
+def test_the_tree_is_drawn_and_answers(tmp_path: object) -> None:
     import rekindle
     from helpers import checkpoints
 
@@ -551,8 +739,8 @@ def test_the_tree_folds_and_answers(tmp_path: object) -> None:
             session.generate_sync([*base, *[tail] * 9], max_tokens=1)
         view = session.view.tree()
         made = view.picture
-        assert made.count("<details") == made.count("</details>") == 1
-        assert made.count("<code") == 3
+        assert made.count("<details") == made.count("</details>") == 1, "the table"
+        assert made.count('data-token="') == 3
         assert "device" in made
         assert "widget" in " ".join(view._repr_mimebundle_()[0])
         for thing in (session.cache, session.cache.tree(), session.cache.stats()):

@@ -103,6 +103,11 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/models/loading/hub.py": {"_HUB_ID": USER("the name of a model", "an argument")},
     "toolkit/rekindle/_src/models/loading/named_tensors.py": {"_NAME": US("a parameter's path", "a path")},
+    "toolkit/rekindle/_src/models/loading/stores/hub_cache.py": {"_COMMIT": STRANGER("a folder's name", "MAX_NAME")},
+    "toolkit/rekindle/_src/models/loading/stores/ollama.py": {
+        "_DIGEST": STRANGER("a digest in a manifest, or a blob's name", "MAX_MANIFEST"),
+        "_PART": STRANGER("a part of a model's name", "MAX_NAME"),
+    },
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "_FILE_NAME": STRANGER("a file's name in an index", "_MAX_HEADER"),
     },
@@ -115,9 +120,9 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/models/vision/weights.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored_of_towers),
     },
-    "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/notebook/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
     "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
+    "toolkit/rekindle/_src/notebook/transcripts.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/programs/collectives.py": {"_SIZES": US("a key of kept measurements", "a key")},
     "toolkit/rekindle/_src/serve/errors.py": {
         "_PATTERN": STRANGER(
@@ -177,7 +182,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
 
 # Patterns that may take more than linear time until they are mended. This list may only shrink.
 CALLS: dict[str, dict[str, Text]] = {
-    "kernels/rekindle_kernels/native/build_library.py": {"json.loads": US("what a process of ours prints", "a line")},
+    "kernels/rekindle_kernels/native/build_library.py": {
+        "json.loads": US("what a process of ours prints", "a line"),
+        "shlex.split": US("the option --linker", "a line"),
+    },
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
@@ -202,6 +210,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },
+    "toolkit/rekindle/_src/cli/completion.py": {"shlex.split": USER("a command line", "an argument")},
     "toolkit/rekindle/_src/cli/usage.py": {
         "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
     },
@@ -227,15 +236,22 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
+    "toolkit/rekindle/_src/models/loading/gguf/grids.py": {"zlib.decompress": US("the grids", "a constant")},
     "toolkit/rekindle/_src/models/loading/hub.py": {
         "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
     },
     "toolkit/rekindle/_src/models/loading/known_models.py": {"json.loads": US("a kept description", "a file")},
     "toolkit/rekindle/_src/models/loading/prepared.py": {"json.loads": US("checksums of kept weights", "a file")},
+    "toolkit/rekindle/_src/models/loading/stores/known.py": {
+        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
+    },
+    "toolkit/rekindle/_src/models/loading/stores/model_store.py": {
+        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
+    },
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
-    "toolkit/rekindle/_src/notebook/chat.py": {"json.loads": US("a kept conversation", "a file")},
+    "toolkit/rekindle/_src/notebook/transcripts.py": {"json.loads": US("a kept conversation", "a file")},
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
     "toolkit/rekindle/_src/processes/facts.py": {"json.loads": US("the facts of this process", "a line")},
     "toolkit/rekindle/_src/programs/store.py": {"json.loads": US("the description of a program", "a file")},

@@ -108,7 +108,8 @@ def test_the_toolkit_uses_kernels_by_their_operations_alone() -> None:
     kernels = {target for target in found if target.startswith("rekindle_kernels")}
     forms = {"rekindle_kernels.int4"}  # how matrices are stored, whatever computes with them
     files = {"rekindle_kernels.private_files", "rekindle_kernels.read_through"}  # of the cache folder and its backing
-    assert kernels == {"rekindle_kernels", "rekindle_kernels.deprecated"} | files | forms
+    calls = {"rekindle_kernels.system"}  # of the operating system
+    assert kernels == {"rekindle_kernels", "rekindle_kernels.deprecated"} | files | forms | calls
 
 
 def test_kernels_do_not_read_the_toolkits_settings() -> None:

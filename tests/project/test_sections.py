@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -222,7 +223,27 @@ def test_each_change_draws_half_of_the_files_and_no_file_is_never_drawn() -> Non
     halves = [{file for file in files if drawn(file, change)} for change in changes]
     assert all(60 < len(half) < 140 for half in halves)
     assert set().union(*halves[:16]) == {*files} and not set.intersection(*halves[:16])
-    assert SCRIPT.read_text().count('--half-of="$change" -m') == 3, "thorough tests in two sections, and accelerators"
+    halved = "thorough tests in two sections, accelerators and tutorials"
+    assert SCRIPT.read_text().count('--half-of="$change" -m') == 4, halved
+
+
+def test_each_change_draws_half_of_the_sections_that_few_changes_touch() -> None:
+    script = SCRIPT.read_text()
+    start = script.index("sometimes=")
+    functions = script[start : script.index("\n}\n", start) + 3]
+    names = functions.split('"')[1].split()
+    assert all(re.search(rf"^{name}\(\) {{", script, re.M) for name in names)
+    loop = f'{functions}for name in {" ".join(names)} kernels; do if drawn "$name"; then echo "$name"; fi; done'
+    bash = shutil.which("bash")
+    assert bash is not None
+    found = [
+        set(
+            subprocess.run([bash, "-c", f"change={number:040x}; {loop}"], capture_output=True, text=True).stdout.split()
+        )
+        for number in range(16)
+    ]
+    assert all("kernels" in each for each in found)
+    assert set().union(*found) == {*names, "kernels"} and set.intersection(*found) == {"kernels"}
 
 
 @pytest.mark.thorough

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.fakes import DictTier, make_request
+import pytest
+
+from helpers.fakes import DictTier, EchoModel, make_request
 from helpers.scheduling import Loop, answered, cached, prefix_of, text
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import StoreError
@@ -100,3 +102,25 @@ def test_chunks_end_at_edges() -> None:
     answered(model, text(61), [*range(100, 150)], max_tokens=12)
     ends = {row.start + row.length for plan in model.runner.plans for row in plan.prefill}
     assert {end for end in ends if end % 8} <= {61, 50}, "the prompts' own ends"
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup": 4}, {"drafts": "suffix"}], ids=["lookup", "suffix"])
+def test_drafts_leave_the_states_that_tokens_leave(options: dict[str, Any]) -> None:
+    """A draft that ends at an edge leaves a state there once it is accepted, and none if it was wrong."""
+    model = loop(model=EchoModel(period=3, surprises=0.4, alphabet=tuple(range(4))), max_requests=3, **options)
+    for length in range(9, 30, 2):
+        (first,) = answered(model, text(length), max_tokens=40)
+        turn = [*first.token_ids.tolist(), *model.output(first)]
+        assert (len(turn) - 1) // 8 * 8 in positions(model)
+        (second,) = answered(model, [*turn, 1, 2, 3], max_tokens=20)
+        assert cached(model, second) == (len(turn) - 1) // 8 * 8
+    answered(model, text(12), text(15, 1), text(17, 2), text(19, 3), max_tokens=30)
+    counts = model.scheduler.statistics()
+    assert 40 < counts.accepted_tokens < counts.drafted_tokens
+
+
+def test_a_model_with_states_has_no_drafts_without_slots_for_them() -> None:
+    model = loop(model=EchoModel(period=3, surprises=0.2, alphabet=tuple(range(4))))
+    (rule,) = model.scheduler._sides._rules
+    assert not rule.drafts
+    assert rule.draft_room() == 0

@@ -86,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             max_queue=6,
             model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
-            prompt_lookup=drafts if states is None else 0,
+            prompt_lookup=drafts,
             drafts=source if drafts else "auto",
             prefix_cache=cached,
             states=states,

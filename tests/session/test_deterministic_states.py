@@ -14,6 +14,7 @@ from helpers.thorough import by_default
 from rekindle import Completion
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.opening.resolve import reason_against
+from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
@@ -61,7 +62,9 @@ def bits(completions: Sequence[Completion]) -> list[list[tuple[int, float]]]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_text_has_the_same_bits_alone_beside_others_cut_cached_and_preempted(name: str) -> None:
+async def test_a_text_has_the_same_bits_alone_beside_others_cut_cached_and_preempted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = checkpoints.CASES[name] | {"hidden_size": 64} | SIZES[name]
     model = checkpoints.model(raw, checkpoints.tensors(raw))
     async with rekindle.open(model, **OPTIONS) as session:
@@ -93,6 +96,12 @@ async def test_a_text_has_the_same_bits_alone_beside_others_cut_cached_and_preem
         trained = rekindle.models.logprobs_like(session)(model, np.asarray([[*longer, *cached.token_ids]]))
         drawn = [one.logprob for one in cached.logprobs]
         np.testing.assert_allclose(np.asarray(trained)[0, len(longer) :], drawn, rtol=1e-6)
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
+    async with rekindle.open(model, **OPTIONS, drafts="suffix") as session:
+        for _ in range(2):  # the second time each text is drafted from the first
+            assert bits(await session.generate(prompts, **{**DRAWN, "max_tokens": 80})) == bits(long)
+        assert bits(await session.generate(prompts[1:2], **DRAWN)) == bits(alone[1:2])
+        assert session.stats().accepted_tokens > 80
 
 
 REFUSED = [

@@ -20,6 +20,7 @@ import rekindle
 from helpers import adapters
 from rekindle import Session
 from rekindle._src.calls.call import Call
+from rekindle._src.core import style
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
 from rekindle.tiny import folder as tiny_folder
@@ -147,6 +148,10 @@ CACHE: dict[str, Recipe] = {
     "stats": lambda session, path: session.cache.stats(),
     "explain": lambda session, path: session.cache.explain(EVIL * 3),
     "snapshots": lambda session, path: [session.save("one").result_sync(), session.cache.snapshots()],
+    "text": lambda session, path: session.cache.text(session.cache.tree().nodes[0]),
+    "pin": lambda session, path: session.cache.pin(session.cache.tree().nodes[0]),
+    "unpin": lambda session, path: session.cache.unpin(session.cache.tree().nodes[0]),
+    "drop": lambda session, path: session.cache.drop(session.cache.tree().nodes[-1]),
     "prune": lambda session, path: session.cache.prune(to=0),
     "clear": lambda session, path: awaited(session.cache.clear(tier="host")),
     "delete": lambda session, path: session.cache.delete("nothing"),
@@ -215,9 +220,13 @@ def check(thing: Any) -> str:
     assert type(made) is str and made, f"{kind}: marimo shows nothing for a subclass of str"
     Balanced(made)
     assert EVIL not in made, kind
-    for name, value in re.findall(r"(?<![-\w])(color|background):([^;\"]+)", made):
+    # Areas and squares of an accent, which every theme can bear, are no text and have none on them.
+    accents = "|".join({*style.SERIES, *style.TIERS.values()} - {"transparent"})
+    plain = re.sub(rf"background:(?:{accents})([^>]*></)", r"\1", made)
+    plain = re.sub(r"color:[^;\"]+([^>]*>■</)", r"\1", plain)
+    for name, value in re.findall(r"(?<![-\w])(color|background):([^;\"]+)", plain):
         # Text in the theme's own colour, shades that let the theme's background through, hues that both can bear.
-        readable = ("rgba(", "hsla(") if name == "background" else ("hsl(", "inherit")
+        readable = ("rgba(", "hsla(", "none") if name == "background" else ("hsl(", "inherit")
         assert value.startswith(readable), f"{kind}: {name}:{value} is for one theme"
     return made
 

@@ -20,7 +20,7 @@ from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
-from rekindle._src.evaluation.lens import _most_likely
+from rekindle._src.evaluation.lens import most_likely
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.guides import Guides
@@ -476,19 +476,31 @@ async def test_the_logit_lens_shows_what_each_layer_would_say(session: Session) 
         lens.probabilities[-1, :, 0], (shares / shares.sum(-1, keepdims=True)).max(-1), rtol=1e-3
     )
     assert (await session.view.lens(prompt, positions=[-1])).tokens == lens.tokens[-1:]
+    shares /= shares.sum(-1, keepdims=True)
+    np.testing.assert_allclose(lens.entropies[-1], -(shares * np.log2(shares)).sum(-1), rtol=1e-3)
+    assert lens.layers == ("layer 0", "layer 1: the answer")
     page = lens._repr_html_()
-    assert page.count("<tr>") == LAYERS + 1 and "title=" in page
+    assert page.count("<tr>") == LAYERS + 1 and "title=" in page and "entropy, bits" in page
+    leads = int((lens.token_ids[:, :, 0] == lens.token_ids[-1, :, 0]).sum())
+    assert page.count("box-shadow:inset") == leads + 1, "the answer's path, and a sample of it in the legend"
 
 
 @pytest.mark.parametrize("size", [3, 64, 320, 321, 1000, 49152])
 def test_the_likeliest_tokens_are_those_of_a_sort(size: int) -> None:
     logits = np.random.default_rng(size).standard_normal((7, size)).astype(np.float32)
-    ids, shares = _most_likely(logits)
+    ids, shares, entropies = most_likely(logits)
     expected = np.argsort(-logits, axis=-1)[:, :5]
     np.testing.assert_array_equal(ids, expected)
     exact = np.exp(logits.astype(np.float64))
     exact /= exact.sum(axis=-1, keepdims=True)
     np.testing.assert_allclose(shares, np.take_along_axis(exact, expected, axis=-1), rtol=1e-5)
+    np.testing.assert_allclose(entropies, -(exact * np.log2(exact)).sum(axis=-1), rtol=1e-4)
+
+
+def test_a_certain_token_has_no_entropy_and_a_masked_one_adds_none() -> None:
+    logits = np.full((2, 400), -np.inf, np.float32)
+    logits[0, 7], logits[1, :4] = 3.0, 1.0
+    np.testing.assert_allclose(most_likely(logits).entropies, [0.0, 2.0], atol=1e-6)
 
 
 @anyio_test
@@ -504,11 +516,17 @@ async def test_attention_weights_are_those_that_made_the_output(session: Session
     groups, scale = q.shape[1] // k.shape[1], MODEL.config.attention[-1].scale
     expected = [np.exp(scale * q[20, head] @ k[:21, head // groups].T) for head in range(q.shape[1])]
     np.testing.assert_allclose(weights[:, 20, :21], [row / row.sum() for row in expected], rtol=1e-3, atol=1e-6)
-    assert shown._repr_html_().count("<svg") == 1 + q.shape[1]
     part = await session.view.attention(prompt, layer=-1, positions=[3, 20, -1])
     assert part.positions.tolist() == [3, 20, 23]
     np.testing.assert_allclose(part.weights, weights[:, [3, 20, 23]], rtol=1e-5, atol=1e-7)
-    assert part._repr_html_().count("<svg") == 1 + q.shape[1]
+    every = await session.view.attention(prompt, positions=[3, 20, -1])
+    assert list(every) == [0, 1] and repr(every) == f"<AttentionMaps: 2 layers, {q.shape[1]} heads, 3 positions>"
+    np.testing.assert_array_equal(every[1].weights, part.weights)
+    assert list(await session.view.attention(prompt, layer=[-1])) == [1]
+    with pytest.raises(InvalidRequest, match="names no layer"):
+        await session.view.attention(prompt, layer=[])
+    with pytest.raises(InvalidRequest, match="layer='first': is not a layer's number"):
+        await session.view.attention(prompt, layer="first")
     with pytest.raises(InvalidRequest, match="after the prompt, which has 24 tokens"):
         await session.view.attention(prompt, layer=-1, positions=[24])
     with pytest.raises(InvalidRequest, match="layer=5: is not among the model's 2 layers"):

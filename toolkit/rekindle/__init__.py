@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.kvcache.sharing import SharedPages
     from rekindle._src.kvcache.writer import SaveReport
+    from rekindle._src.opening.local_models import LocalModel, LocalModels, local_models
     from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
@@ -115,6 +116,7 @@ _LAZY = {
         "kvcache.persist.snapshot": ("SnapshotInfo",),
         "kvcache.sharing": ("SharedPages",),
         "kvcache.writer": ("SaveReport",),
+        "opening.local_models": ("LocalModel", "LocalModels", "local_models"),
         "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
@@ -138,17 +140,17 @@ __all__ = [
     "AllowedTokens", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Call", "Capture", "Captured",
     "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta", "Conversation", "DeviceMesh",
     "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Handle",
-    "InvalidRequest", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft", "NodeView",
-    "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed",
-    "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike", "PromptTooLong",
-    "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
-    "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport",
-    "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score",
-    "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats",
+    "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra",
+    "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages",
+    "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike",
+    "PromptTooLong", "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats",
+    "Reply", "ReplyEvent", "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch",
+    "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport",
+    "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats",
     "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport",
     "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall",
-    "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun",
-    "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "models", "open", "open_sync", "ray",
+    "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Turn",
+    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "models", "open", "open_sync", "ray",
     "serve", "tiny",
 ]  # fmt: skip
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, system
 from rekindle_kernels.native import build, cpu
 
 MOST = 4  # processes
@@ -128,19 +127,14 @@ def _claimed() -> Iterator[Sequence[int] | None]:
 
     The lock is that of the folder, and ends with the last process that has the descriptor. Empty where there are none.
     """
-    import fcntl  # not on Windows, which has no native kernels
-
     try:
         private_files.make_folder(build.folder())
-        descriptor = os.open(build.folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = system.open_file(build.folder(), os.O_RDONLY)
     except OSError:
         yield ()
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        claim: Sequence[int] | None = (descriptor,)
-    except BlockingIOError:
-        claim = None
+        claim: Sequence[int] | None = (descriptor,) if system.try_lock(descriptor) else None
     except OSError:  # a file system that has no locks
         claim = ()
     try:
@@ -162,14 +156,14 @@ def _started(names: Sequence[str], claim: Sequence[int]) -> tuple[subprocess.Pop
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         pass_fds=claim,
-        process_group=0,  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
+        **system.own_group(),  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
     )
     return process, names
 
 
 def main() -> None:
     """Compile the kernels that the command line names, and keep them; one line for each says how it went."""
-    signal.alarm(LONGEST)
+    system.end_after(LONGEST)
     for argument in sys.argv[1:]:
         if argument.startswith("--cache="):
             build.cache_folder = build.Path(argument.removeprefix("--cache="))

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import struct
 import subprocess
@@ -36,8 +37,12 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = kernel_table.WRITTEN if spec is kernel_table.WRITE_KV else kernel_table.DTYPES
-        if spec in kernel_table.GROUPED.values():
-            dtypes = int4_format.STORED[str(spec.operands[spec.index("weight")].dtype)]
+        for stored, specs in (
+            (int4_format.STORED, kernel_table.GROUPED),
+            (int4_format.STORED_SMALLEST, kernel_table.GROUPED_SMALLEST),
+        ):
+            if spec in specs.values():
+                dtypes = stored[str(spec.operands[spec.index("weight")].dtype)]
         if spec in kernel_table.ADAPTERS:
             dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:
@@ -74,6 +79,7 @@ def build(
     levels: Sequence[cpu.Level],
     kernels: Sequence[str],
     *,
+    system: str = sys.platform,
     linker: str | None = None,
     limit: float | None = None,
     origin: str = "",
@@ -82,20 +88,21 @@ def build(
     """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
 
     `prefetch` is what `tuned` returned, and goes into the manifest.
-    What is not begun after `limit` seconds is left out. `linker` is the compiler driver that links, if one is needed.
+    What is not begun after `limit` seconds is left out. `linker` is the compiler driver that links, if one is needed,
+    with its options; it has to be one for `system`.
     """
     machines = {level.machine for level in levels}
     assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
-    platform = library.platform_tag(*machines)
+    platform = library.platform_tag(levels[0].machine, system)
     linked = linker is not None or platform != UNLINKED
-    program = (linker or _linker()) if linked else ""
+    program = shlex.split(linker or _linker()) if linked else []
     started, made = time.perf_counter(), {level.name: list[str]() for level in levels}
     deadline = None if limit is None else time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
         objects: dict[str, Path] = {}
         for level in levels:
             names = [name for name in kernels if fits(name, level)]
-            for name, path in zip(names, _compiled(names, level, Path(folder), linked, deadline), strict=True):
+            for name, path in zip(names, _compiled(names, level, Path(folder), linked, system, deadline), strict=True):
                 if path is None:
                     print(f"{name} can't be compiled for {level.name} in time", file=sys.stderr)
                 else:
@@ -107,7 +114,9 @@ def build(
         # A process may have the old one mapped: it keeps that.
         new = target / f".{place.name}.{os.getpid()}"
         if linked:
-            _link(new, [_entries_object(Path(folder), levels[0]), *objects.values()], program)
+            if system == "darwin":
+                program += ["-Wl,-install_name,@rpath/" + place.name]  # else the name of this moment's file
+            _link(new, [_entries_object(Path(folder), levels[0], system), *objects.values()], program, system)
         else:
             with new.open("wb") as file:
                 for symbol, path in objects.items():
@@ -158,15 +167,19 @@ def fits(name: str, level: cpu.Level) -> bool:
 
 
 def _compiled(
-    names: Sequence[str], level: cpu.Level, folder: Path, linked: bool, deadline: float | None
+    names: Sequence[str], level: cpu.Level, folder: Path, linked: bool, system: str, deadline: float | None
 ) -> list[Path | None]:
     """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
+    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
+    if sys.platform == "win32":  # it has no processes that begin as a copy of this one
+        for name, path in zip(names, results, strict=True):
+            if deadline is None or time.monotonic() < deadline:
+                _compile(name, level, path, linked, system)
+        return [path if path.exists() else None for path in results]
     jobs, ready = os.pipe()  # a process takes the next number from it
     os.set_blocking(jobs, False)
-    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
-
     asked_by = os.getpid()
 
     def work() -> None:
@@ -174,7 +187,7 @@ def _compiled(
             while os.getppid() == asked_by:
                 (index,) = _JOB.unpack(os.read(jobs, _JOB.size))
                 if deadline is None or time.monotonic() < deadline:
-                    _compile(names[index], level, results[index], linked)
+                    _compile(names[index], level, results[index], linked, system)
 
     try:
         os.write(ready, b"".join(map(_JOB.pack, range(len(names)))))  # a pipe holds 64 KiB
@@ -192,6 +205,8 @@ def _compiled(
 
 def _forked(work: Callable[[], None]) -> int:
     """Return a process that does the work and ends."""
+    if sys.platform == "win32":
+        raise NotImplementedError("there is no fork")
     process = os.fork()
     if process == 0:
         status = 1
@@ -204,14 +219,14 @@ def _forked(work: Callable[[], None]) -> int:
     return process
 
 
-def _compile(name: str, level: cpu.Level, path: Path, linked: bool) -> None:
+def _compile(name: str, level: cpu.Level, path: Path, linked: bool, system: str) -> None:
     """Compile one kernel; `path` is complete or absent."""
     try:
         from rekindle_kernels.native.compiling import machine_of, object_code
 
         cpu.building_for = level
         symbol = library.symbol(name, level)
-        code = object_code(name, symbol, machine_of(level, linked=linked))
+        code = object_code(name, symbol, machine_of(level, linked=linked, system=system))
         if not linked and object_loader.load(code, symbol, {ENTRIES: 1 << 20}) is None:
             raise RuntimeError("its object code has something that object_loader does not know")
         path.with_suffix(".part").write_bytes(code)
@@ -220,13 +235,13 @@ def _compile(name: str, level: cpu.Level, path: Path, linked: bool) -> None:
         print(f"{name}, {level.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
 
 
-def _entries_object(folder: Path, level: cpu.Level) -> Path:
+def _entries_object(folder: Path, level: cpu.Level, system: str) -> Path:
     """Return the table of entries, which every kernel of chains finds by its symbol."""
     import llvmlite.binding as llvm
 
     from rekindle_kernels.native.compiling import machine_of
 
-    machine = machine_of(level)
+    machine = machine_of(level, system=system)
     module = llvm.parse_assembly(f"@{ENTRIES} = global [{SLOTS} x i64] zeroinitializer, align 64")
     module.triple = machine.triple  # type: ignore[attr-defined]
     path = folder / "entries.o"
@@ -242,9 +257,9 @@ def _linker() -> str:
     raise RuntimeError("there is no C compiler to link them (cc, gcc or clang)")
 
 
-def _link(place: Path, objects: Sequence[Path], linker: str) -> None:
-    options = ["-dynamiclib"] if sys.platform == "darwin" else ["-shared", "-nostartfiles", "-Wl,-z,defs,-Bsymbolic,-s"]
-    subprocess.run([linker, *options, "-o", str(place), *map(str, objects), "-lm"], check=True)
+def _link(place: Path, objects: Sequence[Path], linker: Sequence[str], system: str) -> None:
+    options = ["-dynamiclib"] if system == "darwin" else ["-shared", "-nostartfiles", "-Wl,-z,defs,-Bsymbolic,-s"]
+    subprocess.run([*linker, *options, "-o", str(place), *map(str, objects), "-lm"], check=True)
 
 
 def main() -> None:
@@ -254,7 +269,8 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="for this processor, unless there are some")
     parser.add_argument("--kernels", nargs="+", help="default: all of them")
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS, help="head sizes of attention")
-    parser.add_argument("--linker", help="the compiler driver that links, for another machine than this one")
+    parser.add_argument("--system", choices=("linux", "darwin"), default=sys.platform, help="default: this one")
+    parser.add_argument("--linker", help="the compiler driver that links, for another machine or system than this one")
     parser.add_argument("--limit", type=float, help="seconds after which no further kernel is begun")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()
@@ -276,8 +292,8 @@ def main() -> None:
         cpu.prefetching = cpu.Prefetching.read(chosen["chosen"])
     try:
         build(
-            arguments.out, levels, kernels, linker=arguments.linker, limit=arguments.limit, origin=origin,
-            prefetch=chosen,
+            arguments.out, levels, kernels, system=arguments.system, linker=arguments.linker, limit=arguments.limit,
+            origin=origin, prefetch=chosen,
         )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None

@@ -83,13 +83,13 @@ def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
     return code
 
 
-def machine_of(level: cpu.Level, *, linked: bool = True) -> object:
-    """LLVM's target machine for code of a shared library, or for what `object_loader` loads."""
+def machine_of(level: cpu.Level, *, linked: bool = True, system: str = sys.platform) -> object:
+    """LLVM's target machine for code of a shared library, or for what `object_loader` loads, on one of `SYSTEMS`."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     llvm.initialize_native_asmparser()  # one kernel has lines of assembly, for x86
-    architecture = "arm64" if sys.platform == "darwin" and level.machine == "aarch64" else level.machine
-    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[sys.platform]}")
+    architecture = "arm64" if system == "darwin" and level.machine == "aarch64" else level.machine
+    target = llvm.Target.from_triple(f"{architecture}-{SYSTEMS[system]}")
     reloc, model = ("pic", "default") if linked else ("static", "jitdefault")
     return target.create_target_machine(cpu=level.cpu, features=level.flags, opt=3, reloc=reloc, codemodel=model)
 
@@ -212,7 +212,7 @@ def _gemm(kernel: Variant) -> Kernel:
 
 
 def _grouped(weight: str, kernel: Variant) -> Kernel:
-    return int4.kernel(kernel.dtype, weight)
+    return int4.kernel(kernel.dtype, weight, smallest=kernel.spec in table.GROUPED_SMALLEST.values())
 
 
 def _write_kv(kernel: Variant) -> Kernel:
@@ -237,6 +237,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: lambda kernel: matvec.kernel(STORAGE[kernel.dtype], scaled=kernel.dtype == "int8"),
     table.GEMM: _gemm,
     **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED.items()},
+    **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED_SMALLEST.items()},
     table.RMS_NORM: lambda kernel: norms_and_gates.norm_kernel(),
     table.GATED_ROWS: lambda kernel: norms_and_gates.gated_kernel(),
     table.ROPE: lambda kernel: heads.rope_kernel(),

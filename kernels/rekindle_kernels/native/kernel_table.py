@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rekindle_kernels.int4_format import CODES
+from rekindle_kernels.int4_format import CODES, SMALLEST
 from rekindle_kernels.native.layout import RecordLayout, consecutive, words
 
 TOKENS = "T"
@@ -197,6 +197,15 @@ def _grouped(kind: str, weight: str) -> KernelSpec:
 _KINDS = {"uint8": "int4", "uint32": "int6groups", "int32": "int8groups", CODES: "codebook"}
 GROUPED = {dtype: _grouped(kind, dtype) for dtype, kind in _KINDS.items()}  # by the dtype of weights
 INT4 = GROUPED["uint8"]
+# Groups of 16 inputs of four bits are half of what the code for larger ones reads in a step: they have their own.
+_SMALLEST_KINDS = {"uint8": "int4of16", CODES: "codebookof16"}
+GROUPED_SMALLEST = {dtype: _grouped(kind, dtype) for dtype, kind in _SMALLEST_KINDS.items()}
+
+
+def grouped(weight: str, group: int) -> KernelSpec:
+    """Return the table for weights of a dtype and groups of so many inputs."""
+    return GROUPED_SMALLEST.get(weight, GROUPED[weight]) if group == SMALLEST else GROUPED[weight]
+
 
 # x / rms(x) · weight, perhaps added to a residual. With a factor, the sum is multiplied by it and rounded to 22 bits.
 RMS_NORM = KernelSpec(
@@ -411,7 +420,18 @@ GATE = KernelSpec(
 KERNELS = {
     spec.kind: spec
     for spec in (
-        *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, GATED_ROWS, ROPE, WRITE_KV, DECODE, PREFILL),
+        *(
+            MATVEC,
+            GEMM,
+            *GROUPED.values(),
+            *GROUPED_SMALLEST.values(),
+            RMS_NORM,
+            GATED_ROWS,
+            ROPE,
+            WRITE_KV,
+            DECODE,
+            PREFILL,
+        ),
         *(ARGMAX, SAMPLE, GATE, *ADAPTERS, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands

@@ -48,9 +48,9 @@ def symbol(name: str, level: cpu.Level) -> str:
     return f"rekindle_{name}_entry_{level.suffix}"
 
 
-def platform_tag(machine: str = "") -> str:
+def platform_tag(machine: str = "", system: str = sys.platform) -> str:
     """Return the system and machine that a library is for; by default this one."""
-    return f"{sys.platform}-{machine or cpu.machine()}"
+    return f"{system}-{machine or cpu.machine()}"
 
 
 def sources() -> list[Path]:

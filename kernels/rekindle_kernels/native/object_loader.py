@@ -17,6 +17,8 @@ from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rekindle_kernels import system
+
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
@@ -28,7 +30,7 @@ _DATA, _SYMBOLS, _RELOCATIONS, _SHORT_RELOCATIONS = 1, 2, 4, 9  # types of secti
 _WRITABLE, _IN_MEMORY = 1, 2
 _ABSOLUTE_64 = 1
 _ELSEWHERE, _SPECIAL = 0, 0xFF00  # sections of a symbol
-_loaded: list[mmap.mmap] = []  # for good: XLA may call the code until the process ends
+_loaded: list[memoryview] = []  # for good: XLA may call the code until the process ends
 
 
 class _UnknownObject(Exception):
@@ -54,7 +56,7 @@ def load(code: bytes, symbol: str, known: Mapping[str, int]) -> int | None:
 def _load(code: bytes, symbol: str, known: Mapping[str, int]) -> int:
     sections = _sections(code)
     places, size = _places(sections)
-    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = system.code_memory(size)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for index, place in places.items():
         section = sections[index]
@@ -83,7 +85,7 @@ def _load(code: bytes, symbol: str, known: Mapping[str, int]) -> int:
     if entry is None:
         raise _UnknownObject(f"no {symbol}")
     found = address(entry)
-    _make_executable(base, len(memory))
+    system.make_executable(memory)
     _loaded.append(memory)
     return found
 
@@ -136,12 +138,3 @@ def _outside(name: str, known: Mapping[str, int]) -> int:
     if not found:
         raise _UnknownObject(f"no {name} in the C library")
     return found
-
-
-def _make_executable(start: int, size: int) -> None:
-    """Have whole pages read and executed, and written no more."""
-    protect = ctypes.CDLL(None, use_errno=True).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    pages = (size + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-    if protect(start, pages, mmap.PROT_READ | mmap.PROT_EXEC):
-        raise OSError(ctypes.get_errno(), "mprotect")

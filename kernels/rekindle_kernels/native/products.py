@@ -25,9 +25,9 @@ from rekindle_kernels.native.kernel_table import (
     DTYPES,
     GATED_ROWS,
     GEMM,
-    GROUPED,
     MATVEC,
     Variant,
+    grouped,
 )
 from rekindle_kernels.ops.linear import (
     AdapterCall,
@@ -75,11 +75,15 @@ def _has_gemm(weight: Described) -> bool:
     return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
 
-def multiplies_int4(weight: Array, scale: str) -> bool:
-    """True if `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
+def multiplies_int4(weight: Array, scale: str, group: int) -> bool:
+    """True if `multiply_int4` takes this weight with scales of that dtype, one for so many inputs, for any number of
+    rows."""
     stored = weight.dtype.name
-    known = weight.ndim == 2 and scale in int4.STORED.get(stored, ())
-    return known and builds(GROUPED[stored].variant(scale).name)
+    scales = int4.STORED.get(stored, ())
+    if group == int4.SMALLEST:
+        scales = int4.STORED_SMALLEST.get(stored, scales)
+    known = weight.ndim == 2 and scale in scales
+    return known and builds(grouped(stored, group).variant(scale).name)
 
 
 def has_amx() -> bool:
@@ -111,11 +115,12 @@ def multiply_int4(
     """
     N, K = int4.matrix_shape(weight)[-2:]
     assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
-    reason = int4.reason_against(N, K, int4.group_of(weight, scale), int4.BITS[weight.dtype.name])
+    group = int4.group_of(weight, scale)
+    reason = int4.reason_against(N, K, group)
     assert reason is None, reason
     assert minimum is None or weight.dtype != int4.CODES, "codebooks have no minimums"
     return _product(
-        GROUPED[weight.dtype.name].variant(scale.dtype.name),
+        grouped(weight.dtype.name, group).variant(scale.dtype.name),
         {"weight": weight, "scale": scale, "minimum": minimum},
         Operands(x, weight, residual=residual, rows=count, norm=norm, expert=expert),
         N,
@@ -332,7 +337,7 @@ def _multiplies(wanted: LinearCall) -> str | None:
 def _refused(wanted: LinearCall) -> str | None:
     """Why a product is left to XLA."""
     if wanted.quantize == "int4":
-        return None if multiplies_int4(like(wanted.weight), wanted.scale or "") else NOT_BUILT
+        return None if multiplies_int4(like(wanted.weight), wanted.scale or "", wanted.group) else NOT_BUILT
     rounded, fixed = wanted.quantize == "int8", wanted.deterministic
     if multiplies(wanted.rows, wanted.weight, quantize_rows=rounded, deterministic=fixed):
         return None

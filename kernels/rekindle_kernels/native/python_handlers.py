@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle_kernels import system
 from rekindle_kernels.native.layout import (
     API_VERSION,
     BUFFER,
@@ -77,7 +78,7 @@ def data(frame: int, side: str, index: int) -> int:
 def has_zeros() -> bool:
     """True if the system replaces pages that are given back by zeros: MADV_DONTNEED promises it on Linux alone."""
     wanted = os.environ.get("REKINDLE_NATIVE", "1") != "0"
-    return wanted and sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
+    return wanted and sys.platform == "linux"
 
 
 @HANDLER
@@ -96,14 +97,12 @@ def _zeros(frame: int) -> int:
 
 def clear(address: int, size: int) -> None:
     """Make `size` bytes zero, whole pages of them by giving them back."""
-    libc = ctypes.CDLL(None)
     start, stop = -(-address // PAGE) * PAGE, (address + size) // PAGE * PAGE
-    whole = ctypes.c_void_p(start), ctypes.c_size_t(stop - start)
-    if stop <= start or libc.madvise(*whole, mmap.MADV_DONTNEED):  # locked memory can't be given back
+    if stop <= start or not system.give_back(start, stop - start):
         ctypes.memset(address, 0, size)
         return
-    if hasattr(mmap, "MADV_HUGEPAGE") and stop - start > SMALL:
-        libc.madvise(ctypes.c_void_p(start + SMALL), ctypes.c_size_t(stop - start - SMALL), mmap.MADV_HUGEPAGE)
+    if stop - start > SMALL:
+        system.advise_huge_pages(start + SMALL, stop - start - SMALL)
     ctypes.memset(address, 0, start - address)
     ctypes.memset(stop, 0, address + size - stop)
 

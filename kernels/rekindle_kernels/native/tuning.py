@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
-import os
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import cfunc, types
 
+from rekindle_kernels import system
 from rekindle_kernels.native import cpu, object_loader
 from rekindle_kernels.native.compiling import function_code, machine_of
 from rekindle_kernels.native.cpu import Prefetch, Prefetching
@@ -155,17 +153,14 @@ class _CoreWeights:
 
 def _huge_pages(nbytes: int) -> np.ndarray:
     """Return memory as weights have it, all of it touched."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    found = np.frombuffer(memory, np.uint8)
+    found = np.frombuffer(system.anonymous_memory(nbytes), np.uint8)
     found[:] = 1
     return found
 
 
 def _rates(bits: int, addresses: list[int]) -> list[list[float]]:
     """GB/s by turn and function: in each turn all of them run once, one after the other."""
-    processors = len(os.sched_getaffinity(0))
+    processors = cpu.usable_cores()
     parts = [_CoreWeights(bits, BYTES // processors) for _ in range(processors)]
     functions = [ctypes.CFUNCTYPE(None, ctypes.c_int64)(address) for address in addresses]  # they release the GIL
 

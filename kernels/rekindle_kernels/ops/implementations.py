@@ -17,6 +17,7 @@ CPU, GPU, TPU, ANYWHERE = ("cpu",), ("gpu",), ("tpu",), ("cpu", "gpu", "tpu")
 ATTENTION.register("pallas_gpu", ".pallas.gpu.attention", "ATTENTION", platforms=GPU)
 ATTENTION.register("pallas_tpu", ".pallas.tpu.attention", "ATTENTION", platforms=TPU)
 ATTENTION.register("native", ".native.attention", "ATTENTION", platforms=CPU)
+ATTENTION.register("xla_gpu", ".xla.gpu_attention", "ATTENTION", platforms=GPU)
 ATTENTION.register("xla", ".xla.attention", "ATTENTION", platforms=ANYWHERE)
 ATTENTION.register("reference", ".reference", "ATTENTION", platforms=ANYWHERE)
 # Selected by name alone: no GPU has run the first yet, and the others are for tests.

@@ -72,6 +72,7 @@ class LinearCall:
     gate: str | None = None
     deterministic: bool = False
     scale: str | None = None  # the dtype of its scales, if there are any
+    group: int = 0  # the inputs that share one, if it is stored in groups
     expert: bool = False  # the weight is one of a stack, which is read in place
 
     @property
@@ -118,6 +119,7 @@ def linear(
         options.quantize,
         deterministic=options.deterministic,
         scale=None if scale is None else scale.dtype.name,
+        group=int4.group_of(weight, scale) if options.quantize == "int4" else 0,
     )
     chosen = LINEAR.choose(call, implementation)
     operands = Operands(x, weight, scale, minimum, residual, count, norm, expert)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rekindle_kernels import gpus, tuning
 from rekindle_kernels.native import background_build, build, chain, cpu, library
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.background_build import BackgroundBuild
@@ -25,6 +26,7 @@ class Traits:
     single_rows: bool  # a program for one row is faster than one for two
     skips_padding: bool  # tokens that pad a program are not computed
     unpacks: frozenset[str] = frozenset()  # `LinearOptions.quantize` of weights that every product unpacks first
+    bfloat16: bool = True  # products take it; without that, float16 is twice as fast at least, and half as large
 
 
 def traits(implementation: str | None = None, *, platform: str | None = None) -> Traits:
@@ -32,7 +34,19 @@ def traits(implementation: str | None = None, *, platform: str | None = None) ->
     is_native = _uses_native(implementation, platform)
     by_xla = not is_native and (platform or current_platform()) == "cpu"
     unpacks = _UNPACKED_BY_XLA if by_xla else frozenset[str]()
-    return Traits(single_rows=is_native, skips_padding=is_native and chain.chains(), unpacks=unpacks)
+    by_gpu = (platform or current_platform()) == "gpu"
+    return Traits(
+        single_rows=is_native,
+        skips_padding=is_native and chain.chains(),
+        unpacks=unpacks,
+        bfloat16=not by_gpu or gpus.multiplies_bfloat16(),
+    )
+
+
+def gpu_path() -> str:
+    """Describe the GPU at hand by its compute capability, and which kernels serve on it; empty without a GPU."""
+    row = gpus.generation()
+    return "" if row is None else f"compute capability {tuning.compute_capability()}: {gpus.path(row)}"
 
 
 def fuse(function: Step, *, implementation: str | None = None, platform: str | None = None) -> Step:
@@ -80,14 +94,15 @@ def kernels_for(
     matrices: Iterable[str],
     pages: str,
     head_dim: int | Iterable[int],
-    scaled: Iterable[tuple[str, str]] = (),
+    scaled: Iterable[tuple[str, str, int]] = (),
     adapters: str | None = None,
     recurrent: bool = False,
 ) -> list[str]:
     """Return the names of the native kernels that a model's steps call, for matrices and pages of these dtypes.
 
     `head_dim` is the size of the pages' heads, or the sizes where layers differ. `scaled` are the dtypes of matrices
-    with scales, each with that of the scales; matrices in groups that it omits have float16. `adapters` is the dtype of
+    with scales, each with that of the scales and the inputs of a group, if there are any; matrices in groups that it
+    omits have float16. `adapters` is the dtype of
     adapters, if steps may have any, and `recurrent` is True for models with states. The result may have too many; a
     missing kernel is compiled when a program that calls it is traced.
     """
@@ -95,9 +110,10 @@ def kernels_for(
     kinds = [dtype for dtype in table.DTYPES if dtype in matrices]
     kernels = [table.MATVEC.variant(dtype) for dtype in kinds]
     kernels += [table.GEMM.variant(dtype) for dtype in kinds if cpu.multiplies_many(dtype)]
-    for stored, spec in table.GROUPED.items():
-        scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
-        kernels += [spec.variant(scale) for scale in scales] if stored in matrices else []
+    for stored in table.GROUPED:
+        own = sorted((scale, group) for dtype, scale, group in scaled if dtype == stored) or [("float16", 0)]
+        variants = dict.fromkeys(table.grouped(stored, group).variant(scale) for scale, group in own)
+        kernels += variants if stored in matrices else []
     always = (table.RMS_NORM, table.GATED_ROWS, table.ROPE, table.ARGMAX, table.SAMPLE, table.GATE)
     kernels += [spec.variant() for spec in (*always, *(table.RECURRENT if recurrent else ()))]
     kernels += [spec.variant(adapters) for spec in table.ADAPTERS if adapters in table.ADAPTED]

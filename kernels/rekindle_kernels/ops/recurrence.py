@@ -9,7 +9,9 @@ value, K heads of keys, G groups of heads, P slots.
 
 A batch may say where its sequences' states are: `slots` are the places in an array of states [P, ...] that are read and
 written. Then an operation takes the whole array and returns it with the new states, written in place where it can. What
-a sequence reads no other sequence writes. Without slots an operation takes the states of the sequences [N, ...].
+a sequence reads no other sequence writes, but for decode rows of a chain: each reads what the one before it writes, and
+comes after it in a sequence's text. So the states after each token of a chain are kept, as those of drafts are. Without
+slots an operation takes the states of the sequences [N, ...].
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cache
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("lengths", "cu_lengths", "num_prefills", "slots"),
+    data_fields=("lengths", "cu_lengths", "num_prefills", "slots", "places"),
     meta_fields=("decode_rows", "differentiable"),
 )
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class RaggedBatch:
     num_prefills: Array  # int32 [], how many of the N-R prefill sequences are real
     decode_rows: int  # R
     slots: tuple[Array, Array] | None = None  # int32 [N] each: which states are read, and which are written
+    places: Array | None = None  # int32 [R], of decode rows in their chains, from 0 on; None: no row is in a chain
     differentiable: bool = False  # loops have a fixed number of turns, as derivatives in reverse need them
 
     @property

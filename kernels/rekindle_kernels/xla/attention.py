@@ -42,6 +42,7 @@ float32 product rate), 128 x 512 14.0, 128 x 256 14.6; 16.1 when every block is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -141,6 +142,9 @@ def read_block(
     seen = at < left[:, None, None, None]
     seen = seen if since is None else seen & (at >= since[:, None, None, None])
     return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
+
+
+ReadBlock = Callable[[LayerKV, Array, Array, bool, int | None, Array | None], KeyBlock]  # as `read_block`
 
 
 def widen(stored: Array, kv: LayerKV, integer_dots: bool) -> Array:
@@ -301,10 +305,13 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     return out if chunks == 1 else out[places]
 
 
-def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
+def prefill(
+    inputs: AttentionInputs, options: AttentionOptions, *, blocks: Blocks = BLOCKS, read: ReadBlock = read_block
+) -> Array:
     """Attend with chunks of prompts.
 
-    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V].
+    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V]. `blocks` and `read` are
+    the sizes of an iteration, and how it reads its keys and values.
     """
     R, kv, cu_q_lens, num_prefills = options.decode_rows, inputs.kv, inputs.cu_q_lens, inputs.num_prefills
     q, page_table, kv_lens, sinks = inputs.q[R:], inputs.page_table[R:], inputs.kv_lens[R:], inputs.sinks
@@ -312,8 +319,8 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     V = options.value_size or D
     K, N = kv.kv_heads, page_table.shape[0]
     G = H // K
-    queries = min(T, BLOCKS.prefill_queries if N > 1 else 2 * BLOCKS.prefill_queries)  # short sequences fill less
-    per_block = pages_per_block(BLOCKS.prefill_keys, kv.page_size, page_table.shape[1])
+    queries = min(T, blocks.prefill_queries if N > 1 else 2 * blocks.prefill_queries)  # short sequences fill less
+    per_block = pages_per_block(blocks.prefill_keys, kv.page_size, page_table.shape[1])
     keys = per_block * kv.page_size
     table = padded_table(page_table, per_block)
     q_lens = jnp.where(jnp.arange(N) < num_prefills, jnp.diff(cu_q_lens), 0)
@@ -341,7 +348,7 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         def absorb_keys(index: Array, running: SoftmaxState, all_seen: bool = False) -> SoftmaxState:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             since = None if options.sliding_window is None else (first_key - index * keys)[None]
-            block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size, since)
+            block = read(kv, pages, (kv_len - index * keys)[None], False, options.value_size, since)
             if all_seen:
                 return absorb(running, local_q, block, None, options)
             at = index * keys + jnp.arange(keys)

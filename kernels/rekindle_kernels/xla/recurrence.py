@@ -113,7 +113,21 @@ def _decode_together(rows: Rows, states: Array, batch: RaggedBatch, step: Step) 
     before = states[reads]
     used, begins = (_by_row(mask[: batch.decode_rows], states) for mask in (batch.lengths > 0, batch.begins()))
     out, after = step(rows, jnp.where(begins, 0, before))
+    if batch.places is not None:
+        out, after = _follow(rows, out, after, batch.places, step)
     return out, states.at[writes].set(jnp.where(used, after, before))
+
+
+def _follow(rows: Rows, out: Array, after: Array, places: Array, step: Step) -> Results:
+    """Take the rows of chains their steps, one place after the other, after `out` and `after` of the first places."""
+
+    def body(place: Array, carry: Results) -> Results:
+        out, after = carry
+        result, state = step(rows, jnp.roll(after, 1, axis=0))
+        here = places == place
+        return jnp.where(_by_row(here, out), result, out), jnp.where(_by_row(here, after), state, after)
+
+    return lax.fori_loop(1, jnp.max(places) + 1, body, (out, after))
 
 
 IN_LOOPS = _Moves(_take_in_loop, _put_in_loop, _decode_in_loop)
@@ -144,6 +158,7 @@ def _bounded(total: Array, body: Callable[[Array, Carry], Carry], index: Array, 
 
 
 def _by_row(mask: Array, states: Array) -> Array:
+    """Return a mask of rows in the shape of arrays with that first axis."""
     return mask.reshape(-1, *[1] * (states.ndim - 1))
 
 
@@ -201,22 +216,27 @@ def _convolved(moves: _Moves, x: Array, weight: Array, bias: Array | None, tails
     taps = weight.astype(jnp.float32)
     prefill = jnp.arange(T - R)
     owner = jnp.searchsorted(batch.cu_lengths[1:], prefill, side="right").clip(0, max(batch.prefills - 1, 0))
-    sequence = jnp.concatenate([jnp.arange(R), R + owner]) if batch.prefills else jnp.arange(R)
-    within = jnp.concatenate([jnp.zeros(R, jnp.int32), prefill - batch.cu_lengths[owner]]) if batch.prefills else None
-    within = jnp.zeros(R, jnp.int32) if within is None else within
+    # The rows of a chain are tokens of one sequence, which begins with its first row.
+    place = jnp.zeros(R, jnp.int32) if batch.places is None else batch.places
+    head = jnp.arange(R) if batch.places is None else jnp.arange(R) - place
+    sequence = jnp.concatenate([head, R + owner]) if batch.prefills else head
+    within = jnp.concatenate([place, prefill - batch.cu_lengths[owner]]) if batch.prefills else place
     y = x.astype(jnp.float32) * taps[:, -1]
     for distance in range(1, back + 1):
         earlier = jnp.roll(x, distance, axis=0)
         kept = before[sequence, (back + within - distance).clip(0, back - 1)]
         y += jnp.where((within >= distance)[:, None], earlier, kept).astype(jnp.float32) * taps[:, back - distance]
     y = y if bias is None else y + bias.astype(jnp.float32)
-    counts = jnp.concatenate([(batch.lengths[:R] > 0).astype(jnp.int32), batch.prefill_lengths()])
-    first = jnp.concatenate([jnp.arange(R), R + batch.cu_lengths[:-1]]) if batch.prefills else jnp.arange(R)
+    decoded = (batch.lengths[:R] > 0).astype(jnp.int32)
+    decoded = decoded if batch.places is None else decoded * (place + 1)
+    counts = jnp.concatenate([decoded, batch.prefill_lengths()])
+    first = jnp.concatenate([head, R + batch.cu_lengths[:-1]]) if batch.prefills else head
     # Input i of the new tail is the sequence's input i - back from the end, of this step or of the old tail.
-    place = counts[:, None] - back + jnp.arange(back)
-    new = x[(first[:, None] + place).clip(0, T - 1)]
-    old = jnp.take_along_axis(before, (place + back).clip(0, back - 1)[..., None], axis=1)
-    after = jnp.where((place >= 0)[..., None], new.astype(tails.dtype), old)
+    at = counts[:, None] - back + jnp.arange(back)
+    new = x[(first[:, None] + at).clip(0, T - 1)]
+    tail = before if batch.places is None else jnp.concatenate([before[head], before[R:]])
+    old = jnp.take_along_axis(tail, (at + back).clip(0, back - 1)[..., None], axis=1)
+    after = jnp.where((at >= 0)[..., None], new.astype(tails.dtype), old)
     return y, moves.put(tails, writes, jnp.where(_by_row(counts > 0, tails), after, taken), count)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import struct
@@ -22,8 +23,10 @@ from helpers.thorough import by_default
 from rekindle._src.models.loading import checkpoint, hub, reading, stored
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.loading.tensor_files import read_header
+from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import CheckpointError, ConfigError, MissingExtra, UnsupportedModel
+from rekindle_kernels import tuning
 
 RAW = checkpoints.CASES["llama"]
 
@@ -56,8 +59,18 @@ def test_auto_is_bfloat16_on_cpu_and_the_checkpoints_own_elsewhere(tmp_path: Pat
     folder = checkpoints.write(tmp_path, RAW, dtype="float16")
     assert checkpoints.leaves(checkpoint.load(folder))["head.weight"].dtype == ml_dtypes.bfloat16
     config = checkpoint.inspect(folder).config
-    assert checkpoint.resolve_dtype("auto", config, "gpu") == "float16"
-    assert checkpoint.resolve_dtype("float32", config, "gpu") == "float32"
+    assert resolve_dtype("auto", config, "gpu") == "float16"
+    assert resolve_dtype("float32", config, "gpu") == "float32"
+
+
+def test_auto_is_what_the_gpu_multiplies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = checkpoint.inspect(checkpoints.write(tmp_path, RAW, dtype="bfloat16")).config
+    scaled = dataclasses.replace(config, embed_scale=8.0)
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)  # a T4's
+    assert [resolve_dtype("auto", each, "gpu") for each in (config, scaled)] == ["float16", "float32"]
+    assert resolve_dtype("bfloat16", config, "gpu") == "bfloat16"
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 8.0)
+    assert [resolve_dtype("auto", each, "gpu") for each in (config, scaled)] == ["bfloat16", "bfloat16"]
 
 
 def test_shards_and_names_of_files_make_no_difference(tmp_path: Path) -> None:
@@ -285,7 +298,7 @@ def test_a_deeply_nested_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = checkpoint.look(folder)
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-40])
-    monkeypatch.setattr(checkpoint, "look", lambda *_: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda *_, **__: seen)
     with pytest.raises(CheckpointError, match=f"{SHARD} is truncated.* ends .* early"):
         checkpoint.load(folder)
 
@@ -342,7 +355,7 @@ def test_an_unknown_quantisation_is_refused(folder: Path) -> None:
 def test_local_folders_win_and_other_paths_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoints.write(tmp_path / "owner" / "name", RAW)
-    assert hub.locate("owner/name") == Path("owner/name")
+    assert hub.locate("owner/name").path == Path("owner/name")
     for wrong in ("no-such-folder", "/no/such/folder", "../a/b", "a/b/c", Path("owner/other")):
         with pytest.raises(CheckpointError, match="does not exist"):
             hub.locate(wrong)

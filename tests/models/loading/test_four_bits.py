@@ -42,12 +42,18 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 KINDS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
     "Q8_0": "int8-32", "Q5_0": "int6-32", "Q5_1": "int6-32-min", "Q5_K": "int6-32-min-k", "Q6_K": "int6-16-k",
-    "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32-k", "MXFP4": "fp4-32",
+    "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32-k", "MXFP4": "fp4-32", "NVFP4": "int6-16-f32",
+    "Q1_0": "int4-128", "Q2_0": "int4-64", "TQ1_0": "int4-128", "TQ2_0": "int4-128",
+    "Q2_K": "int4-16-min-k", "Q3_K": "int4-16-k",
+    "IQ1_S": "iq4-32-f32", "IQ1_M": "iq4-16-f32", "IQ3_XXS": "int6-32-f32", "IQ3_S": "int4-32-min-f32",
+    "IQ2_XXS": "iq4-32-f32", "IQ2_XS": "iq4-16-f32", "IQ2_S": "iq4-16-f32",
 }  # fmt: skip
 # Of each weight in memory, as the documentation says.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625, "Q6_K": 6.5625,
-    "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25,
+    "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "NVFP4": 8, "Q1_0": 4.125, "Q2_0": 4.25, "TQ1_0": 4.125,
+    "TQ2_0": 4.125, "Q2_K": 5.125, "Q3_K": 4.5625, "IQ1_S": 5, "IQ1_M": 6, "IQ3_XXS": 7, "IQ3_S": 6, "IQ2_XXS": 5,
+    "IQ2_XS": 6, "IQ2_S": 6,
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
@@ -164,10 +170,10 @@ def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_types_keeps_what_can_be_kept(tmp_path: Path) -> None:
-    """v and down in a type whose groups share no integers in some layers, so that q, k and v are floats there."""
+    """v and down in floats in some layers, so that q, k and v are floats there."""
 
     def types(name: str) -> str:
-        return "Q2_K" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "token_embd.weight") else "Q4_K"
+        return "F16" if name in ("blk.0.attn_v.weight", "blk.0.ffn_down.weight", "token_embd.weight") else "Q4_K"
 
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, types)
     kept, floats = load(file), load(file, dtype="float32")

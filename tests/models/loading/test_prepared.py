@@ -89,7 +89,7 @@ def test_the_second_start_reads_what_the_first_kept(
     assert len(kept(cache)) == 1
     seen = checkpoint.look(folder)
     break_the_checkpoint(folder)
-    monkeypatch.setattr(checkpoint, "look", lambda *_: seen)
+    monkeypatch.setattr(checkpoint, "look", lambda *_, **__: seen)
     reports: list[object] = []
     assert_same(load(folder, cache, quantize, progress=reports.append), first)
     assert reports[-1].done == reports[-1].total == first.nbytes

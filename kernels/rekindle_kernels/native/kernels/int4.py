@@ -45,11 +45,12 @@ from rekindle_kernels.int4_format import (
 )
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_table import GROUPED
+from rekindle_kernels.native.kernel_table import GROUPED, GROUPED_SMALLEST
 from rekindle_kernels.native.kernels import int4_amx, int4_widened
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
     BEGIN,
+    HALF_STEP,
     MAGIC,
     MAGIC_BITS,
     NUMBERS,
@@ -116,7 +117,7 @@ JOB = job_layout(
         "block_bytes": "of the weights of 16 outputs",
         "scale_bytes": "of their scales",
         "groups": "of inputs",
-        "steps": "of a group, STEP[bits] tiles each",
+        "steps": "of a group, `Int4Form.step` tiles each",
         "ups": "blocks of outputs before the first up, or 0",
         "parts": "into which the outputs are cut",
         "group": "rows that a block multiplies",
@@ -203,9 +204,10 @@ class Int4Form(NamedTuple):
     large: bool  # has tiles of ROWS rows and two blocks of outputs
     tiled: bool  # has code for AMX; a caller says whether it runs
     codebook: Codebook  # its values plus `offset`, as unsigned bytes
+    step: int  # tiles that are read one after the other: those of the smallest group
 
     @classmethod
-    def of(cls, dtype: str, weight: str) -> Int4Form:
+    def of(cls, dtype: str, weight: str, *, smallest: bool = False) -> Int4Form:
         """Return the form for the processor that is compiled for."""
         bits, instruction = BITS[weight], best_instruction()
         offset = {4: OFFSET, 6: SIX_OFFSET, 8: 0 if instruction in SIGNED else 128}[bits]
@@ -214,9 +216,9 @@ class Int4Form(NamedTuple):
             offset = 0 if instruction in SIGNED else -min(values)
         large = instruction == "vnni"
         tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))
-        return cls(
-            dtype, weight, bits, instruction, offset, large, tiled, tuple((value + offset) & 0xFF for value in values)
-        )
+        codebook = tuple((value + offset) & 0xFF for value in values)
+        step = HALF_STEP if smallest else STEP[bits]
+        return cls(dtype, weight, bits, instruction, offset, large, tiled, codebook, step)
 
 
 class Units(NamedTuple):
@@ -250,7 +252,7 @@ def job_reader(form: Int4Form) -> Any:
     """Return `read(frame, job)`, which notes in the job what the operands say."""
     bits, offset, stepped = form.bits, form.offset, form.dtype == STEPPED
     columns, word, scale_word = COLUMNS[form.weight], np.dtype(form.weight).itemsize, SCALE_BYTES[form.dtype]
-    step_inputs = STEP[bits] * INPUTS_OF[bits]
+    step_inputs = form.step * INPUTS_OF[bits]
 
     @inline
     def read(frame: Any, job: Any) -> None:
@@ -320,7 +322,14 @@ def few_rows(form: Int4Form) -> Any:
     """Return `few(job, block, first, end, sums)`: the rows [first, end) times one block of outputs."""
     one, two, four = (
         multiply_tile(
-            rows, 1, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, prefetches=True
+            rows,
+            1,
+            form.instruction,
+            scale=form.dtype,
+            bits=form.bits,
+            step=form.step,
+            codebook=form.codebook,
+            prefetches=True,
         )
         for rows in (1, 2, 4)
     )
@@ -354,7 +363,14 @@ def twelve_rows(form: Int4Form) -> Any:
     """
     many, many_unpacked = (
         multiply_tile(
-            ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, unpacked=ahead
+            ROWS,
+            2,
+            form.instruction,
+            scale=form.dtype,
+            bits=form.bits,
+            step=form.step,
+            codebook=form.codebook,
+            unpacked=ahead,
         )
         if form.large
         else None
@@ -413,10 +429,9 @@ def row_multiplier(form: Int4Form) -> Any:
 def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
     """Return `by_tiles(job, part, first, end)`: a part of the outputs for the rows [first, end), by AMX."""
     unit, units = share
-    multiply_tiles, multiply_widened = (
-        module.multiplier(form.dtype, form.bits, form.offset, form.codebook, put) if form.tiled else None
-        for module in (int4_amx, int4_widened)
-    )
+    stored = form.dtype, form.bits, form.offset, form.codebook
+    multiply_tiles = int4_amx.multiplier(*stored, put) if form.tiled else None
+    multiply_widened = int4_widened.multiplier(*stored, put, form.step) if form.tiled else None
 
     @jit
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:
@@ -439,9 +454,10 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
     return by_tiles
 
 
-def kernel(dtype: str, weight: str) -> Kernel:
-    """Return the kernel of rows times a matrix whose scales and weights have these dtypes."""
-    form = Int4Form.of(dtype, weight)
+def kernel(dtype: str, weight: str, *, smallest: bool = False) -> Kernel:
+    """Return the kernel of rows times a matrix whose scales and weights have these dtypes; with `smallest`, for groups
+    of 16 inputs alone."""
+    form = Int4Form.of(dtype, weight, smallest=smallest)
     large, tiled, share = form.large, form.tiled, units_of(form)
     (unit, units), multiply_rows = share, row_multiplier(form)
     by_tiles = part_by_tiles(form, share, multiply_rows)
@@ -468,4 +484,5 @@ def kernel(dtype: str, weight: str) -> Kernel:
             multiply_rows(job, at, behind, first, min(rows, first + job.group), sums, strip)
         free(sums)
 
-    return Kernel(GROUPED[weight], JOB, planner(form, units), block, free_packed)
+    specs = GROUPED_SMALLEST if smallest else GROUPED
+    return Kernel(specs[weight], JOB, planner(form, units), block, free_packed)

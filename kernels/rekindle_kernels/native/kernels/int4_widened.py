@@ -39,7 +39,7 @@ from numba.core import cgutils
 
 from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
-from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, Codebook, scale_reader, stored_integers
+from rekindle_kernels.native.kernels.int4_tile import TILE_BYTES, Codebook, scale_reader, stored_integers
 from rekindle_kernels.native.language.amx import MEMORY, add_products_of_pairs, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD
@@ -77,11 +77,11 @@ def store_row(x: int, packed: int, r: int, width: int) -> None:
         store_bf16(out + k // DEPTH * _TILE, k % DEPTH, load_f32(x, k))
 
 
-def _widener(scale: str, bits: int, offset: int, codebook: Codebook) -> Any:
+def _widener(scale: str, bits: int, offset: int, codebook: Codebook, step: int) -> Any:
     """Return `widen(weights, scales, minimums, first, count, steps, target)`: so many groups of a block of outputs,
     from the group `first` on, as tiles at `target`, the tiles of another block between them.
 
-    A group has `steps` times STEP[bits] tiles of what is stored; `minimums` may be 0.
+    A group has `steps` times `step` tiles of what is stored; `minimums` may be 0.
     """
 
     @emits(types.void, *[types.int64] * 7)
@@ -89,7 +89,7 @@ def _widener(scale: str, bits: int, offset: int, codebook: Codebook) -> Any:
         builder: Any, weights: Any, scales: Any, minimums: Any, first: Any, count: Any, steps: Any, target: Any
     ) -> None:
         fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
-        scales_at = scale_reader(builder, scale, builder.mul(steps, WORD(STEP[bits] * INPUTS_OF[bits])))
+        scales_at = scale_reader(builder, scale, builder.mul(steps, WORD(step * INPUTS_OF[bits])))
 
         def constant(number: int) -> Any:
             return ir.Constant(_INTS, [number] * LANES)
@@ -104,7 +104,7 @@ def _widener(scale: str, bits: int, offset: int, codebook: Codebook) -> Any:
 
         there = builder.icmp_signed("!=", minimums, WORD(0))
         least_at = cgutils.alloca_once(builder, FLOATS)
-        per = builder.mul(steps, WORD(STEP[bits]))  # tiles of a group
+        per = builder.mul(steps, WORD(step))  # tiles of a group
         below = [ir.Constant(FLOATS, [-float(_BASE + each)] * LANES) for each in (offset, offset if bits > 4 else 0)]
         with cgutils.for_range(builder, count) as outer:
             group = builder.add(first, outer.index)
@@ -166,10 +166,10 @@ def _multiplier_of(strips: int) -> Any:
     return multiply
 
 
-def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any) -> Any:
+def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any, step: int) -> Any:
     """Return `multiply(job, block, behind, first, last, memory, following)`: as `int4_amx.multiplier` makes, for
     rows that `store_row` packed. `behind` may be 0, for a block alone."""
-    widen = _widener(scale, bits, offset, codebook)
+    widen = _widener(scale, bits, offset, codebook, step)
     one, two = _multiplier_of(1), _multiplier_of(2)
 
     @jit

@@ -2,6 +2,9 @@
 
 Rows that decode have a token each, then come the prompts' tokens. Kernels look at sequences that have tokens, which
 `prepare` lists, so that the many empty rows of a large program cost nothing.
+
+Rows of a chain are one sequence: each reads the state that the row before it writes, as drafts do. Their state passes
+from token to token as that of a prompt, and is written to each row's own slot.
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ from rekindle_kernels.native.language.vector_math import exp_of_any, exp_of_one,
 
 ZERO, ONE = np.float32(0), np.float32(1)
 COLUMNS = 2 * LANES  # of a state at a time
-FIELDS = {"active": "int32 [count, SEQUENCE], of the sequences that have tokens", "count": "of them"}
+FIELDS = {
+    "active": "int32 [count, SEQUENCE], of the sequences that have tokens",
+    "count": "of them",
+    "writes": "int32 [sequences], the slots that are written",
+    "slots": "how many there are",
+}
 HEADS = {  # of kernels whose work are the heads of the sequences
     **FIELDS,
     "projected": "[tokens, width]",
@@ -44,8 +52,10 @@ HEADS = {  # of kernels whose work are the heads of the sequences
     "values": "the size of one",
     "out": "[tokens, heads · values]",
 }
-SEQUENCE = 5  # first token, tokens, slots that are read and written, whether the state begins as zeros
-FIRST, TOKENS, READ, WRITTEN, BEGINS = range(SEQUENCE)
+# First token, tokens, slots that are read and written (the last one of a chain), whether the state begins as zeros,
+# and whether the tokens are rows of a chain.
+SEQUENCE = 6
+FIRST, TOKENS, READ, WRITTEN, BEGINS, CHAINED = range(SEQUENCE)
 
 
 @inline
@@ -67,14 +77,34 @@ def list_sequences(frame: Any, job: Any, tokens: int, slots: int) -> None:
         own = min(own, tokens - first)
         if length > 0 and own > 0:
             at = SEQUENCE * count
-            set_i32(active, at + FIRST, first)
-            set_i32(active, at + TOKENS, own)
-            set_i32(active, at + READ, min(max(i32(reads, sequence), 0), slots - 1))
-            set_i32(active, at + WRITTEN, min(max(i32(writes, sequence), 0), slots - 1))
-            set_i32(active, at + BEGINS, 1 if length <= own else 0)
-            count += 1
+            read = min(max(i32(reads, sequence), 0), slots - 1)
+            written = min(max(i32(writes, sequence), 0), slots - 1)
+            before = at - SEQUENCE
+            follows = False
+            if count > 0 and sequence < decode_rows:
+                end = i32(active, before + FIRST) + i32(active, before + TOKENS)
+                follows = end == sequence and i32(active, before + WRITTEN) == read
+            if follows:
+                set_i32(active, before + TOKENS, i32(active, before + TOKENS) + 1)
+                set_i32(active, before + WRITTEN, written)
+                set_i32(active, before + CHAINED, 1)
+            else:
+                set_i32(active, at + FIRST, first)
+                set_i32(active, at + TOKENS, own)
+                set_i32(active, at + READ, read)
+                set_i32(active, at + WRITTEN, written)
+                set_i32(active, at + BEGINS, 1 if length <= own else 0)
+                set_i32(active, at + CHAINED, 0)
+                count += 1
     job.active = active
     job.count = count
+    job.slots = slots
+
+
+@inline
+def slot_of_row(job: Any, row: int) -> int:
+    """Return the slot that a row of a chain writes."""
+    return min(max(i32(job.writes, row), 0), job.slots - 1)
 
 
 @inline
@@ -118,6 +148,18 @@ def head_of(job: Any, index: int) -> tuple[int, int, int, int, int]:
             store(target, at, splat(ZERO))
         state = target
     return h, i32(job.active, entry + FIRST), i32(job.active, entry + TOKENS), state, target
+
+
+@inline
+def is_chain(job: Any, index: int) -> bool:
+    """True if the tokens of the head with this index are rows of a chain."""
+    return i32(job.active, index // job.heads * SEQUENCE + CHAINED) == 1
+
+
+@inline
+def state_of_row(job: Any, row: int, h: int) -> int:
+    """Return the address of a head's state that a row of a chain writes."""
+    return job.states + (slot_of_row(job, row) * job.heads + h) * job.keys * job.values * 4
 
 
 @jit
@@ -223,6 +265,12 @@ def convolution_kernel() -> Kernel:
                 count = min(INPUTS, tokens - begin)
                 take_inputs(job, first + begin, count, channel, size, inputs + back * CHANNELS * 4)
                 convolve(job, first + begin, count, channel, size, weights, inputs)
+                if i32(job.active, entry + CHAINED) == 1:
+                    for token in range(count):
+                        slot = slot_of_row(job, first + begin + token)
+                        tail = job.tails + (slot * back * job.channels + channel) * 4
+                        for i in range(back):
+                            copy(inputs + (token + 1 + i) * CHANNELS * 4, tail + i * job.channels * 4, size)
                 for i in range(back):
                     copy(inputs + (count + i) * CHANNELS * 4, inputs + i * CHANNELS * 4, size)
             tail = job.tails + (i32(job.active, entry + WRITTEN) * back * job.channels + channel) * 4
@@ -327,7 +375,9 @@ def delta_kernel() -> Kernel:
         return list_heads(frame, job, dim(frame.qkv, 0))
 
     @jit
-    def columns(job: Any, h: int, first: int, count: int, scratch: int, state: int, target: int, column: int) -> None:
+    def columns(
+        job: Any, h: int, first: int, count: int, scratch: int, state: int, target: int, column: int, chained: bool
+    ) -> None:
         """Take the tokens of a chunk through a few columns of a head's state."""
         D, V, channels, width = job.keys, job.values, job.channels, job.heads * job.values
         k, numbers = scratch + CHUNK * D * 4, scratch + 2 * CHUNK * D * 4
@@ -347,10 +397,11 @@ def delta_kernel() -> Kernel:
             store(out, LANES, multiply_add(again, right, multiply(factor, d)))
             if token + 1 < count:
                 after = k + D * 4
-                a, b, c, d = both(source, here, D, k, decay, (left, right), after, scratch + (token + 1) * D * 4)
+                kept = (state_of_row(job, first + token, h) + column * 4, V) if chained else here
+                a, b, c, d = both(source, kept, D, k, decay, (left, right), after, scratch + (token + 1) * D * 4)
+                source = kept
             else:
                 update(source, end, D, k, decay, (left, right), k, scratch)
-            source = here
             k += D * 4
             numbers += NUMBERS * 4
             v += channels * 4
@@ -376,6 +427,7 @@ def delta_kernel() -> Kernel:
         """One head of one sequence."""
         D, V = job.keys, job.values
         h, first, tokens, state, target = head_of(job, index)
+        chained = is_chain(job, index)
         scratch = malloc((CHUNK * (2 * D + NUMBERS) + COLUMNS * D) * 4)
         k, numbers = scratch + CHUNK * D * 4, scratch + 2 * CHUNK * D * 4
         for begin in range(0, tokens, CHUNK):
@@ -383,8 +435,10 @@ def delta_kernel() -> Kernel:
             for i in range(count):
                 at = i * D * 4
                 prepare_token(job, first + begin + i, h, scratch + at, k + at, numbers + i * NUMBERS * 4)
+            if chained:
+                target = state_of_row(job, first + begin + count - 1, h)
             for column in range(0, V, COLUMNS):
-                columns(job, h, first + begin, count, scratch, state + column * 4, target + column * 4, column)
+                columns(job, h, first + begin, count, scratch, state + column * 4, target + column * 4, column, chained)
             for i in range(count):
                 gate_row(job, first + begin + i, h)
             state = target
@@ -435,7 +489,9 @@ def scan_kernel() -> Kernel:
         return list_heads(frame, job, dim(frame.channels, 0))
 
     @jit
-    def columns(job: Any, h: int, first: int, tokens: int, state: int, target: int, column: int, scratch: int) -> None:
+    def columns(
+        job: Any, h: int, first: int, tokens: int, state: int, target: int, column: int, scratch: int, chained: bool
+    ) -> None:
         """Take all tokens of a sequence through a few columns of a head's state."""
         H, D, V, stride = job.heads, job.keys, job.values, job.stride
         x = job.channels + (first * stride + h * V + column) * 4
@@ -448,11 +504,13 @@ def scan_kernel() -> Kernel:
             step = largest(softplus(splat(f32(raw, 0) + bias)))
             by, left, right = splat(step), load_f32(x, 0), load_f32(x, LANES)
             end = here if token + 1 < tokens else (target, V)
+            if chained:
+                end = state_of_row(job, first + token, h) + column * 4, V
             decay, c = exp_of_one(-rate * step), b + job.groups * D * 4
             y, z = sweep_scan(source, end, D, b, c, decay, multiply(by, left), multiply(by, right))
             store(out, 0, multiply_add(skip, left, y))
             store(out, LANES, multiply_add(skip, right, z))
-            source = here
+            source = end
             x += stride * 4
             b += stride * 4
             out += H * V * 4
@@ -463,9 +521,10 @@ def scan_kernel() -> Kernel:
         """One head of one sequence."""
         D, V = job.keys, job.values
         h, first, tokens, state, target = head_of(job, index)
+        chained = is_chain(job, index)
         scratch = malloc(COLUMNS * D * 4)
         for column in range(0, V, COLUMNS):
-            columns(job, h, first, tokens, state + column * 4, target + column * 4, column, scratch)
+            columns(job, h, first, tokens, state + column * 4, target + column * 4, column, scratch, chained)
         free(scratch)
 
     return Kernel(kernel_table.SELECTIVE_SCAN, SCAN_JOB, prepare, block, free_sequences)

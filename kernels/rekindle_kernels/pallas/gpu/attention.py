@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels import tuning
+from rekindle_kernels import gpus, tuning
 from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions, WriteCall
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pages import LayerKV, as_stored, as_values
@@ -37,13 +37,7 @@ def supports(call: AttentionCall) -> str | None:
         return "values are a part of the keys"
     if call.head_dim > 256:
         return f"head_dim {call.head_dim} is more than 256, whose tiles overflow the registers"
-    capability = tuning.compute_capability()
-    if capability is not None and capability < 8.0:
-        # Compiled for 7.5 the dots become scalar code: 27 KiB of spilled registers per thread, a minute of compiling.
-        return f"the GPU has compute capability {capability}; Triton's matrix products need 8.0"
-    if capability is not None and capability < 8.9 and call.kv_dtype.name == "float8_e4m3fn":
-        return f"the GPU has compute capability {capability}; float8_e4m3fn needs 8.9, use float8_e5m2 or int8"
-    return None
+    return gpus.without_triton() or (gpus.without_float8() if call.kv_dtype.name == "float8_e4m3fn" else None)
 
 
 def attention(
@@ -270,7 +264,9 @@ def write_kv(kv: LayerKV, k: Array, v: Array, page_ids: Array, offsets: Array, *
 
 def supports_write(call: WriteCall) -> str | None:
     """Return the reason why the kernel can't serve the call, or None."""
-    return "keys alone are written" if call.latent else None
+    if call.latent:
+        return "keys alone are written"
+    return gpus.without_triton() or (gpus.without_float8() if call.kv_dtype.name == "float8_e4m3fn" else None)
 
 
 WRITE_KV = Implementation("pallas_gpu", write_kv, supports_write)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels import int4
+from rekindle_kernels import gpus, int4
 from rekindle_kernels.ops.linear import GroupedCall
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu.block import and_masks, load, product
@@ -59,7 +59,7 @@ def supports(call: GroupedCall) -> str | None:
     shape = call.weight.shape if call.scale is None else int4.matrix_shape(call.weight)
     if max(call.weight.size, call.x.shape[0] * shape[1]) >= 2**31:
         return f"{call.weight.size} weights are more than 31 bits count"
-    return None
+    return gpus.without_triton()
 
 
 def _kernel(

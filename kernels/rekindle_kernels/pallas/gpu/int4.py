@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels import int4, tuning
+from rekindle_kernels import gpus, int4, tuning
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, Operands
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu.block import and_masks, load, product
@@ -79,7 +79,7 @@ def supports(call: LinearCall) -> str | None:
         return "it takes one matrix"
     if max(call.weight.size, call.rows * call.outputs) >= 2**31:
         return f"{call.weight.size} columns of weights, or {call.rows} rows of results, are more than 31 bits count"
-    return None
+    return gpus.without_triton()
 
 
 def summed(

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from rekindle_kernels import tuning
+from rekindle_kernels import gpus, tuning
 from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas import tiles
@@ -386,10 +386,7 @@ def supports(call: AttentionCall) -> str | None:
     keys = tuning.gpu_mosaic_prefill(call.kv_dtype, call.head_dim, call.page_size).block_k
     if call.page_size % 8 or (keys % call.page_size and call.page_size % keys):
         return f"page size {call.page_size} is not a multiple of 8 that divides {keys} or is a multiple of it"
-    capability = tuning.compute_capability()
-    if capability is not None and not 9.0 <= capability < 10.0:
-        return f"the GPU has compute capability {capability}; the kernel's matrix instructions are those of 9.0"
-    return triton.supports(call)
+    return gpus.without_mosaic() or triton.supports(call)
 
 
 def attention(

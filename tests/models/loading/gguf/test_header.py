@@ -114,7 +114,7 @@ HOSTILE = {
     "nothing": (gguf_files.raw(entries=[entry("w", (0, 32), 0, 0)]), r"w: its shape \[0, 32\]"),
     "half a block": (gguf_files.raw(entries=[entry("w", (2, 48), 8, 0)]), r"w: its shape \[2, 48\].*\(Q8_0\)"),
     "unknown type": (gguf_files.raw(entries=[entry("w", (2, 256), 77, 0)]), r"w is stored as type 77, which"),
-    "type not read": (gguf_files.raw(entries=[entry("w", (2, 256), 16, 0)]), r"w is stored as IQ2_XXS.*Q4_K"),
+    "type not read": (gguf_files.raw(entries=[entry("w", (2, 256), 9, 0)]), r"w is stored as Q8_1, which.*IQ2_XXS"),
     "outside": (gguf_files.raw(entries=ONE, data=bytes(100)), r"blk\.0\.attn_q\.weight: Q8_0 \[4, 32\] ends at"),
     "far outside": (gguf_files.raw(entries=[entry("w", (4, 32), 8, 1 << 62)], data=bytes(200)), r"w: Q8_0"),
     "unaligned": (gguf_files.raw(entries=[entry("w", (4, 32), 8, 8)], data=bytes(200)), r"w: begins at 8"),

@@ -23,6 +23,7 @@ from rekindle._src.models.loading.four_bits import stored_kinds
 from rekindle._src.models.loading.gguf.files import is_file, is_gguf
 from rekindle._src.models.loading.named_tensors import named_tensors
 from rekindle._src.models.loading.stored import look
+from rekindle._src.models.loading.stores.known import store_of
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
@@ -132,7 +133,7 @@ def shape_config(model: str) -> tuple[ModelConfig, str]:
     """Return config and dtype of a shape by its name, of a folder's config.json or of a GGUF file."""
     if model in PLANNED:
         raw = {**hf_config("8b"), **PLANNED[model]} if model not in SHAPES else hf_config(model)
-    elif is_gguf(Path(model)) or is_file(model):
+    elif is_gguf(Path(model)) or is_file(model) or store_of(model) is not None:
         raw = look(model).raw
     else:
         path = Path(model).expanduser() / "config.json"

@@ -26,6 +26,7 @@ import anyio.to_thread
 import numpy as np
 
 from rekindle._src.core.memory import gc_paused
+from rekindle_kernels import system
 
 if TYPE_CHECKING:
     from rekindle._src.session.session import Session
@@ -274,7 +275,7 @@ def _first(order: dict[str, Any]) -> dict[str, Any]:
     with open_sync(order["model"], quiet=True, **order["options"]) as session:
         session.generate_sync(list(range(3, 3 + FIRST_PROMPT)), max_tokens=1, ignore_eos=True)
         # Printed here, so that closing the session is not measured.
-        print(json.dumps({"peak_bytes": peak_bytes()}), flush=True)
+        print(json.dumps({"peak_bytes": system.peak_memory()}), flush=True)
     return {}
 
 
@@ -293,17 +294,6 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
             session.save(SNAPSHOT).result_sync()
         figures = {"wall_s": result["wall_s"], "prefill_s": result["ttft_max_ms"] / 1e3}
         return {"figures": {**figures, "ttft_p50_ms": result["ttft_p50_ms"]}}
-
-
-def peak_bytes() -> int:
-    """Return the largest resident size of this process in bytes; ru_maxrss would include its parent's before exec."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -28,11 +28,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind, exactly
 from rekindle.errors import ProcessLost
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from rekindle_kernels import system
 
 _AT_ONCE = 512  # pieces of one call; systems allow 1,024
 _MARK = 32
@@ -151,7 +147,7 @@ def _send_all(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
     pending = [piece for piece in pieces if len(piece)]
     at = 0
     while at < len(pending):
-        count = connection.sendmsg(pending[at : at + _AT_ONCE])
+        count = system.send_views(connection, pending[at : at + _AT_ONCE])
         at = _advance(pending, at, count)
 
 
@@ -159,7 +155,7 @@ def _receive_all(connection: socket.socket, pieces: Sequence[memoryview]) -> Non
     pending = [piece for piece in pieces if len(piece)]
     at = 0
     while at < len(pending):
-        count = connection.recvmsg_into(pending[at : at + _AT_ONCE])[0]
+        count = system.receive_into(connection, pending[at : at + _AT_ONCE])
         if not count:
             raise ProcessLost("the connection was closed in the middle of what follows a message")
         at = _advance(pending, at, count)
@@ -179,13 +175,9 @@ class SendMemory:
     """The memory of the sending side. Raises OSError on systems without it."""
 
     def __init__(self) -> None:
-        if fcntl is None or not hasattr(os, "memfd_create"):
-            raise OSError("this system has no files without a name")
         self._number = secrets.token_bytes(_RANDOM)
-        self._file = os.memfd_create("rekindle pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = system.nameless_file(_SIZE)
         try:
-            os.ftruncate(self._file, _SIZE)
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             mapped = mmap.mmap(self._file, _SIZE)
         except BaseException:
             self.close()
@@ -224,15 +216,9 @@ class ReceiveMemory:
 
     def __init__(self, offer: Any) -> None:
         """Map the offered memory. Raises OSError if this process can't open it, or if it might shrink."""
-        if fcntl is None:
-            raise OSError("this system has no files without a name")
         process, file, number = _parse_offer(offer)
-        descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = system.open_nameless(process, file, _SIZE)
         try:
-            if os.fstat(descriptor).st_size != _SIZE:
-                raise OSError("it has another size")
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError("it could shrink")
             mapped = mmap.mmap(descriptor, _SIZE, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)

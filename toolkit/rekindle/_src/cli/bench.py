@@ -173,7 +173,8 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
-    from rekindle._src.models.loading.checkpoint import describe, resolve_dtype
+    from rekindle._src.models.loading.checkpoint import describe
+    from rekindle._src.models.precision import resolve_dtype
     from rekindle._src.models.registry import config_from_hf
 
     dtype, quantize = options.get("dtype", "auto"), options.get("quantize")

@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         case "ls":
             _print(folder, items) if arguments.all else _print_models(folder, items)
         case "rm":
-            return _remove(folder, named(items, arguments.names), arguments.yes)
+            return remove_items(folder, named(items, arguments.names), arguments.yes)
         case "prune":
-            return _remove(folder, beyond(items, parse_size(arguments.to)), arguments.yes)
+            return remove_items(folder, beyond(items, parse_size(arguments.to)), arguments.yes)
         case "clear":
-            return _remove(folder, items, arguments.yes)
+            return remove_items(folder, items, arguments.yes)
     return 0
 
 
@@ -140,7 +140,7 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.is_symlink())
 
 
-def _remove(folder: Path, items: Sequence[CacheItem], confirmed: bool) -> int:
+def remove_items(folder: Path, items: Sequence[CacheItem], confirmed: bool) -> int:
     """Show the entries to remove, ask, and remove them. Return the exit status."""
     if not items:
         print(f"{folder}: nothing to remove")

@@ -29,7 +29,7 @@ from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, system
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 
@@ -333,20 +333,8 @@ class EditedLines:
 
         The terminal hands it to the next prompt, which shows it.
         """
-        try:
-            import termios
-        except ImportError:  # Windows
+        with system.echo_off(sys.stdin.fileno()):
             yield
-            return
-        file = sys.stdin.fileno()
-        before = termios.tcgetattr(file)
-        quiet = termios.tcgetattr(file)
-        quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH
-        termios.tcsetattr(file, termios.TCSANOW, quiet)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 def _history(folder: Path) -> Any:
@@ -357,7 +345,7 @@ def _history(folder: Path) -> Any:
         with contextlib.suppress(OSError):
             private_files.make_folder(folder)
             file = folder / "terminal-history"
-            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o600))
+            os.close(system.open_file(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
             return FileHistory(str(file))
     return InMemoryHistory()
 

@@ -148,9 +148,13 @@ def _shadowing() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     import jax
 
+    from rekindle_kernels import gpu_path
+
     devices = jax.devices()
     kinds = ", ".join(sorted({device.device_kind for device in devices}))
     yield Check("pass", "devices", f"{len(devices)} × {jax.default_backend()} ({kinds}), {os.cpu_count()} CPU cores")
+    if path := gpu_path():
+        yield Check("pass", "GPU kernels", path)
 
 
 def _native() -> Iterator[Check]:

@@ -71,7 +71,13 @@ _NEEDED = {
 }  # fmt: skip
 
 
+_MODULES = {"ls": "local", "pull": "local", "rm": "local"}  # modules that several share
+
+
 def _imported(command: str) -> Callable[[argparse.Namespace], int]:
+    if command in _MODULES:
+        module = importlib.import_module(f"rekindle._src.cli.{_MODULES[command]}")
+        return getattr(module, command)  # type: ignore[no-any-return]
     if command not in _NEEDED:
         return importlib.import_module(f"rekindle._src.cli.{command}").run  # type: ignore[no-any-return]
     importlib.import_module(f"rekindle._src.{_NEEDED[command]}")
@@ -109,7 +115,7 @@ def parser() -> Parser:
     doctor.checks += usage.check_doctor, usage.check_models
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
-    warm.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'", nargs="?", default="tiny")
+    warm.add("model", "a folder, a GGUF file, a hub id, a name of `rekindle ls`, or 'tiny'", nargs="?", default="tiny")
     _engine_options(warm)
     usage.add_options(warm, EngineConfig, "warm", _ENGINE)  # all that a program's key holds
     warm.flag("--structured", "the programs of structured output as well", default=None)
@@ -117,8 +123,31 @@ def parser() -> Parser:
     warm.flag("--json", "print the programs as JSON")
     warm.checks.append(usage.check_models)
 
+    here = "list the models on this machine: the Hub's cache, Ollama, LM Studio, llama.cpp, and what rekindle keeps"
+    ls = commands.add_parser("ls", help=here)
+    ls.add("begin", "only those whose names begin so, such as ollama:", nargs="?", default="", metavar="NAME")
+    ls.model_arguments = ("begin",)
+    ls.flag("--names", "only the names, without a look into the models")
+    ls.add("--cache-dir", "the cache directory, whose kept weights are listed too")
+    ls.flag("--json", "print them as JSON")
+
+    pull = commands.add_parser("pull", help="download a model from the Hub, or go on with a download")
+    pull.add("model", "owner/name, owner/name/file.gguf, each with @revision if it is not the main one")
+    pull.model_arguments = ()  # what is to be downloaded
+    pull.checks.append(usage.check_pull)
+
+    rm = commands.add_parser("rm", help="remove what rekindle has made of models; other tools' files stay")
+    rm.add("names", "models as ls names them", nargs="+", metavar="NAME")
+    rm.model_arguments = ("names",)
+    rm.add("--cache-dir", "the cache directory")
+    rm.flag("--yes", "remove without asking")
+
+    tab = commands.add_parser("completion", help="print a script with which Tab completes commands and models")
+    tab.add("shell", 'for ~/.bashrc: eval "$(rekindle completion bash)"', choices=("bash", "fish", "words", "zsh"))
+    tab.add("--line", "words: a line whose last word is to be completed", default="")
+
     export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
-    export.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'")
+    export.add("model", "a folder, a GGUF file, a hub id, a name of `rekindle ls`, or 'tiny'")
     export.add("out", "a name that ends in .gguf, or that of a folder; neither may exist", type=Path)
     types = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0")
     words = "of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)"
@@ -316,7 +345,10 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "prompt_lookup": {
         "metavar": "N", "help": "speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     },
-    "drafts": {"help": "where draft tokens come from: auto (default), none, or suffix for all texts of the session"},
+    "drafts": {
+        "help": "where draft tokens come from: auto (default), none, suffix for all texts of the session, or mtp for "
+        "the model's own head",
+    },
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},
     "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},

@@ -30,6 +30,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.checks: list[Check] = []
+        self.model_arguments: tuple[str, ...] = ("model",)  # positional arguments that are models on this machine
         self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
     def add(self, name: str, words: str | None, **options: Any) -> None:
@@ -51,6 +52,22 @@ class Parser(argparse.ArgumentParser):
         except RekindleError as error:
             parser.error(parser._message(error))
         return arguments
+
+    def completions(self, words: Sequence[str], models: Callable[[], list[str]]) -> list[str]:
+        """Return the words that may follow those of a command line: subcommands, options, values, names of models."""
+        positional = self._get_positional_actions()
+        commands = next((action.choices for action in positional if isinstance(action.choices, dict)), None)
+        if commands is not None:
+            if not words:
+                return [*commands, *self._option_string_actions]
+            command = commands.get(words[0])
+            return command.completions(words[1:], models) if isinstance(command, Parser) else []
+        option = self._option_string_actions.get(words[-1]) if words else None
+        if option is not None and option.nargs is None:
+            return [*map(str, option.choices or ())] or (models() if option.dest == "model" else [])
+        choices = [str(choice) for action in positional[:1] if not words for choice in action.choices or ()]
+        named = any(action.dest in self.model_arguments for action in positional)
+        return [*choices, *(models() if named else []), *self._option_string_actions]
 
     def error(self, message: str) -> NoReturn:
         """Exit with a line for the problem and a line for the help."""
@@ -130,6 +147,21 @@ def check_model(model: str | Path) -> None:
 
     if model not in EMBEDDED and hub_id(model) is not None and importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtra("huggingface_hub", "hub")
+
+
+def check_pull(arguments: argparse.Namespace) -> None:
+    """Check that the model to pull is a hub id, and that the hub's package is there."""
+    from rekindle._src.models.loading.hub import hub_id
+    from rekindle._src.models.loading.stores.known import store_of
+
+    store = store_of(arguments.model)
+    if store is not None and store.PREFIX != "hub":
+        problem = f"is in {store.TITLE}, which its own tool fills"
+        raise ConfigError("model", arguments.model, problem, "Pass a hub id such as owner/name")
+    arguments.model = arguments.model.removeprefix("hub:")
+    if arguments.model == "tiny" or hub_id(arguments.model) is None:
+        raise ConfigError("model", arguments.model, "is on this machine", "Pass a hub id such as owner/name")
+    check_model(arguments.model)
 
 
 def check_models(arguments: argparse.Namespace) -> None:

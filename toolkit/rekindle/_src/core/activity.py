@@ -260,7 +260,7 @@ def _seconds(seconds: float) -> str:
 
 def _picture(state: State, seconds: float) -> str:
     fraction = state.fraction
-    bar = "" if fraction is None else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
+    bar = "" if fraction is None else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", named=False)
     return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str
 
 
@@ -446,7 +446,7 @@ class _CellBar:
     def __call__(self, line: str, fraction: float, complete: bool) -> None:
         from IPython.display import display
 
-        bar = "" if complete else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
+        bar = "" if complete else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", named=False)
         data = {"text/html": str(html.block(bar, html.line(line))), "text/plain": line}
         if self._output is None:
             self._output = display(data, raw=True, display_id=True)

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, system
 
 # Orbax's operations signal each other through counters of the whole process: two saves in two threads, even to
 # different paths, created each other's folders or waited for one another until a timeout.
@@ -67,7 +67,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool
         if durable:
             private_files.sync_all(partial / ITEM)  # nobody reads Orbax's own files
             private_files.sync(partial)
-        partial.rename(path)
+        system.replace(partial, path)
         if durable:
             private_files.sync(path.parent)
     except BaseException as error:
@@ -94,14 +94,16 @@ def abandon() -> None:
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a removal killed half way leaves no half checkpoint."""
     with contextlib.suppress(OSError):
-        renamed = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
+        renamed = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+        system.replace(path, renamed)
         shutil.rmtree(renamed, ignore_errors=True)
 
 
 def set_aside(path: Path, *, keep: int = KEPT_DAMAGED) -> None:
     """Rename a damaged checkpoint to free its name. The `keep` latest of a folder stay, others are removed."""
     with contextlib.suppress(OSError):
-        renamed = path.rename(path.with_name(f"{DAMAGED}{uuid.uuid4().hex}"))
+        renamed = path.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
+        system.replace(path, renamed)
         os.utime(renamed)
         earlier = sorted(path.parent.glob(f"{DAMAGED}*"), key=lambda one: one.stat().st_mtime)
         for entry in earlier[:-keep]:

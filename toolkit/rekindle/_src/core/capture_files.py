@@ -27,7 +27,7 @@ from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, RequestTaps
 from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, system
 
 PARTIAL = ".partial"
 _LONGEST_NUMBER = 10  # digits of a folder's name
@@ -138,7 +138,7 @@ class _GrowingFile:
         self._write(struct.pack("<Q", HEADER) + header.ljust(HEADER))
         self._file.close()
         private_files.sync(self._partial)
-        self._partial.rename(self._path)
+        system.replace(self._partial, self._path)
 
     def close(self) -> None:
         self._file.close()

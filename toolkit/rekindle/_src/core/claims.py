@@ -1,7 +1,7 @@
 """Claims: one process makes an entry of the cache while others that want it wait, and then take it.
 
 A claim is an advisory lock on a file in the folder of the entries. The operating system ends it with its process: one
-that died holds nobody up. Where there are no such locks (Windows, some network file systems) each makes its own.
+that died holds nobody up. Where there are no such locks (some network file systems) each makes its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rekindle_kernels import private_files
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from rekindle_kernels import private_files, system
 
 POLL = 0.1  # seconds
 WANTED = ".wanted"  # touched by those that wait: the holder writes without its usual delay
@@ -44,29 +39,26 @@ def claimed(folder: Path, name: str, made: Callable[[], bool], patience: float) 
 
     After `patience` seconds, and where nothing can be locked, the caller makes it too.
     """
-    if fcntl is None:
-        return Claim()
     path, end = folder / f".{name}.making", time.monotonic() + patience
     try:
         private_files.make_folder(folder)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        file = system.open_file(path, os.O_RDWR | os.O_CREAT)
     except OSError:
         return Claim()  # a cache that can't be written to, or a full disk
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < end:
-                with contextlib.suppress(OSError):
-                    (folder / WANTED).touch(0o600)
-                time.sleep(POLL)
-                continue
+            locked = system.try_lock(file)
         except OSError:  # no locks here
-            pass
-        else:
+            break
+        if locked:
             if not made():
                 return Claim(path, file)
-        break
+            break
+        if time.monotonic() >= end:
+            break
+        with contextlib.suppress(OSError):
+            (folder / WANTED).touch(0o600)
+        time.sleep(POLL)
     os.close(file)
     return None if made() else Claim()
 

@@ -28,7 +28,7 @@ from rekindle.errors import ConfigError
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]
 GenerationConfig = Literal["auto", "greedy"]
-DraftSource = Literal["auto", "none", "suffix"]
+DraftSource = Literal["auto", "none", "suffix", "mtp"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
@@ -149,7 +149,8 @@ class EngineConfig(html.Record):
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
         drafts ("auto"): where drafts come from: "suffix" is all texts of the session, 7 tokens at a time unless
-            prompt_lookup says how many; "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
+            prompt_lookup says how many; "mtp" is the model's own head that drafts a token in each step, if it has one;
+            "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
         kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".

@@ -25,6 +25,7 @@ from rekindle._src.core.records import (
     StepPlan,
     StepResult,
     TokenEvent,
+    WaitingRequest,
 )
 
 
@@ -110,6 +111,9 @@ class SchedulerLike(Protocol):
 
     def status(self, request_id: str) -> Status | None:
         """Return the state of a request; None if the scheduler doesn't know it."""
+
+    def waits(self, limit: int) -> list[WaitingRequest]:
+        """Return the requests that wait and why, the oldest first, at most `limit`."""
 
     def explain(self, request_id: str) -> Any:
         """Return why a request is in its state, in words and numbers; None if the scheduler doesn't know it."""

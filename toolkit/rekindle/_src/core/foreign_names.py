@@ -147,7 +147,7 @@ OPEN: dict[str, Hint] = {
     "flash_attn": _KERNELS,
     "use_flash_attention": _KERNELS,
     "num_speculative_tokens": Hint("prompt_lookup", "Use prompt_lookup with the same value: drafts from its own text"),
-    "speculative_config": Hint("prompt_lookup", "There are no draft models; prompt_lookup=7 drafts from the text"),
+    "speculative_config": Hint("prompt_lookup", "Use prompt_lookup=7, which drafts from the text without a model"),
     "scheduling_policy": Hint("policy", "Use policy with one of rekindle's, such as policy='priority'"),
     "download_dir": Hint("cache_dir", "Use cache_dir for what rekindle keeps; hub downloads go where HF_HOME says"),
     "trust_remote_code": Hint("", "Leave it out: code of a checkpoint is never run"),

@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-_TABLE = '<table style="border-collapse:collapse;font-size:90%">'
-_CELL = "padding:2px 10px;text-align:{align};vertical-align:top;border:none"
-_HEAD = "padding:2px 10px;text-align:{align};border:none;border-bottom:1px solid rgba(128,128,128,.5);font-weight:600"
-_SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
+from rekindle._src.core import style
+
+_TABLE = f'<table style="border-collapse:collapse;font-size:{style.SMALL};margin:4px 0">'
+_CELL = "padding:2px 12px 2px 0;text-align:{align};vertical-align:top;border:none;background:none"
+_HEAD = "padding:2px 12px 2px 0;text-align:{align};border:none;font-weight:600;border-bottom:1px solid " + style.HAIR
+_QUIET = f"font-size:{style.SMALL};opacity:{style.QUIET}"
 
 
 class Markup(str):
@@ -59,7 +61,7 @@ def escape(value: object) -> str:
 def line(*parts: object) -> Markup:
     """Return a line of small text with its parts separated by dots."""
     content = " · ".join(escape(part) for part in parts if part != "")
-    return Markup(f'<div style="font-size:90%;opacity:.75;margin:2px 0">{content}</div>')
+    return Markup(f'<div style="{_QUIET};margin:2px 0">{content}</div>')
 
 
 PAGES = (
@@ -80,14 +82,14 @@ def block(*parts: str, title: str = "") -> Markup:
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
-def details(summary: str, *parts: str, key: str = "") -> Markup:
+def details(summary: str, *parts: str, key: str = "", opened: bool = False) -> Markup:
     """Return parts that a click on their summary unfolds; it needs no script.
 
     A view that is redrawn under the same `key` stays unfolded.
     """
     mark = f' data-fold="{escape(key)}"' if key else ""
-    head = f'<summary style="font-size:90%;opacity:.75;cursor:pointer">{escape(summary)}</summary>'
-    return Markup(f'<details{mark} style="margin:4px 0">{head}{"".join(parts)}</details>')
+    head = f'<summary style="{_QUIET};cursor:pointer">{escape(summary)}</summary>'
+    return Markup(f'<details{mark}{" open" * opened} style="margin:4px 0">{head}{"".join(parts)}</details>')
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
@@ -123,11 +125,27 @@ def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None)
         titles or {},
     )
     rows = "".join(
-        f'<tr><td style="{name_style};opacity:.75" title="{escape(hints.get(name, ""))}">{escape(name)}</td>'
+        f'<tr><td style="{name_style};opacity:{style.QUIET}" title="{escape(hints.get(name, ""))}">{escape(name)}</td>'
         f'<td style="{value_style}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
     ).replace(' title=""', "")
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
+
+
+def tiles(values: Mapping[str, object]) -> Markup:
+    """Return a few figures next to each other, each above its name."""
+    small, shown = f"font-size:{style.TINY};opacity:{style.QUIET}", []
+    for name, value in values.items():
+        figure = f'<div style="font-size:130%;font-weight:600;line-height:1.3">{escape(number(value))}</div>'
+        shown.append(f'<div data-tile="">{figure}<div style="{small}">{escape(name)}</div></div>')
+    return Markup(f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px;margin:8px 0">{"".join(shown)}</div>')
+
+
+def gauge(share: float, *, words: str = "", colour: str = style.BLUE, width: int = 96) -> Markup:
+    """Return a share of one as a bar, with its percentage or other words."""
+    filled = f'<span style="width:{100 * min(1.0, max(0.0, share)):.1f}%;background:{colour}"></span>'
+    look = f"display:inline-flex;width:{width}px;height:.7em;border-radius:2px;overflow:hidden;background:{style.WASH}"
+    return Markup(f'<span style="{look}">{filled}</span> {escape(words or f"{share:.0%}")}')
 
 
 def shorten(value: str, width: int = 40) -> str:
@@ -163,22 +181,35 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend: bool = True) -> Markup:
+def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, named: bool = True) -> Markup:
     """Return shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is drawn in grey."""
     total = sum(parts.values()) or 1.0
-    hues = (210, 140, 35, 280, 0, 60)
-    colours = ["0,0%,50%" if name == rest else f"{hues[index % len(hues)]},60%,50%" for index, name in enumerate(parts)]
+    colours = [style.GREY if name == rest else style.SERIES[index % 8] for index, name in enumerate(parts)]
     cells = "".join(
-        f'<span title="{escape(name)}: {escape(number(value))}" style="height:12px;'
-        f'width:{100 * value / total:.2f}%;background:hsla({colour},{0.4 if name == rest else 0.85})"></span>'
+        f'<span title="{escape(name)}: {escape(number(value))}" style="height:10px;'
+        f'width:{100 * value / total:.2f}%;background:{colour};opacity:{0.3 if name == rest else 1}"></span>'
         for (name, value), colour in zip(parts.items(), colours, strict=True)
     )
-    names = " &nbsp;".join(
-        f'<span style="color:hsl({colour})">■</span> {escape(name)} {escape(number(value))}'
-        for (name, value), colour in zip(parts.items(), colours, strict=True)
+    names = {f"{name} {number(value)}": colour for (name, value), colour in zip(parts.items(), colours, strict=True)}
+    look = (
+        f"display:flex;gap:1px;width:{width}px;max-width:100%;border-radius:3px;overflow:hidden;background:{style.WASH}"
     )
-    outer = f'<div style="display:flex;width:{width}px;max-width:100%;background:rgba(128,128,128,.2)">{cells}</div>'
-    return Markup(f'{outer}<div style="font-size:85%">{names}</div>' if legend else outer)
+    outer = f'<div style="{look}">{cells}</div>'
+    return Markup(outer + legend(names) if named else outer)
+
+
+def legend(names: Mapping[str, str]) -> Markup:
+    """Return the names of colours on one line."""
+    entries = "".join(
+        f'<span style="white-space:nowrap">{swatch(colour)} {escape(name)}</span>' for name, colour in names.items()
+    )
+    look = f"display:flex;flex-wrap:wrap;gap:2px 12px;font-size:{style.TINY};margin:2px 0"
+    return Markup(f'<div style="{look}">{entries}</div>')
+
+
+def swatch(colour: str) -> Markup:
+    """Return a square of a colour."""
+    return Markup(f'<span aria-hidden="true" style="color:{colour}">■</span>')
 
 
 class Line:
@@ -263,9 +294,9 @@ def _image(entry: ImageLike) -> str:
     size = f"{entry.width:,} × {entry.height:,}" if entry.width else "a picture"
     source = entry.thumbnail
     if not source:
-        return f'<span style="border:1px dashed rgba(128,128,128,.5);padding:2px 8px;font-size:80%">{size}</span>'
-    style = "max-width:160px;max-height:160px;border:1px solid rgba(128,128,128,.3)"
-    return f'<img src="{escape(source)}" alt="{size}" title="{size}" style="{style}">'
+        return f'<span style="border:1px dashed {style.EDGE};padding:2px 8px;font-size:{style.TINY}">{size}</span>'
+    look = f"max-width:160px;max-height:160px;border:1px solid {style.HAIR};border-radius:4px"
+    return f'<img src="{escape(source)}" alt="{size}" title="{size}" style="{look}">'
 
 
 def code(value: str) -> Markup:
@@ -279,21 +310,22 @@ def text(value: str) -> Markup:
 
 
 def tokens(entries: Iterable[Token]) -> Markup:
-    """Return text whose background shows how likely each token was. Hovering tells more; forced ones are underlined."""
+    """Return text whose background shows how unlikely each token was: clear where it was sure, orange where it
+    surprises. Hovering tells more; forced ones are underlined.
+    """
     return Markup(
         f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>'
     )
 
 
 def _token(token: Token) -> str:
-    line = "border-bottom:2px solid rgba(128,128,128,.7);" if token.forced else ""
+    line = f"border-bottom:2px solid {style.EDGE};" if token.forced else ""
     if token.logprob is None:
         hint, text = token.note or ("forced" if line else ""), escape(token.text)
         return f'<span title="{escape(hint)}" style="{line}">{text}</span>' if hint else text
     probability = math.exp(token.logprob)
-    shade = _SHADES[0 if probability < 0.2 else 1 if probability < 0.7 else 2]
     title = [f"{token.note or repr(token.text)} {probability:.1%}"]
     title += [f"{other!r} {math.exp(logprob):.1%}" for other, logprob in token.alternatives]
     title += ["forced by the grammar"] * token.forced
-    style = f"{line}background:rgba({shade},{0.45 - 0.3 * probability:.2f});border-radius:2px"
-    return f'<span title="{escape(chr(10).join(title))}" style="{style}">{escape(token.text)}</span>'
+    look = f"{line}background:{style.surprise(probability)};border-radius:2px"
+    return f'<span title="{escape(chr(10).join(title))}" style="{look}">{escape(token.text)}</span>'

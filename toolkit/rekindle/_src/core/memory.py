@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
-import os
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rekindle.errors import OutOfMemory
+from rekindle_kernels import system
 
 ROOT = Path("/")  # of /proc and /sys
 # Of address space, for JAX's threads and the arenas of their memory. On two cores sessions opened with 1,054 MiB; with
@@ -46,37 +46,15 @@ _inside = 0  # threads
 _was_on = _stays = False
 
 
-class _WindowsMemory(ctypes.Structure):
-    """The figures that Windows' GlobalMemoryStatusEx fills in, up to the first sizes."""
-
-    _fields_ = (
-        ("length", ctypes.c_uint32),
-        ("load", ctypes.c_uint32),
-        ("total", ctypes.c_uint64),
-        ("available", ctypes.c_uint64),
-        ("others", ctypes.c_uint64 * 5),
-    )
-
-
-def total() -> int:
-    """Return the bytes of memory of this machine."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _windows_memory().total
-
-
-def _windows_memory() -> _WindowsMemory:
-    status = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
-    if not getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # noqa: B009  Windows has it
-        raise OSError("Windows did not report its memory: pass device_memory")
-    return status
+total = system.total_memory
 
 
 def available() -> int | None:
     """Return the bytes that neither other programs use nor a limit forbids, of the container or of this process; None
     if unknown."""
-    if os.name == "nt":
-        return _windows_memory().available
+    reported = system.free_memory()
+    if reported is not None:
+        return reported
     try:
         lines = (ROOT / "proc/meminfo").read_text().splitlines()
         groups = (ROOT / "proc/self/cgroup").read_text().splitlines()
@@ -92,16 +70,14 @@ def available() -> int | None:
 
 def address_space() -> int | None:
     """Return the bytes that this process may still map, under `ulimit -v`; None without such a limit."""
-    try:
-        import resource  # Windows has none
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY:
-            return None
-        pages = int((ROOT / "proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError, ValueError):
+    limit = system.address_space_limit()
+    if limit is None:
         return None
-    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        pages = int((ROOT / "proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return None
+    return max(0, limit - pages * mmap.PAGESIZE)
 
 
 def check_address_space() -> None:

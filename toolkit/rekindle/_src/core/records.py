@@ -129,6 +129,16 @@ class Status(enum.StrEnum):
     ABORTED = "aborted"
 
 
+class WaitingRequest(NamedTuple):
+    """A request that no step computes now."""
+
+    id: str
+    status: Status
+    seconds: float  # since its submission
+    prompt_tokens: int
+    reason: str  # why it waits, in words
+
+
 class ResumeState(NamedTuple):
     """The state of a sequence that another process had to give up. It continues from there, as after a preemption."""
 
@@ -221,6 +231,8 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
+    drafting: bool = False  # the model's own head drafts the token after the one that it samples
+    following: int = -1  # the token after its last one, if it does not sample that
 
 
 class PageMove(NamedTuple):
@@ -266,8 +278,8 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it has drafts. The next step can then be planned only after this one's result is known."""
-        return any(row.draft for row in self.decode)
+        """True if it has drafts, or makes some. The next step is then planned when this one's result is known."""
+        return any(row.draft or row.drafting for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -571,14 +583,38 @@ class Completion:
         return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
-        parts: list[str] = [html.line(self._summary(), *self._speed()), html.images(self.images)]
+        parts: list[str] = [html.images(self.images)]
         if self.prompt_logprobs is not None:
             parts.append(html.tokens(self._shown_prompt(self.prompt_logprobs)))
         if self.logprobs is None and self.reply is not None:
             parts.append(html.Markup(self.reply._repr_html_()))
         else:
             parts.append(self._shown_text())
-        return str(html.block(*parts))
+        first, facts = self._first_words(), html.pairs({name: value for name, value in self._facts().items() if value})
+        return str(html.block(*parts, html.details(" · ".join(filter(None, first)), facts)))
+
+    def _first_words(self) -> tuple[str, ...]:
+        """Return what is said below the text: its end, its speed, and what is wrong with it."""
+        rate = self.timings.decode_rate(len(self.token_ids))
+        return (
+            self._summary(),
+            f"{rate:.0f} tokens/s" if rate else "",
+            "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
+            "its structure was closed in time" if self.closed else "",
+        )
+
+    def _facts(self) -> dict[str, str]:
+        """Return how the text was made, for a closer look."""
+        usage, timings = self.usage, self.timings
+        return {
+            "prompt": f"{html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
+            "first token after": html.seconds(timings.first_token) if timings.total else "",
+            "queued for": html.seconds(timings.queued) if timings.queued >= 0.001 else "",
+            "compiling": html.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
+            "grammar": f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
+            "seed": "" if self.sampling.greedy or self.sampling.seed is None else str(self.seed),
+            "request": self.id,
+        }
 
     def _shown_prompt(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[html.Token]:
         patches, before = self.patches, len(self.prompt_token_ids) - len(logprobs)
@@ -606,19 +642,6 @@ class Completion:
         calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
         repeats = "" if (found := self.repetition) is None else f", {found}"
         return f"{calls}{html.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}{repeats}"
-
-    def _speed(self) -> tuple[str, ...]:
-        rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling
-        return (
-            (f"first token after {self.timings.first_token * 1e3:.0f} ms" if self.timings.total else "")
-            + (f", then {rate:.0f} tokens/s" if rate else ""),
-            f"{compiling:.1f} s of it compiling" if compiling >= 0.05 else "",
-            f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
-            "" if self.sampling.greedy or self.sampling.seed is None else f"seed {self.seed}",
-            f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
-            "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
-            "its structure was closed in time" if self.closed else "",
-        )
 
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.

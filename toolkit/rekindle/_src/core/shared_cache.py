@@ -37,7 +37,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from rekindle._src.core.atomic_checkpoint import PARTIAL
 from rekindle.errors import ConfigError, MissingExtra, StoreError
-from rekindle_kernels import private_files, read_through
+from rekindle_kernels import private_files, read_through, system
 
 log = logging.getLogger("rekindle.cache")
 VARIABLE = "REKINDLE_SHARED_CACHE"
@@ -96,7 +96,7 @@ class SharedCache:
             if kind in DURABLE:
                 private_files.sync_all(temporary)
             with contextlib.suppress(OSError):  # another process or thread was faster
-                temporary.rename(local)
+                system.replace(temporary, local)
                 if kind in DURABLE:
                     private_files.sync(local.parent)
         except FileNotFoundError:
@@ -492,8 +492,7 @@ class FolderPlace:
         self.root = root
 
     def open(self, kind: str, name: str) -> IO[bytes]:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return open(os.open(self.root / kind / name, flags), "rb")
+        return open(system.open_file(self.root / kind / name, os.O_RDONLY), "rb")
 
     def age(self, kind: str, name: str) -> float | None:
         try:
@@ -507,7 +506,7 @@ class FolderPlace:
         temporary = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
         try:
             shutil.copyfile(file, temporary)
-            os.replace(temporary, folder / name)
+            system.replace(temporary, folder / name)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style, svg
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -416,11 +417,12 @@ class Captured(Mapping[Any, Any]):
 
     def _repr_html_(self) -> str:
         rows = [
-            (_name(key), "×".join(map(str, array.shape)), str(array.dtype), *_spread(array))
+            (_name(key), "×".join(map(str, array.shape)), _along(array), *_spread(array), str(array.dtype))
             for key, array in self._arrays.items()
         ]
         size = html.line(html.count(len(self.positions), "position"), html.mebibytes(self.nbytes))
-        return str(html.block(size, html.table(["captured", "shape", "dtype", "mean", "deviation"], rows)))
+        heads = ["captured", "shape", "size along the positions", "mean", "deviation", "dtype"]
+        return str(html.block(html.table(heads, rows), size))
 
 
 def _digest_of(arrays: Iterable[Any]) -> str:
@@ -428,6 +430,29 @@ def _digest_of(arrays: Iterable[Any]) -> str:
     for array in arrays:
         state.update(b"" if array is None else array.tobytes())
     return state.hexdigest()
+
+
+_DRAWN = 120  # positions of a picture at most, each of which is then the mean of several
+
+
+def _along(array: NDArray[Any]) -> html.Markup:
+    """Return the root mean square of each position's values as a line; empty if there is one position, or no number."""
+    if array.ndim < 2 or len(array) < 2 or not array.size:
+        return html.Markup("")
+    count = min(_DRAWN, len(array))
+    bounds = [len(array) * place // count for place in range(count + 1)]
+    parts = (array[start:stop].astype("float32") for start, stop in itertools.pairwise(bounds))
+    sizes = [math.sqrt(float((part * part).mean())) for part in parts]
+    highest = max(sizes)
+    if not math.isfinite(highest) or highest <= 0:
+        return html.Markup("")
+    width, height = 120, 18
+    points = [
+        (width * place / max(1, len(sizes) - 1), height - 1 - (height - 2) * size / highest)
+        for place, size in enumerate(sizes)
+    ]
+    label = f"root mean square along the positions, at most {highest:.3g}"
+    return svg.picture(width, height, [svg.stroke(points, style.BLUE)], label=label)
 
 
 def _spread(array: NDArray[Any]) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from rekindle._src.calls.embedding import texts_shown, usage_so_far
 from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
@@ -89,20 +89,23 @@ class Scores(list[Score]):
 
     def _repr_html_(self) -> str:
         best = self.choose() if self else None
+        weights = [math.exp(score.logprob - best.logprob) if best is not None else 0.0 for score in self]
         rows = [
             (
-                "→" if score is best else "",
                 html.shorten(score.text, 100),
+                html.gauge(weight / sum(weights), colour=style.BLUE if score is best else style.GREY),
                 f"{score.logprob:.3f}",
                 f"{score.per_token:.3f}",
                 len(score.token_ids),
                 "yes" if score.greedy else "",
             )
-            for score in self
+            for score, weight in zip(self, weights, strict=True)
         ]
-        heads = ("", "choice", "log-probability", "per token", "tokens", "greedy")
+        heads = ("choice", "share", "log-probability", "per token", "tokens", "greedy")
         prompt = f"prompt of {html.count(self[0].prompt_tokens, 'token')}" if self else ""
-        return str(html.block(html.line(html.count(len(self), "choice"), prompt), html.table(heads, rows)))
+        likeliest = "" if best is None else html.shorten(best.text, 100)
+        choices = html.line(html.count(len(self), "choice"), prompt)
+        return str(html.block(html.table(heads, rows), choices, title=likeliest))
 
 
 class ScoreTable(list[Scores]):

@@ -71,6 +71,7 @@ class SidePlan:
     page_size: int
     slots: int  # on the device; the first one is scratch
     first: int  # the first slot that nodes can have: those before are scratch, and of sequences alone
+    spare: int = 0  # slots right before it, which sequences take for the entries after their drafts
     step: int  # tokens; nodes whose ends are multiples of it can have an entry
     edge: int = 1  # prompts are cut at multiples of so many tokens
     span: int = 1  # how many such nodes in a row a prompt needs that continues after the last one

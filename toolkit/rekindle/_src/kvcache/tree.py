@@ -451,18 +451,53 @@ class PrefixCache:
         for node in self:  # parents come first
             if node.parent in roots or node.parent in nodes:
                 nodes[node] = None
+        self._drop(nodes, discard)
+
+    def known(self, key: int) -> Node | None:
+        """Return the node with this key, if it is still in the tree."""
+        return self._table.get(key)
+
+    def path(self, node: Node) -> IntArray:
+        """Return the tokens of a node's page and of all pages before it."""
+        parts = []
+        while node.parent is not None:
+            parts.append(self.tokens_of(node))
+            node = node.parent
+        return np.concatenate(parts[::-1])
+
+    def drop(self, top: Node, discard: Callable[[bytes], object] | None = None) -> int:
+        """Drop a page and all pages after it, except pages in use and pinned ones. Return how many left the device.
+
+        `discard` drops a payload in host memory.
+        """
+        nodes = {top: None}
+        for node in self:  # parents come first
+            if node.parent in nodes:
+                nodes[node] = None
+        for node in [node for node in nodes if node.pins]:
+            above: Node | None = node
+            while above in nodes:  # what comes before a pinned page stays with it
+                del nodes[above]
+                above = above.parent if above is not None else None
+        return self._drop(nodes, discard)
+
+    def _drop(self, nodes: dict[Node, None], discard: Callable[[bytes], object] | None) -> int:
+        """Drop nodes, parents first, and their pins. Return how many left the device."""
         pinned = [node for node in nodes if node.pins]
         for node in pinned:  # with its name gone, nothing could undo its pins
             node.pins = 0
         self._unpinned(pinned)
+        left = 0
         for node in reversed(nodes):
             if node.page and not node.device_children and self.pool.references(node.page) == 1:
                 self._leave(node)
+                left += 1
             if not node.page:
                 if discard is not None:
                     discard(self.digest_of(node))
                 self._offloaded.forget(node)
         self.version += bool(nodes)
+        return left
 
     def reset(self, root_key: bytes | None = None, *, keep: bool = False) -> None:
         """Forget everything, pins included. Pages that sequences hold return to the pool when these release them.

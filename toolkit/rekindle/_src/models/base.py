@@ -32,6 +32,7 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
+    from rekindle._src.models.nn.decoders import DraftEntries
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
@@ -43,6 +44,14 @@ class Model(Protocol):
 
     config: ModelConfig
     layers: Sequence[Callable[[Array, ForwardPass], Array]]
+
+    def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
+        """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
+        ...
+
+    def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
+        """Compute the hidden states [N, E] whose logits draft a token each, from the head's `DraftEntries`."""
+        ...
 
     def __call__(
         self,

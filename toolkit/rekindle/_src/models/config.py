@@ -123,7 +123,11 @@ class Multipliers:
     mlp: float = 1.0  # of the result of the MLP
 
 
-_LATER = ("pictures", "sections")  # fields that were added when digests were in use: told only where they say something
+_LATER = (
+    "pictures",
+    "sections",
+    "draft_head",
+)  # fields that were added when digests were in use: told only where they say something
 
 
 def _told(fields: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,11 +178,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
+    draft_head: ModelConfig | None = None  # one layer more, which drafts tokens; None: it has none, or it is not used
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
+        assert self.draft_head is None or self.draft_head.num_layers == 1, "a head is one layer"
         for entries in (self.moe, self.recurrent, self.pages, self.mlp_sizes):
             assert len(entries) in (0, self.num_layers), "one entry per layer, or none"
         for spec in self.moe:
@@ -222,10 +228,11 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The pages and the state that each layer keeps of a sequence."""
+        """The pages and the state that each layer keeps of a sequence, and after those the pages of a draft head."""
         usual = Pages(self.num_kv_heads, self.head_dim, self.head_dim)
         pages = self.pages or tuple(None if state else usual for state in self.states)
-        return tuple(map(Cache, pages, self.states))
+        more = () if self.draft_head is None else self.draft_head.caches
+        return *map(Cache, pages, self.states), *more
 
     @property
     def kinds_of_pages(self) -> tuple[Pages, ...]:
@@ -254,13 +261,15 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """True for layers that give back pages their window has passed; none does unless others keep all of theirs."""
+        """True for layers that give back pages their window has passed; none does unless others keep all of theirs. A
+        draft head, which comes last, gives none back."""
+        caches = self.caches[: self.num_layers]
         kept = {self.source(layer) for layer, spec in enumerate(self.attention) if spec.sliding_window is None}
-        windowed = tuple(
-            isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(self.caches)
-        )
-        whole = any(isinstance(cache.pages, Pages) for layer, cache in enumerate(self.caches) if layer in kept)
-        return windowed if whole and not (self.is_recurrent or self.is_bidirectional) else (False,) * self.num_layers
+        windowed = tuple(isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(caches))
+        whole = any(isinstance(cache.pages, Pages) for layer, cache in enumerate(caches) if layer in kept)
+        if not whole or self.is_recurrent or self.is_bidirectional:
+            windowed = (False,) * self.num_layers
+        return windowed if self.draft_head is None else (*windowed, False)
 
     @property
     def window(self) -> int:

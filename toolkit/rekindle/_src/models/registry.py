@@ -89,6 +89,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         ) from error
     if isinstance(raw.get("pictures"), dict):  # as `loading.stored` finds it
         config = dataclasses.replace(config, pictures=PictureSpec(**raw["pictures"]))
+    if raw.get("draft_head") is True and entry.drafts is not None:  # as `loading.stored` finds it
+        config = dataclasses.replace(config, draft_head=entry.drafts.config(config))
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if experts > MAX_EXPERTS:
         raise UnsupportedModel(
@@ -103,7 +105,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 def manifest(config: ModelConfig) -> Manifest:
     """Return the sources of the model's parameters in a checkpoint."""
-    result = family(config.model_type).manifest(config)
+    entry = family(config.model_type)
+    result = entry.manifest(config)
+    if config.draft_head is not None:
+        assert entry.drafts is not None, "its config comes from the family"
+        head = {f"drafter.{path}": source for path, source in entry.drafts.sources(config).items()}
+        result = dataclasses.replace(result, sources={**result.sources, **head})
     if config.tie_embeddings:  # some checkpoints store the embedding again as the head
         result = dataclasses.replace(result, ignored=(*result.ignored, r"lm_head\.weight"))
     return result

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from rekindle._src.core.activity import Progress
 from rekindle._src.notebook.chat import ChatView
-from rekindle._src.notebook.dashboard import Dashboard, TreeView
+from rekindle._src.notebook.dashboard import Dashboard
 from rekindle._src.notebook.live import StreamView
+from rekindle._src.notebook.tree import TreeView
 
 __all__ = ["ChatView", "Dashboard", "Progress", "StreamView", "TreeView"]

@@ -15,8 +15,9 @@ MOST_FILE = 6 << 20  # bytes of a picture from the page: a notebook's server tak
 MOST_OF_CHAT = 32 << 20  # characters of all pictures of a conversation, which is kept with them
 MOST_SHOWN = 16  # thumbnails in a conversation, of its latest pictures: each redraw sends them
 _KINDS = "image/png,image/jpeg,image/webp,image/gif,image/bmp,image/tiff"
-_ATTACH = file("attach", "Picture", kinds=_KINDS, title="Add a picture to the next message; or drop or paste it here")
-_DETACH = button("detach", "Remove pictures", title="Send the next message without them")
+_HINT = "Add a picture to the next message; or drop or paste it here"
+_ATTACH = file("attach", "Picture", kinds=_KINDS, title=_HINT, group="say")
+_DETACH = button("detach", "Remove pictures", title="Send the next message without them", group="say", look="quiet")
 
 
 class Attachment(NamedTuple):

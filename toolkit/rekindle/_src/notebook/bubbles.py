@@ -1,87 +1,194 @@
-"""A conversation as bubbles: yours to the right, the model's to the left with its Markdown as safe static HTML."""
+"""A conversation as static HTML: your messages to the right, the model's Markdown to the left, a quiet line below it.
+
+An element with `data-press` has no content of its own: a page with scripts makes it a button. So what is saved shows
+nothing that could not be pressed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.reply import Reply
+from rekindle._src.notebook.branches import Place
 from rekindle._src.notebook.markdown import has_markup, render
 
-_BUBBLE = "width:fit-content;max-width:min(80ch,92%);padding:4px 12px;border-radius:10px;overflow-x:auto;"
+_SHADED = "width:fit-content;max-width:min(80ch,85%);padding:6px 14px;border-radius:12px;overflow-x:auto"
 _LOOKS = {
-    "user": "margin:2px 0 2px auto;background-color:rgba(61,139,205,.18)",
-    "assistant": "margin:2px auto 2px 0;background-color:rgba(128,128,128,.12)",
+    "user": f"{_SHADED};background-color:{style.shade(style.BLUE, 0.4)}",
+    "assistant": f"max-width:{style.WIDE};overflow-x:auto",
 }
-_OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts and results of tools
+_FOLDED = {"system": "system prompt", "tool": "result of a tool", "developer": "instructions"}
+_ONE_AND_ONLY = Place(1, 1)
 
 
-def bubble(role: str, content: str) -> html.Markup:
-    """Return one message with a text in HTML. A page with scripts adds a copy button after `data-said`."""
-    side = "right" if role == "user" else "left"
-    name = f'<div style="font-size:80%;opacity:.65;text-align:{side}">{html.escape(role)}</div>'
-    inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{content}</div>'
-    return html.Markup(f'<div style="margin:6px 0">{name}{inner}</div>')
+class Action(NamedTuple):
+    """Something that can be done with a message; a page with scripts shows it as a button."""
+
+    name: str
+    label: str
+    title: str = ""
+
+    def draw(self, at: int) -> str:
+        facts = f'data-press="{self.name}" data-at="{at}" data-label="{html.escape(self.label)}"'
+        return f'<span {facts} title="{html.escape(self.title)}"></span>'
 
 
-def message(
+COPY = Action("copy", "Copy")
+EDIT = Action("edit", "Edit", "Write it anew; this version and its answers stay")
+AGAIN = Action("again", "Again", "Another answer; this one stays")
+FORK = Action("pick", "Fork", "Click a token, and go on from there with something else")
+CONTINUE = Action("continue", "Continue", "Go on with the answer where it ends")
+_BACK, _ON = Action("earlier", "‹", "The version before"), Action("later", "›", "The next version")
+
+
+def turn(
     role: str,
     content: str,
-    reply: Reply | None = None,
     *,
-    key: str = "",
-    images: Sequence[html.ImageLike] = (),
-    most: int = html.IMAGES,
+    at: int = 0,
+    actions: Sequence[Action] = (COPY,),
+    quiet: Sequence[object] = (),
+    place: Place = _ONE_AND_ONLY,
 ) -> html.Markup:
+    """Return one message with a text in HTML, its versions, what can be done with it, and a quiet line below it."""
+    shown = f'<div data-said="{html.escape(role)}" style="{_LOOKS.get(role, "")}">{content}</div>'
+    if role in _FOLDED:
+        shown = html.details(_FOLDED[role], shown, key=f"{role} {at}")
+    facts = " · ".join(html.escape(part) for part in quiet if part)
+    versions = f"{_BACK.draw(at)}<span>{place}</span>{_ON.draw(at)}" if place.total > 1 else ""
+    look = f"display:flex;flex-wrap:wrap;gap:2px 8px;align-items:center;font-size:{style.TINY}"
+    below = f'{versions}<span style="opacity:{style.QUIET}">{facts}</span>' if facts else versions
+    acts = f'<div class="rekindle-acts" style="{look}">{below}{"".join(action.draw(at) for action in actions)}</div>'
+    whole, parts = "margin:16px 0", f"{shown}{acts}"
+    if role == "user":  # what can be done stands at its side, where it takes no room of its own
+        whole, parts = f"{whole};display:flex;justify-content:flex-end;align-items:center;gap:8px", f"{acts}{shown}"
+    return html.Markup(
+        f'<div class="rekindle-turn" role="article" aria-label="{html.escape(_speaker(role))}" style="{whole}">'
+        f"{parts}</div>"
+    )
+
+
+def lost(at: int, place: Place) -> html.Markup:
+    """Return a line that leads back to the versions of a message that is written anew."""
+    if not place.total:
+        return html.Markup("")
+    words = f"{html.count(place.total, 'earlier version')} of this message"
+    back = Action("earlier", "‹ Back", "Show the version before").draw(at)
+    look = f"display:flex;justify-content:flex-end;gap:8px;font-size:{style.TINY}"
+    return html.Markup(f'<div style="{look}"><span style="opacity:{style.QUIET}">{words}</span>{back}</div>')
+
+
+def _speaker(role: str) -> str:
+    return {"user": "You", "assistant": "Answer"}.get(role, _FOLDED.get(role, role))
+
+
+def body(
+    role: str, content: str, reply: Reply | None = None, *, key: str = "", images: Sequence[html.ImageLike] = (),
+    most: int = html.IMAGES,
+) -> str:  # fmt: skip
     """Return a complete message: Markdown if the model wrote it, else the text as it was typed.
 
     At most `most` of its pictures are drawn. A model's `reply` with reasoning or calls is shown by its parts; an
     unfolded part stays so under the same `key`.
     """
     if reply is not None:
-        return bubble(role, _parts(reply, key))
+        return _parts(reply, key)
     text = _rendered(content) if role == "assistant" else html.text(content)
-    return bubble(role, f"{html.images(images, limit=most)}{text}")
+    return f"{html.images(images, limit=most)}{text}"
 
 
 def answer(
-    pieces: Iterable[tuple[str, int]], *, marked: int | None, complete: bool, reply: Reply | None = None, key: str = ""
-) -> html.Markup:
+    pieces: Iterable[tuple[str, int]],
+    *,
+    marked: int | None,
+    complete: bool,
+    picking: bool = False,
+    reply: Reply | None = None,
+    key: str = "",
+) -> str:
     """Return the last answer with clickable tokens, from its texts and the number of tokens of each.
 
-    A complete answer with Markdown is rendered, with the tokens folded below it. A `reply` with reasoning or calls is
-    shown by its parts from the beginning.
+    A complete answer with Markdown is rendered, with the tokens folded below it, unless one is picked or marked. A
+    `reply` with reasoning or calls is shown by its parts from the beginning.
     """
     pieces = list(pieces)
     text = "".join(piece for piece, _ in pieces)
     tokens = "".join(_clickable(pieces, marked, complete))
     if reply is not None:
-        body = _parts(reply, key) + ("" if complete else " ▌")
+        shown = _parts(reply, key) + ("" if complete else _CARET)
     elif complete and has_markup(text):
-        body = render(text)
+        shown = render(text)
     else:
-        hint = html.line("Click a token to write something else there, and go on from it") if complete and text else ""
-        return html.block(bubble("assistant", tokens), hint)
-    return html.block(bubble("assistant", body), html.details("tokens: click one to fork there", tokens, key="tokens"))
+        return tokens
+    opened = picking or marked is not None
+    return f"{shown}{html.details('tokens: click one to fork there', tokens, key='tokens', opened=opened)}"
+
+
+_CARET = '<span aria-hidden="true"> ▌</span>'
 
 
 def _parts(reply: Reply, key: str) -> str:
     """Return a reply's parts: the reasoning, folded, then the content, then the tool calls."""
-    reasoning = html.details("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
+    words = f"reasoning, {html.count(len(reply.reasoning.split()), 'word')}"
+    reasoning = html.details(words, html.text(reply.reasoning), key=key) if reply.reasoning else ""
     content = _rendered(reply.content) if reply.content.strip() else ""
-    return f"{reasoning}{content}{''.join(html.code(str(call)) for call in reply.tool_calls)}"
+    calls = [f"{html.code(str(call))}" for call in reply.tool_calls]
+    return f"{reasoning}{content}{''.join(calls)}"
 
 
 def _rendered(content: str) -> str:
     return render(content) if has_markup(content) else html.text(content)
 
 
+_MARK = f"background:{style.shade(style.ORANGE, 0.9)};outline:2px solid {style.ORANGE};border-radius:2px"
+
+
 def _clickable(pieces: list[tuple[str, int]], marked: int | None, complete: bool) -> Iterator[str]:
-    yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
+    yield '<div data-tokens="" style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
     index = 0
     for text, tokens in pieces:
         highlighted = marked is not None and 0 <= marked - index < tokens
-        style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if highlighted else ""
-        yield f'<span data-token="{index}"{style}>{html.escape(text)}</span>'
+        look = f' style="{_MARK}" aria-current="true"' if highlighted else ""
+        yield f'<span data-token="{index}"{look}>{html.escape(visible(text) if highlighted else text)}</span>'
         index += tokens
-    yield "</div>" if complete else " ▌</div>"
+    yield "</div>" if complete else f"{_CARET}</div>"
+
+
+def visible(text: str) -> str:
+    """Return a token's text with signs in place of the blanks at its ends, or that it consists of."""
+    inner = text.strip()
+    before, after = (
+        text[: len(text) - len(text.lstrip())] if inner else text,
+        text[len(text.rstrip()) :] if inner else "",
+    )
+    signs = str.maketrans({" ": "␣", "\t": "⇥", "\n": "⏎\n"})
+    return f"{before.translate(signs)}{inner}{after.translate(signs)}"
+
+
+class Alternative(NamedTuple):
+    """A token that could stand at another one's place, and how likely it was there."""
+
+    text: str
+    probability: float
+    chosen: bool = False
+
+
+def choices(entries: Sequence[Alternative]) -> html.Markup:
+    """Return the alternatives at a token as bars. A page with scripts takes the text of one that is pressed."""
+    rows = "".join(_choice(place, entry) for place, entry in enumerate(entries))
+    look = f"display:grid;grid-template-columns:max-content 12em max-content;gap:2px 8px;font-size:{style.SMALL}"
+    return html.Markup(f'<div aria-label="What could stand here" style="{look};align-items:center">{rows}</div>')
+
+
+def _choice(place: int, entry: Alternative) -> str:
+    weight = "600" if entry.chosen else "400"
+    name = html.escape(visible(html.shorten(entry.text, 24)).replace("\n", ""))
+    label = f'data-row="use" data-at="{place}" title="Put this into the field"'
+    bar = f'<span style="height:.8em;border-radius:2px;width:{max(0.5, 100 * entry.probability):.1f}%;'
+    bar += f'background:{style.BLUE if entry.chosen else style.shade(style.BLUE, 1.0)}"></span>'
+    return (
+        f'<code {label} style="font-weight:{weight};background:none">{name}</code>{bar}'
+        f'<span style="opacity:{style.QUIET}">{entry.probability:.1%}</span>'
+    )

@@ -1,61 +1,58 @@
 """A conversation: send, stop, answer again, edit the last message, or fork an answer at a token.
 
-Conversations outlive their kernel: a JSON file each, private to the user, in the cache folder's `chats`.
+Conversations outlive their kernel; see `transcripts`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import re
+import math
 import threading
-import time
-import uuid
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.records import FinishReason, TextDelta
+from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs, describe_end
 from rekindle._src.core.repetition import repetition
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
-from rekindle._src.core.store import Store
 from rekindle._src.notebook import bubbles
-from rekindle._src.notebook.attachments import Attachments, is_content, rooms, text_in, thumbnails_of
+from rekindle._src.notebook.attachments import Attachments, rooms, text_in, thumbnails_of
+from rekindle._src.notebook.branches import Branch, Branches, Place
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, field, slider
-from rekindle.errors import InvalidRequest, RequestAborted, StoreError
+from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
+from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
 
-_TALK = (
-    field("say", "Say something", width="44em", rows=2),
-    button("send", "Send"),
-    button("halt", "Stop", title="Stop the answer; what was said stays"),
-    button("again", "Again", title="Another answer to the last message"),
-    button("edit", "Edit last", title="Take the last message and its answer back"),
-    button("settings", "Settings", title="System prompt and sampling, for the next answer"),
-)
-_CONTINUE = (button("continue", "Continue", title="Go on with the answer where it ends"),)
+_SAY = field("say", "Say something", width="100%", grows=True, group="say")
+_SEND = button("send", "Send", title="Enter sends, Shift+Enter is a new line", look="main", group="say", spot="go")
+_HALT = button("halt", "Stop", title="Stop the answer; what was said stays", look="main", group="say", spot="go")
 _FORK = (
-    field("instead", "what should come there instead", width="18em"),
-    button("fork", "Fork", title="Keep the answer up to the marked token and go on from there"),
-    button("keep", "Cancel"),
+    field("instead", "what should come there instead", width="18em", group="fork"),
+    button(
+        "fork", "Fork", title="Keep the answer up to the marked token and go on from there", look="main", group="fork"
+    ),
+    button("keep", "Cancel", group="fork"),
 )
 _SLIDERS = {  # least, most, step, title
     "temperature": (0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
     "top_p": (0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
     "max_tokens": (1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
 }
+_PRESETS = {  # settings, title
+    "precise": ({"temperature": "0.0", "top_p": "1.0"}, "Always the most likely token: the same answer each time"),
+    "balanced": ({"temperature": "0.7", "top_p": "0.95"}, "Some variety, few slips"),
+    "lively": ({"temperature": "1.1", "top_p": "0.98"}, "More variety, more slips"),
+}
+_OWN = "as opened"  # the preset of the settings that a chat begins with
+SUGGESTIONS = (
+    "Tell me a short story.",
+    "Explain in three sentences what a prefix cache is.",
+    "Write a haiku about rain.",
+)
+_SHOWN_CHOICES = 5
 # Options of `chat` that are no sampling options.
 _OF_CHAT = ("tools", "template", "continue_final_message", "template_options")
-
-VERSION = 1
-MOST = 50  # kept conversations; the least recently used one is removed first
-NEWEST = "auto"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-log = logging.getLogger("rekindle.cache")
-Message = dict[str, Any]
 
 
 class Piece(NamedTuple):
@@ -70,18 +67,37 @@ class Piece(NamedTuple):
         return cls(delta.text, delta.token_ids, (ContentDelta(delta.text),) if delta.events is None else delta.events)
 
 
+class LastAnswer(NamedTuple):
+    """The answer that the model wrote last, or writes: its requests, and the pieces that a fork kept."""
+
+    handle: RequestLike
+    origin: RequestLike  # the request that it was forked from, or `handle`
+    kept: tuple[Piece, ...] = ()
+
+
 class ChatView(Live):
     """A conversation in `messages`. Every answer uses the session's prefix cache as far as possible.
 
-    Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. The
-    conversation is kept in the cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes
-    one by its name, the newest if it is "auto".
+    Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. What is
+    edited, answered again or forked stays as another version, while the kernel lives. The conversation is kept in the
+    cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes one by its name, the newest if
+    it is "auto". `suggestions` are first messages to press.
     """
 
     def __init__(
-        self, session: SessionLike, *, system: str | None = None, restore: str | None = None, **options: Any
+        self,
+        session: SessionLike,
+        *,
+        system: str | None = None,
+        restore: str | None = None,
+        suggestions: Sequence[str] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(*_TALK)
+        super().__init__()
+        suggestions = SUGGESTIONS if suggestions is None else suggestions
+        if isinstance(suggestions, str) or not all(isinstance(one, str) and one for one in suggestions):
+            raise InvalidRequest("suggestions", suggestions, "must be a list of messages", "Pass [text, …], or []")
+        self._suggestions = tuple(suggestions)
         # Wrong options, or a model without a chat template, raise now and not at the first message.
         drawn = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
         sampling = Sampling.of(session.chat_sampling, drawn)
@@ -110,11 +126,13 @@ class ChatView(Live):
             )
         self.widget.values = {**self.widget.values, **self._settings}
         self.widget.files = self._attached.most_file
-        self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
-        self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
-        self._kept_pieces: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
+        self._last: LastAnswer | None = None  # the last answer, which is not in `messages` yet
+        self._branches = Branches[LastAnswer]()
         self._bubbles: list[tuple[object, str]] = []  # pictures of the messages, each with what it shows
         self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
+        self._facts: dict[str, tuple[str, ...]] = {}  # the quiet lines of earlier answers, by their texts
+        self._peek: RequestLike | None = None  # asks what could stand at the marked token
+        self._picking = False  # the tokens of the answer are shown to pick one
         # Of the drawing thread only: the shown request, the number of its shown deltas, and True once its end is shown.
         self._watched: RequestLike | None = None
         self._shown_deltas, self._over = 0, True
@@ -140,6 +158,10 @@ class ChatView(Live):
     @property
     def answering(self) -> bool:
         return self._handle is not None and not self._handle.done
+
+    @property
+    def _handle(self) -> RequestLike | None:
+        return None if self._last is None else self._last.handle
 
     @property
     def handle(self) -> RequestLike | None:
@@ -195,8 +217,8 @@ class ChatView(Live):
             return
         defaults = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
         pieces = tuple(self._pieces())
-        self._handle = self._session.fork(handle, at=len(handle.token_ids), **{**defaults, **options})
-        self._kept_pieces = pieces
+        rest = self._session.fork(handle, at=len(handle.token_ids), **{**defaults, **options})
+        self._last = LastAnswer(rest, handle if self._last is None else self._last.origin, pieces)
         self._mark(None)
 
     def send(self, text: str) -> None:
@@ -229,26 +251,75 @@ class ChatView(Live):
         if self._handle is not None:
             self._handle.cancel()
 
-    def again(self, **options: Any) -> None:
-        """Request another answer to the last message, with another seed if the temperature is above 0."""
-        self._take_back()
-        if self.messages and self.messages[-1]["role"] == "user":
+    def again(self, at: int | None = None, **options: Any) -> None:
+        """Request another answer to the last message, with another seed if the temperature is above 0.
+
+        `at` is the place of an earlier answer in `messages`. The answer stays as another version, and so does all that
+        follows it.
+        """
+        answers = self._handle is not None or (self.messages and self.messages[-1]["role"] == "assistant")
+        place = len(self._whole()) - bool(answers and self._said()) if at is None else at
+        if place and self._whole()[place - 1]["role"] == "user":
+            self._cut(place)
             self._answer(**{"seed": None, **options})
 
-    def edit(self) -> None:
-        """Remove the last message and its answer, and put the message into the input line."""
-        self._take_back()
-        if self.messages and self.messages[-1]["role"] == "user":
-            self.widget.fill("say", self._attached.take_back(self.messages.pop()["content"]))
+    def edit(self, at: int | None = None) -> None:
+        """Put the last message, or the one at a place of `messages`, into the input line, to be written anew.
+
+        The message stays as another version, and so does all that follows it.
+        """
+        users = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        for place in users[-1:] if at is None else [place for place in users if place == at]:
+            content = self.messages[place]["content"]
+            self._cut(place)
+            self.widget.fill("say", self._attached.take_back(content))
             self._mark(None)
+
+    def switch(self, at: int, by: int = 1) -> None:
+        """Show another version of the message at a place of `messages`: the next one, or the one `by` versions on."""
+        whole = self._whole()
+        if not 0 <= at <= len(whole):
+            return
+        branch = self._branches.turned(whole[:at], whole[at] if at < len(whole) else None, by)
+        if branch is None:
+            return
+        self._cut(at)
+        self._last = branch.answer
+        self.messages += map(dict, branch.messages[:-1] if branch.answer is not None else branch.messages)
+        self.widget.fill("say", "")
+        self._mark(None)
+
+    def _whole(self) -> list[Message]:
+        """Return the messages with the last answer so far."""
+        said = self._said()
+        return (
+            [*self.messages, {"role": "assistant", "content": said}]
+            if self._handle is not None and said
+            else self.messages
+        )
+
+    def _said(self) -> str:
+        """Return the text of the last answer."""
+        if self._handle is not None:
+            return self.answer
+        last = self.messages[-1] if self.messages else {"role": ""}
+        return text_in(last["content"]) if last["role"] == "assistant" else ""
+
+    def _cut(self, at: int) -> None:
+        """End the conversation before the message at a place. What stands there from it on is kept as a branch."""
+        whole = self._whole()
+        answer = self._last if len(whole) > len(self.messages) else None
+        self._branches.keep(whole[:at], Branch(tuple(whole[at:]), answer))
+        self.messages = self.messages[:at]
+        self._drop()
 
     def fork(self, at: int, edit: str = "", **options: Any) -> None:
         """Continue from token `at` of the last answer, with `edit` in place of the tokens there.
 
         Without `edit`, the rest is sampled again with another seed; a greedy answer then repeats itself.
         """
-        origin, handle, length = self._origin, self._handle, len(self.answer_ids)
-        if origin is None or handle is None:
+        last, length = self._last, len(self.answer_ids)
+        if last is None:
             return
         if not 0 <= at <= length:
             raise InvalidRequest("at", at, f"is outside of the answer's {length} tokens so far", f"Use 0 to {length}")
@@ -260,29 +331,57 @@ class ChatView(Live):
             pieces.append(Piece(edit, ids, None))
         beginning = [token for piece in pieces for token in piece.token_ids]
         # The first request's prompt ends where the answer begins; the prompts of its forks hold parts of the answer.
-        budget = max(1, max(origin.sampling.max_tokens, length) - len(beginning))
-        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, "max_tokens": budget, **options})
-        handle.cancel()
-        self._handle, self._kept_pieces = forked, tuple(pieces)
+        budget = max(1, max(last.origin.sampling.max_tokens, length) - len(beginning))
+        forked = self._session.fork(
+            last.origin, at=0, edit=beginning, **{"seed": None, "max_tokens": budget, **options}
+        )
+        self._cut(len(self.messages))
+        self._last = LastAnswer(forked, last.origin, tuple(pieces))
         self._mark(None)
 
     # Called from the page.
 
     def press(self, name: str) -> None:
         marked = self._marked
+        kind, _, choice = name.partition(":")
         if name in ("send", "say:enter"):
             self.send(self.widget.value("say"))
         elif name in ("fork", "instead:enter") and marked is not None:
             self.fork(marked, self.widget.value("instead"))
         elif name == "keep":
+            self._picking = False
             self._mark(None)
         elif name == "settings":
             self._tuning = not self._tuning
             self._mark(self._marked)
+        elif kind == "preset":
+            settings = self._settings if choice == _OWN else _PRESETS.get(choice, ({}, ""))[0]
+            self.widget.values = {**self.widget.values, **{name: settings[name] for name in _TUNED if name in settings}}
+            self._mark(self._marked)
+        elif kind == "suggest":
+            self.send(next(iter(self._suggestions[int(choice) :][:1]), "") if choice.isdecimal() else "")
         elif name == "continue":
             self.continue_answer()
         elif name in ("halt", "again", "edit", "detach"):
             getattr(self, name)()
+
+    def act(self, name: str, at: int) -> None:
+        if name == "edit":
+            self.edit(at)
+        elif name == "again":
+            if 0 < at < len(self._whole()):
+                self.again(at)
+        elif name in ("earlier", "later"):
+            self.switch(at, -1 if name == "earlier" else 1)
+        elif name == "continue":
+            self.continue_answer()
+        elif name == "pick":
+            self._picking = not self._picking
+            self._mark(None)
+        elif name == "use" and self._marked is not None:
+            choices = self._choices(self._marked)
+            if 0 <= at < len(choices):
+                self.widget.fill("instead", choices[at].text)
 
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
@@ -295,16 +394,79 @@ class ChatView(Live):
         self.refresh()
 
     def _mark(self, index: int | None) -> None:
+        if index != self._marked:
+            self._ask(index)
         self._marked = index
         self.widget.fill("instead", "")
-        self.widget.controls, self.widget.note = self._controls(), ""
+        self.widget.note = ""
         self.refresh()
         self._changed.set()
 
+    def _ask(self, index: int | None) -> None:
+        """Ask the model what could stand at a token of the answer, unless its request has brought that."""
+        peek, self._peek = self._peek, None
+        if peek is not None:
+            peek.cancel()
+        if index is None or self._last is None or self._logprobs(index) is not None:
+            return
+        options = {"max_tokens": 1, "logprobs": _SHOWN_CHOICES, "ignore_eos": True}
+        with contextlib.suppress(RekindleError):  # no place, or a model that can't: the token is marked all the same
+            peek = self._session.fork(self._last.origin, at=0, edit=list(self.answer_ids[:index]), **options)
+            peek.submit()
+            self._peek = peek
+
+    def _logprobs(self, index: int) -> TokenLogprobs | None:
+        """Return what the last answer's request knows of the likely tokens at a place; None if that is nothing."""
+        last = self._last
+        place = index - sum(len(piece.token_ids) for piece in (() if last is None else last.kept))
+        for delta in () if last is None else last.handle.deltas:
+            if 0 <= place < len(delta.token_ids):
+                return delta.logprobs[place] if len(delta.logprobs) > place and delta.logprobs[place].top_ids else None
+            place -= len(delta.token_ids)
+        return None
+
+    def _choices(self, index: int) -> list[bubbles.Alternative]:
+        """Return what could stand at a token of the last answer, the likeliest first."""
+        found = self._logprobs(index)
+        if found is None and self._peek is not None and self._peek.done:
+            found = next((delta.logprobs[0] for delta in self._peek.deltas if delta.logprobs), None)
+        if found is None or index >= len(self.answer_ids):
+            return []
+        chosen, decode = self.answer_ids[index], self._session.tokenizer.decode
+        likely = dict(zip(found.top_ids[:_SHOWN_CHOICES], found.top_logprobs, strict=False))
+        likely |= {chosen: found.logprob} if found.token_id == chosen else {}
+        return [
+            bubbles.Alternative(decode([token], skip_special_tokens=False), math.exp(logprob), token == chosen)
+            for token, logprob in likely.items()
+        ]
+
     def _controls(self) -> list[Control]:
-        settings = _settings() if self._tuning else ()
-        more = (*self._attached.controls, *(_CONTINUE if self.can_continue else ()))
-        return [*_TALK, *more, *settings, *(() if self._marked is None else _FORK)]
+        start = [
+            button(f"suggest:{place}", text, group="start")
+            for place, text in enumerate(self._suggestions)
+            if not self.messages and self._handle is None
+        ]
+        settings = button(
+            "settings", "Settings", title="System prompt and sampling, for the next answer", group="say",
+            look="on" if self._tuning else "quiet",
+        )  # fmt: skip
+        fork = () if self._marked is None else _FORK
+        drawer = self._drawer() if self._tuning else []
+        return [
+            *start, *fork, *drawer, _SAY, *self._attached.controls, settings, _HALT if self.answering else _SEND,
+        ]  # fmt: skip
+
+    def _drawer(self) -> list[Control]:
+        """Return the settings, with the presets above them."""
+        now = {name: self.widget.value(name) for name in _TUNED}
+        own = {name: self._settings[name] for name in _TUNED}
+        presets = {_OWN: (own, "What the session and the checkpoint ask for"), **_PRESETS}
+        on = next((name for name, (settings, _) in presets.items() if settings == now), "")
+        buttons = [
+            button(f"preset:{name}", name, title=title, group="drawer", look="on" if name == on else "")
+            for name, (_, title) in presets.items()
+        ]
+        return [*buttons, *_settings()]
 
     def _contents(self) -> list[Any]:
         return [message["content"] for message in self.messages]
@@ -316,8 +478,7 @@ class ChatView(Live):
             self._settings["system"] = self.system = system
         call = self._session.chat(self.messages, **{**self._options, **self._tuned(), **options})
         call.submit()
-        self._handle = self._origin = call
-        self._kept_pieces = ()
+        self._last = LastAnswer(call, call)
         self._mark(None)
 
     def _tuned(self) -> dict[str, float]:
@@ -333,8 +494,10 @@ class ChatView(Live):
         return values
 
     def _pieces(self) -> list[Piece]:
-        deltas = self._handle.deltas if self._handle is not None else ()
-        return [*self._kept_pieces, *(Piece.of(delta) for delta in deltas if delta.index == 0)]
+        last = self._last
+        if last is None:
+            return []
+        return [*last.kept, *(Piece.of(delta) for delta in last.handle.deltas if delta.index == 0)]
 
     def _reply(self) -> Reply | None:
         """Return the parts of the last answer if it has reasoning or calls. Those of a fork are unknown."""
@@ -350,21 +513,16 @@ class ChatView(Live):
             self._handle.cancel()
             if (reply := self._reply()) is not None:
                 self._replies[self.answer] = reply
+            self._facts[self.answer] = self._quiet()
             self.messages.append({"role": "assistant", "content": self.answer})
         self._drop()
 
     def _drop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-        self._handle = self._origin = None
-        self._kept_pieces = ()
+        if self._last is not None:
+            self._last.handle.cancel()
+        self._last = None
+        self._picking = False
         self._mark(None)
-
-    def _take_back(self) -> None:
-        """Drop the last answer. In a restored conversation it is one of the messages."""
-        if self._handle is None and self.messages and self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
-        self._drop()
 
     # Outliving the kernel.
 
@@ -391,7 +549,8 @@ class ChatView(Live):
         if handle is not self._watched:
             self._watched, self._shown_deltas, self._over = handle, 0, handle is None
         if handle is None or self._over:
-            self._changed.wait(0.5)
+            peeking = self._peek is not None and not self._peek.done
+            self._changed.wait(0.05 if peeking else 0.5)
             self._changed.clear()
             return
         # If an answer ends between two pictures, the next picture is due at once, not half a second later.
@@ -402,54 +561,99 @@ class ChatView(Live):
         super().stop()
         self._changed.set()
 
-    def _bubble(self, index: int, role: str, content: Any, most: int) -> str:
+    def _bubble(self, index: int, role: str, content: Any, most: int, place: Place) -> str:
         """Return a complete message with at most `most` thumbnails, which is drawn once."""
-        reply = self._replies.get(content) if isinstance(content, str) else None
-        shown = (role, content, reply, most)
+        said = content if isinstance(content, str) else ""
+        reply, facts = self._replies.get(said), self._facts.get(said, ()) if role == "assistant" else ()
+        shown = (role, content, reply, most, place, facts)
         if index < len(self._bubbles) and self._bubbles[index][0] == shown:
             return self._bubbles[index][1]
         del self._bubbles[index:]
         key, images = f"reasoning {index}", thumbnails_of(content, most)
-        drawn = bubbles.message(role, text_in(content), reply, key=key, images=images, most=most)
+        body = bubbles.body(role, text_in(content), reply, key=key, images=images, most=most)
+        actions = {"user": (bubbles.COPY, bubbles.EDIT), "assistant": (bubbles.COPY, bubbles.AGAIN)}.get(role, ())
+        drawn = bubbles.turn(role, body, at=index, actions=actions, quiet=facts, place=place)
         self._bubbles.append((shown, drawn))
         return self._bubbles[index][1]
 
+    def _quiet(self) -> tuple[str, ...]:
+        """Return what is said below the last answer: the model, its speed, the reason of its end."""
+        handle, tokens = self._handle, html.count(len(self.answer_ids), "token")
+        if handle is None or not handle.done:
+            return ()
+        done = handle.so_far()
+        rate = done.timings.decode_rate(len(done.token_ids))
+        reason = self._reason
+        by = "ended by the model" if reason is FinishReason.EOS else "" if reason is None else describe_end(reason)
+        ended = self.stopped or ", ".join(filter(None, (tokens, by)))
+        repeats = repetition(self.answer_ids)
+        hint = "" if repeats is None else html.with_hint(str(repeats), "Settings: a higher temperature")
+        return (self._session.model, f"{rate:,.0f} tokens/s" if rate else "", ended, hint)
+
+    def _drawn_answer(self, whole: list[Message]) -> Iterator[str]:
+        """Yield the last answer, what is wrong with it, and what could stand at its marked token."""
+        handle, at = self._handle, len(self.messages)
+        if handle is None:
+            return
+        pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
+        body = bubbles.answer(
+            pieces, marked=self._marked, complete=handle.done, picking=self._picking, reply=self._reply(),
+            key=f"reasoning {at}",
+        )  # fmt: skip
+        actions: tuple[bubbles.Action, ...] = ()
+        if handle.done and not self.ended:
+            more = (bubbles.CONTINUE,) if self.can_continue else ()
+            actions = (*more, bubbles.COPY, bubbles.AGAIN, *((bubbles.FORK,) if pieces else ()))
+        place = self._place(whole, at) if len(whole) > at else Place(1, 1)
+        yield bubbles.turn("assistant", body, at=at, actions=actions, quiet=self._quiet(), place=place)
+        error = handle.error
+        if error is not None and not isinstance(error, RequestAborted):
+            yield html.line(f"{type(error).__name__}: {error}")
+        if not handle.done and (found := repetition(self.answer_ids)) is not None:
+            yield html.line(f"the answer {found}", "Stop ends it")
+        if self._reason is FinishReason.CONTEXT and not self.ended:
+            yield html.line("Edit takes the last message back")
+        if self._picking and self._marked is None:
+            yield html.line("Click a token to write something else there, and go on from it")
+        if self._marked is not None and (choices := self._choices(self._marked)):
+            yield bubbles.choices(choices)
+
+    def _place(self, whole: Sequence[Message], at: int) -> Place:
+        """Return the place of a message among its versions."""
+        return self._branches.place(whole[:at], whole[at]) if self._branches else Place(1, 1)
+
     def draw(self) -> str:
         said = [(message["role"], message["content"]) for message in self.messages]
-        room = rooms([content for _, content in said])
-        rows = [self._bubble(index, *message, room[index]) for index, message in enumerate(said)]
+        room, whole = rooms([content for _, content in said]), self._whole()
+        rows = [
+            self._bubble(index, *message, room[index], self._place(whole, index)) for index, message in enumerate(said)
+        ]
         del self._bubbles[len(rows) :]
-        if (handle := self._handle) is not None:
-            pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
-            key = f"reasoning {len(self.messages)}"
-            rows.append(bubbles.answer(pieces, marked=self._marked, complete=handle.done, reply=self._reply(), key=key))
-            error = handle.error
-            if error is not None and not isinstance(error, RequestAborted):
-                rows.append(html.line(f"{type(error).__name__}: {error}"))
-            if stopped := self.stopped:
-                hint = "Continue goes on" if self.can_continue else "Edit last takes the message back"
-                rows.append(html.line(stopped, "" if self.ended else hint))
-            if (found := repetition(self.answer_ids)) is not None:
-                hint = "" if self.ended else "Stop ends it" if not handle.done else "Settings: a higher temperature"
-                rows.append(html.line(f"the answer {found}", hint))
+        rows += self._drawn_answer(whole)
+        if self._branches and self._handle is None:
+            rows.append(bubbles.lost(len(whole), self._branches.place(whole, None)))
         if attached := self._attached.draw():
             rows.append(attached)
         if not self.ended and (controls := self._controls()) != self.widget.controls:
-            self.widget.controls = controls  # an answer was cut, or continues
+            self.widget.controls = controls  # an answer began, or ended
         if not rows:
             return html.line("Nothing was said yet")
         if self._keeps:
             hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
             rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
-        return html.block(*rows)
+        look = f'role="log" aria-label="Conversation" aria-busy="{str(self.answering).lower()}"'
+        return html.Markup(f'<div {look} style="max-width:52em">{"".join(rows)}</div>')
+
+
+_TUNED = ("temperature", "top_p")  # what presets are of
 
 
 def _settings() -> tuple[Control, ...]:
     ranges = [
-        slider(name, name.replace("_", " "), low=low, high=high, step=step, title=title)
+        slider(name, name.replace("_", " "), low=low, high=high, step=step, title=title, group="drawer")
         for name, (low, high, step, title) in _SLIDERS.items()
     ]
-    return field("system", "System prompt", width="44em", rows=2), *ranges
+    return field("system", "System prompt", width="100%", rows=2, group="drawer"), *ranges
 
 
 def _until(pieces: list[Piece], count: int, decode: Any) -> Iterator[Piece]:
@@ -463,76 +667,3 @@ def _until(pieces: list[Piece], count: int, decode: Any) -> Iterator[Piece]:
         else:
             yield Piece(decode(list(piece.token_ids[:remaining])), piece.token_ids[:remaining], None)
         remaining -= len(piece.token_ids)
-
-
-def new_name() -> str:
-    """Return a name for a conversation, readable for people."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-
-
-class Transcripts:
-    """The conversations of one cache folder."""
-
-    def __init__(self, cache_folder: Path) -> None:
-        self.folder: Path = cache_folder / "chats"
-
-    def names(self) -> list[str]:
-        """Return the names of the kept conversations, the newest first."""
-        entries: list[tuple[float, str]] = []
-        with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
-                if path.suffix == ".json" and _NAME.fullmatch(path.stem):
-                    with contextlib.suppress(OSError):  # another process removed it meanwhile
-                        entries.append((path.lstat().st_mtime, path.stem))
-        return [name for _, name in sorted(entries, reverse=True)]
-
-    def save(self, name: str, model: str, messages: list[Message]) -> bool:
-        """Keep the messages under `name`, whole or not at all. On failure, log the reason and return False."""
-        content = {"version": VERSION, "model": model, "saved": time.time(), "messages": messages}
-        try:
-            encoded = json.dumps(content, ensure_ascii=False).encode()
-            if not Store(self.folder).put(f"{name}.json", encoded, durable=True):
-                return False
-        except (OSError, TypeError, ValueError) as error:
-            log.warning("the conversation %r is no longer kept: %s: %s", name, type(error).__name__, error)
-            return False
-        for old in self.names()[MOST:]:
-            with contextlib.suppress(OSError):
-                (self.folder / f"{old}.json").unlink()
-        return True
-
-    def load(self, name: str) -> tuple[str, list[Message]]:
-        """Return the name and the messages of a conversation; "auto" is the newest. Raise StoreError if unreadable."""
-        if name == NEWEST:
-            name = next(iter(self.names()), NEWEST)
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InvalidRequest("restore", name, "can't be a conversation's name", 'Use one that was shown, or "auto"')
-        store = Store(self.folder)
-        if store.distrusted is not None:
-            raise StoreError(f"conversation {name!r} is not read: {store.distrusted}")
-        path = store.path(f"{name}.json")
-        try:
-            content = store.get(path.name)
-            if content is not None:
-                return name, _messages(json.loads(content))
-        except OSError as error:
-            raise StoreError(f"conversation {name!r} can't be read: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"conversation {name!r} can't be used: {path} is damaged ({error}). Remove it") from error
-        known = ", ".join(map(repr, self.names()))
-        choices = f"There are: {known}" if known else "There is none: each chat view keeps its own while it is used"
-        raise StoreError(f"there is no conversation {name!r} in {self.folder}. {choices}")
-
-
-def _messages(content: Any) -> list[Message]:
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise ValueError(f"it is not of version {VERSION}")
-    messages = content.get("messages")
-    if not isinstance(messages, list):
-        raise ValueError("it has no messages")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError("a message has no role")
-        if not is_content(message.get("content")):
-            raise ValueError("a message has no content")
-    return messages

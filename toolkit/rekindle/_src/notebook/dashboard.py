@@ -1,38 +1,40 @@
-"""Views of engines: `session.watch()`, `session.view.tree()` of its prefix cache, and `fleet.watch()`.
+"""Views of engines: `session.watch()` and `fleet.watch()`.
 
 The dashboard shows throughput, queue, the batch over time and pages by tier, while requests run. A recorder keeps the
-last steps; a timeline draws them, slots from top to bottom and steps from left to right. The tree has foldable nodes,
-and shows a prompt's hits.
+last steps; a timeline draws them, slots from top to bottom and steps from left to right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style, svg
 from rekindle._src.core.mesh_shape import describe_share
-from rekindle._src.core.records import StepResult
+from rekindle._src.core.records import StepResult, WaitingRequest
 from rekindle._src.dispatch.engine import Observer
 from rekindle._src.notebook.figures import Figure, StepRecord
 from rekindle._src.notebook.figures import run as figure_of_run
-from rekindle._src.notebook.live import CacheLike, Live, NodeLike, SessionLike, button, field
+from rekindle._src.notebook.live import Live, SessionLike, button
 from rekindle.errors import RekindleError
 
-WIDTH, ROW = 720, 9  # pixels
-COLOURS = {"prefill": "#d9822b", "decode": "#3d8bcd"}
-MOVED = "#9b59b6"
-
-TIER_COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "transparent"}
+WIDTH, TALL = 620, 240  # pixels: of the picture, and of all slots unless there are few
+ROWS = 3, 14  # pixels of a slot, at least and at most
+WAITING = 6  # requests that wait and are shown
+NAMED = 4  # requests of a step that its explanation names, of each kind
+PAUSE = 8.0  # a pause without steps is drawn as at most so many of the step after it
+MOVED = style.SERIES[4]
 
 
 class Observable(Protocol):
-    """Calls functions with every committed step."""
+    """Calls functions with every committed step, and knows which requests wait."""
 
+    def waits(self, limit: int) -> list[WaitingRequest]: ...
     def observe(self, observer: Observer) -> None: ...
     def unobserve(self, observer: Observer) -> None: ...
 
@@ -93,13 +95,10 @@ class Dashboard(Live):
             ),
             *([html.line("data shards", *shards)] if shards else []),
             *([html.line("drafts", *drafts)] if drafts else []),
+            self._waiting(figures.get("waiting", 0)),
             self._timeline.draw(),
+            *self._memory(figures),
         ]
-        if figures.get("pages_total"):
-            pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
-            line = html.with_hint(html.line("pages on the device"), html.PAGES)
-            parts.append(line + html.bar(pages, rest="free", width=WIDTH))
-        parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last
 
@@ -120,13 +119,72 @@ class Dashboard(Live):
             self._timeline.add(step)
         self._newest = new_steps[0] if new_steps else self._newest
 
-    def _tiers(self) -> list[str]:
+    def _waiting(self, count: int) -> str:
+        """Return who waits and why, the oldest first."""
+        if not count:
+            return ""
+        try:
+            waits = self._steps.waits(WAITING)
+        except RekindleError:  # the session was closed
+            return ""
+        rows = [
+            (
+                wait.id,
+                html.seconds(wait.seconds),
+                html.count(wait.prompt_tokens, "token"),
+                str(wait.status),
+                wait.reason,
+            )
+            for wait in waits
+        ]
+        more = html.line(f"and {count - len(rows):,} more") if count > len(rows) else ""
+        return html.table(["waits", "for", "prompt", "", "because it"], rows) + more
+
+    def _memory(self, figures: Mapping[str, Any]) -> list[str]:
+        """Return a bar for the memory of each tier, with what of it is used."""
+        total = figures.get("pages_total", 0)
+        pages = {name: figures.get(f"pages_{name}", 0) for name in ("held", "cached", "free")}
         try:
             stats = self._session.cache.stats()
         except RekindleError:  # there is no prefix cache, or the session was closed
-            return []
-        sizes = {"device": stats.device_bytes, "host": stats.host_bytes, "disk": stats.disk_bytes}
-        return [html.line("cached pages", *(f"{tier} {size / 2**20:.1f} MiB" for tier, size in sizes.items()))]
+            stats = None
+        page = stats.page_bytes if stats is not None else 0
+        device = {name: _sized(count, page) for name, count in pages.items()}
+        bars = [_tier("device", device, pages, style.TIERS["device"], html.PAGES)] if total else []
+        tiers = {} if stats is None else {"host": stats.host, "disk": stats.disk}
+        for name, tier in tiers.items():
+            if tier is not None and tier.budget:
+                parts = {"used": float(tier.bytes), "free": float(max(0, tier.budget - tier.bytes))}
+                words = {key: html.mebibytes(size) for key, size in parts.items()}
+                bars.append(
+                    _tier(name, words, parts, style.TIERS[name], f"{html.count(tier.pages, 'page')} of the cache")
+                )
+        return [html.line("memory"), *bars] if bars else []
+
+
+def _sized(pages: int, page_bytes: int) -> str:
+    """Return pages in words, with their bytes where they are known."""
+    size = f", {html.mebibytes(pages * page_bytes)}" if page_bytes else ""
+    return f"{html.count(pages, 'page')}{size}"
+
+
+def _tier(name: str, words: Mapping[str, str], parts: Mapping[str, float], colour: str, meaning: str) -> str:
+    """Return the memory of one tier as one bar, its last part free, with its figures in words next to it."""
+    total = sum(parts.values()) or 1.0
+    free = list(parts)[-1]
+    cells = "".join(
+        f'<span title="{html.escape(f"{part}: {words[part]}")}" style="height:10px;width:{100 * size / total:.2f}%;'
+        f'background:{style.WASH if part == free else style.shade(colour, 0.5 if place else 1.0)}"></span>'
+        for place, (part, size) in enumerate(parts.items())
+    )
+    bar = f'<div style="display:flex;flex:1;gap:1px;border-radius:3px;overflow:hidden">{cells}</div>'
+    said = " · ".join(f"{part} {words[part]}" for part in parts)
+    return (
+        f'<div title="{html.escape(meaning)}" style="max-width:{WIDTH}px;margin:2px 0 6px">'
+        f'<div style="display:flex;gap:8px;align-items:center;font-size:{style.SMALL}">'
+        f'<span style="width:4em;flex:none">{html.escape(name)}</span>{bar}</div>'
+        f'<div style="font-size:{style.TINY};opacity:{style.QUIET};margin-left:5em">{html.escape(said)}</div></div>'
+    )
 
 
 class Recorder:
@@ -179,68 +237,149 @@ class Recorder:
 
 
 class _PhaseRun(NamedTuple):
-    """One request in one phase in one slot, from step `first` on."""
+    """One request in one phase in one slot, from `start` on."""
 
     request: str
     kind: str
-    first: int
+    start: float
+
+
+class _DrawnStep(NamedTuple):
+    """One step of the picture: where it is, when it was, and its explanation."""
+
+    number: int
+    left: float  # in seconds of the picture, whose pauses are shorter
+    right: float
+    at: float  # seconds of its end, since the first step
+    pause: float  # seconds without a step before it that have no place in the picture
+    markup: str
 
 
 class TimelinePicture:
     """Takes steps one by one, so the cost of a picture does not grow with the number of its steps.
 
-    Coordinates count steps since the first one: the markup of ended runs stays valid while the view box moves.
-    Drawing 240 steps of 32 rows anew took 1.4 ms a picture; now each step costs 7 µs once.
+    Its axis is time: a step is as wide as it took. Of a pause between steps only the beginning is drawn. Coordinates
+    count from the first step: the markup of ended runs stays valid while the view box moves. Drawing 240 steps of 32
+    rows anew took 1.4 ms a picture; now each step costs 7 µs once.
     """
 
     def __init__(self, slots: int, steps: int = 240) -> None:
-        self._slots, self._window = slots, steps
-        self._count = 0  # steps taken
-        self._numbers: deque[int] = deque(maxlen=steps)  # numbers of the shown steps
+        self._slots = slots
+        self._row = min(ROWS[1], max(ROWS[0], TALL // max(1, slots)))
+        self._records: deque[StepRecord] = deque(maxlen=steps)
+        self._steps: deque[_DrawnStep] = deque(maxlen=steps)
+        self._began: float | None = None
+        self._now = 0.0  # where the last step ends
         self._open: dict[int, _PhaseRun] = {}  # by slot
-        self._over: deque[tuple[int, str]] = deque()  # last step, markup
+        self._over: deque[tuple[float, str]] = deque()  # where it ends, markup
 
     def add(self, step: StepRecord) -> None:
+        self._records.append(step)
+        if self._now < _FAR:
+            self._take(step)
+            return
+        self._now = 0.0
+        for kept in (self._steps, self._open, self._over):
+            kept.clear()
+        for record in self._records:
+            self._take(record)
+
+    def _take(self, step: StepRecord) -> None:
+        busy = max(step.busy, 1e-5)
+        if self._began is None:
+            self._began = step.at - busy
+        at = step.at - self._began
+        gap = max(0.0, at - busy - self._steps[-1].at) if self._steps else 0.0
+        drawn = min(gap, PAUSE * busy)
+        left = self._now + drawn
         requests = {slot: (request, kind) for slot, request, kind in step.rows}
         for slot, run in list(self._open.items()):
-            if requests.get(slot) != run[:2]:
-                self._over.append((self._count, self._rect(slot, run)))
+            if requests.get(slot) != run[:2] or drawn > busy:
+                self._over.append((self._now, self._rect(slot, run)))
                 del self._open[slot]
         for slot, (request, kind) in requests.items():
             if slot not in self._open:
-                self._open[slot] = _PhaseRun(request, kind, self._count)
+                self._open[slot] = _PhaseRun(request, kind, left)
+        self._now = left + busy
         if step.moved:
-            self._over.append((self._count + 1, _mark(self._count, step.moved)))
-        self._count += 1
-        self._numbers.append(step.step)
-        while self._over and self._over[0][0] <= self._count - self._window:
+            self._over.append((self._now, _rect(left, 0, busy, 4, MOVED)))
+        self._steps.append(
+            _DrawnStep(step.step, left, self._now, at, gap - drawn, self._explained(step, left, busy, at))
+        )
+        while self._over and self._over[0][0] <= self._steps[0].left:
             self._over.popleft()
 
     def _rect(self, slot: int, run: _PhaseRun) -> str:
-        length = self._count - run.first
-        place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
-        title = f"{html.escape(run.request)} {run.kind}, {html.count(length, 'step')}"
-        return f'<rect {place} fill="{COLOURS[run.kind]}"><title>{title}</title></rect>'
+        height = self._row - (2 if self._row > 6 else 1)
+        return _rect(run.start, 8 + slot * self._row, self._now - run.start, height, style.PHASES[run.kind])
+
+    def _explained(self, step: StepRecord, left: float, busy: float, at: float) -> str:
+        """Return an area over a step that says on hover what the step did."""
+        kinds: dict[str, list[str]] = {}
+        for _, request, kind in step.rows:
+            kinds.setdefault(kind, []).append(request)
+        parts = [
+            f"step {step.step} at {at:.2f} s: {html.seconds(step.busy)}, {html.seconds(step.seconds)} on the device",
+            f"{html.count(step.computed, 'position')} computed, {html.count(step.sampled, 'token')} sampled",
+            *(f"{kind}: {_few(names)}" for kind, names in kinds.items()),
+            f"{html.count(step.moved, 'page')} moved between tiers" if step.moved else "",
+        ]
+        title = html.escape("\n".join(filter(None, parts)))
+        place = f'x="{left:.5f}" y="0" width="{busy:.5f}" height="{self._height}"'
+        return f'<rect {place} fill="transparent"><title>{title}</title></rect>'
+
+    @property
+    def _height(self) -> int:
+        return self._slots * self._row + 8
 
     def draw(self) -> html.Markup:
         """Return the picture as SVG. A mark above a step means that pages moved between tiers."""
-        if not self._count:
+        if not self._steps:
             return html.line("Nothing has run yet. Requests appear here as bars, in a line for each slot")
-        height, width = self._slots * ROW + 8, max(60, len(self._numbers))
-        first = self._count - len(self._numbers)
+        first = self._steps[0].left
+        span = max(self._now - first, 1e-4)
         runs = [markup for _, markup in self._over] + [self._rect(slot, run) for slot, run in self._open.items()]
-        legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
-        steps = f"steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot"
+        runs += [step.markup for step in self._steps]
+        label = f"the last {html.count(len(self._steps), 'step')}, a line for each slot"
+        frame = f'viewBox="{first:.5f} 0 {span:.5f} {self._height}" preserveAspectRatio="none"'
+        look = f"display:block;width:100%;max-width:{WIDTH}px;background:{style.WASH}"
+        axis = svg.picture(WIDTH, 16, self._axis(first, span), label="seconds since the first step")
+        numbers = f"steps {self._steps[0].number}–{self._steps[-1].number}, a line per slot; hover over one"
         return html.Markup(
-            f'<svg width="{WIDTH}" height="{height}" viewBox="{first} 0 {width} {height}" preserveAspectRatio="none" '
-            f'style="max-width:100%;background:rgba(128,128,128,.12)">{"".join(runs)}</svg>'
-            f'<div style="font-size:85%" title="{html.SLOTS}">{legend} · {steps}</div>'
+            f'<svg role="img" aria-label="{label}" height="{self._height}" {frame} style="{look}">{"".join(runs)}</svg>'
+            f"{axis}{html.with_hint(html.legend(style.PHASES), html.SLOTS)}{html.line(numbers)}"
         )
 
+    def _axis(self, first: float, span: float) -> Iterator[html.Markup]:
+        """Yield seconds since the first step, where they fall into a step, and the pauses that have no place."""
+        scale, end = WIDTH / span, -1.0
+        each = next(each for each in _TICKS if span / each <= 6)
+        for step in self._steps:
+            if step.pause > 0.0 and step.left > first:
+                x = (step.left - first) * scale
+                yield svg.rect(x - 1, 0, 1, 5, "currentColor", title=f"{html.seconds(step.pause)} without a step")
+            earliest = step.at - (step.right - step.left)
+            for count in range(math.ceil(earliest / each), math.floor(step.at / each) + 1):
+                x = (step.right - step.at + count * each - first) * scale
+                if x - end < 44 or x > WIDTH - 20:  # words would stand on each other
+                    continue
+                end = x
+                yield svg.rect(x, 0, 1, 4, "currentColor", opacity=0.5)
+                anchor = "middle" if x > 20 else "start"
+                yield svg.words(x, 14, f"{count * each:.6g} s", anchor=anchor, size=10, opacity=style.QUIET)
 
-def _mark(step: int, moved: int) -> str:
-    title = f"{html.count(moved, 'page')} moved"
-    return f'<rect x="{step}" y="0" width="1" height="4" fill="{MOVED}"><title>{title}</title></rect>'
+
+_TICKS = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]
+_FAR = 512.0  # seconds of a picture after which it begins anew: further on, coordinates are not exact in a browser
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _rect(x: float, y: int, width: float, height: int, colour: str) -> str:
+    return f'<rect x="{x:.5f}" y="{y}" width="{width:.5f}" height="{height}" fill="{colour}"/>'
 
 
 class FleetLike(Protocol):
@@ -285,71 +424,3 @@ class FleetDashboard(Live):
         if previous is None or now <= previous[0]:
             return 0.0
         return max(0, tokens - previous[1]) / (now - previous[0])
-
-
-class TreeView(Live):
-    """Shows the tree at the time of drawing; the button draws it again. Type a prompt to see its hits."""
-
-    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
-        super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
-        self._cache, self._model, self._limit, self._restored = cache, model, limit, restored
-        self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
-        self.refresh()
-
-    def start(self) -> None:
-        """Do nothing: the tree is drawn on request, so it needs no thread."""
-
-    def ask(self, prompt: str) -> str:
-        """Return in words how much of a prompt is cached."""
-        try:
-            answer = str(self._cache.explain(prompt)) if prompt else ""
-        except (RekindleError, ValueError) as error:
-            answer = str(error)
-        self.widget.note = str(html.line(answer))
-        return answer
-
-    def draw(self) -> str:
-        tree = self._cache.tree(limit=self._limit, restored=self._restored)
-        legend = [
-            html.Markup(f'<span style="color:{TIER_COLOURS[tier]}">■</span> {tier}')
-            for tier in ("device", "host", "disk")
-        ]
-        return html.block(
-            html.line(html.count(tree.total_pages, "page"), *legend),
-            _foldable(tree.nodes) or ("" if tree.total_pages else html.text("The cache is empty.")),
-            *map(html.line, tree.rest()),
-            title="Prefix cache",
-        )
-
-    def __repr__(self) -> str:
-        return f"<TreeView of {self._model}>"
-
-
-def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
-    """Return nested `<details>`, which fold without scripts."""
-
-    def parts() -> Iterator[str]:
-        depth = 0
-        for index, node in enumerate(nodes):
-            yield "</details>" * max(0, depth - node.depth)
-            deeper = index + 1 < len(nodes) and nodes[index + 1].depth > node.depth
-            if deeper:
-                yield f'<details open style="margin-left:1.2em"><summary>{_node(node)}</summary>'
-                depth = node.depth + 1
-            else:
-                yield f'<div style="margin-left:1.2em">{_node(node)}</div>'
-                depth = node.depth
-        yield "</details>" * depth
-
-    return html.Markup("".join(parts()))
-
-
-def _node(node: NodeLike) -> str:
-    pin = " 📌" if node.pinned else ""
-    facts = f"{html.count(node.tokens, 'token')} at {node.start}, {html.count(node.pages, 'page')}, "
-    facts += f"{html.count(node.visits, 'visit') if node.visits else 'not hit yet'}, {node.age:.0f} s ago"
-    return (
-        f'<span style="color:{TIER_COLOURS[node.tier]}" title="{node.tier}">■</span>{pin} '
-        f'<code title="{html.escape(facts)}">{html.escape(node.text)}</code> '
-        f'<span style="opacity:.6;font-size:85%">{html.escape(facts)}</span>'
-    )

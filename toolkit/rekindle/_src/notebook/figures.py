@@ -1,7 +1,7 @@
 """Interactive figures over recorded data: widgets while a kernel runs, pages with their own script in a saved notebook.
 
 Views follow a session; a figure has all that it shows, so it acts in a documentation page as well. Where scripts are
-stripped, its saved form is one line that says what it is.
+stripped, its saved form is its first state as a static picture, or one line that says what it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any, NamedTuple, Protocol
 import anywidget
 import numpy as np
 import traitlets
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle.errors import InvalidRequest
 
-_SCRIPT = (Path(__file__).parent / "static" / "figures.js").read_text()
+_STATIC = Path(__file__).parent / "static"
+_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "figures.js"))
+_STYLE = style.SHEET + (_STATIC / "controls.css").read_text()
 _PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+_LEAST = 2e-3  # the smallest probability whose bar can be seen
 _LIKELY = 16  # tokens of a distribution that have a bar of their own
 _BINS = 64  # of the others: enough to know how much of the tail a temperature or a cut-off keeps
 
@@ -68,6 +73,7 @@ class StepRecord(NamedTuple):
 
 class FigureWidget(anywidget.AnyWidget):
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
+    _css = traitlets.Unicode(_STYLE).tag(sync=True)
     kind = traitlets.Unicode().tag(sync=True)
     data: Any = traitlets.Dict().tag(sync=True)
 
@@ -75,10 +81,11 @@ class FigureWidget(anywidget.AnyWidget):
 class Figure:
     """A figure of one kind over its data. The last expression of a cell shows it."""
 
-    def __init__(self, kind: str, data: dict[str, Any], summary: str) -> None:
+    def __init__(self, kind: str, data: dict[str, Any], summary: str, still: str = "") -> None:
         self.kind: str = kind
         self.data: dict[str, Any] = data
         self.summary: str = summary
+        self.still: str = still  # its first state as static HTML, for pages without scripts
 
     def __repr__(self) -> str:
         return f"<Figure: {self.summary}>"
@@ -94,9 +101,11 @@ class Figure:
         """Return the figure as HTML that needs nothing else."""
         data = json.dumps(self.data).replace("<", "\\u003c")  # no text of a model ends the script
         name = f"rekindle-{hashlib.sha256(data.encode()).hexdigest()[:12]}"  # the same in every build of a page
-        line = html.line(f"{self.summary}. An interactive figure: it needs a page that runs scripts.")
+        needs = "An interactive figure: it needs a page that runs scripts."
+        line = self.still or html.line(f"{self.summary}. {needs}")
         call = f"mount(document.getElementById({json.dumps(name)}), {json.dumps(self.kind)}, {data});"
-        return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
+        looks = f"<style>{_STYLE}</style>"
+        return f'{looks}<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
 
 
 def steps(reports: Iterable[ReportLike | None]) -> Figure:
@@ -152,7 +161,31 @@ def distribution(logits: ArrayLike, tokenizer: TokenizerLike) -> Figure:
         rest.append([float(part.max() + np.log(weights.mean())), len(part)])  # the same sum at temperature 1
     texts = [tokenizer.decode([int(token)], skip_special_tokens=False) for token in likely]
     data = {"texts": texts, "logits": [float(values[token]) for token in likely], "rest": rest}
-    return Figure("distribution", data, f"the next token's distribution over {len(values):,} tokens")
+    summary = f"the next token's distribution over {len(values):,} tokens"
+    return Figure("distribution", data, summary, _bars(texts, values, order, summary))
+
+
+def _bars(texts: Sequence[str], logits: FloatArray, order: IntArray, summary: str) -> html.Markup:
+    """Return the distribution's first state, at temperature 1 with all tokens. It ends where bars can't be seen."""
+    weights = np.exp(logits - logits.max())
+    shares = (weights / weights.sum())[order]
+    named = enumerate(zip(texts, shares.tolist(), strict=False))
+    seen = [(json.dumps(text, ensure_ascii=False), share) for at, (text, share) in named if at < 3 or share >= _LEAST]
+    others = 1.0 - sum(share for _, share in seen)
+    rows = [_bar(text, share, style.BLUE) for text, share in seen]
+    if len(seen) < len(logits):
+        rows.append(_bar(html.count(len(logits) - len(seen), "other"), max(0.0, others), style.GREY))
+    return html.block(*rows, title=summary)
+
+
+def _bar(name: str, share: float, colour: str) -> str:
+    code = f"width:9em;flex:none;text-align:right;overflow:hidden;white-space:nowrap;font-family:{style.CODE}"
+    look = f"height:.8em;border-radius:2px;width:{100 * share:.2f}%;background:{colour}"
+    return (
+        f'<div style="display:flex;gap:8px;align-items:center;font-size:85%"><span style="{code}">{html.escape(name)}'
+        f'</span><div style="flex:1;min-width:0"><div style="{look}"></div></div>'
+        f'<span style="opacity:{style.QUIET};width:9em;flex:none">{share:.1%}</span></div>'
+    )
 
 
 def prefixes(texts: Sequence[str], page: int) -> Figure:

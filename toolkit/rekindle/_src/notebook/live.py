@@ -22,10 +22,11 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.records import TextDelta
+from rekindle._src.core.icicle import RunLike
+from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import RekindleError
 
@@ -49,6 +50,7 @@ class RequestLike(Protocol):
     def error(self) -> BaseException | None: ...
     @property
     def sampling(self) -> Sampling: ...
+    def so_far(self) -> Completion: ...
     def submit(self) -> None: ...
     def cancel(self) -> None: ...
     def wait_for_more(self, count: int) -> int:
@@ -58,27 +60,11 @@ class RequestLike(Protocol):
     def _repr_html_(self) -> str: ...
 
 
-class NodeLike(Protocol):
+class NodeLike(RunLike, Protocol):
     """A run of pages of the prefix tree; see `NodeView`."""
 
     @property
-    def depth(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
-    @property
-    def tier(self) -> str: ...
-    @property
-    def visits(self) -> int: ...
-    @property
-    def age(self) -> float: ...
-    @property
-    def pinned(self) -> bool: ...
+    def key(self) -> int: ...
 
 
 class TreeLike(Protocol):
@@ -94,8 +80,14 @@ class TreeLike(Protocol):
 
 
 class TierSizes(Protocol):
-    """Bytes of cached pages by tier; see `CacheStats`."""
+    """Cached pages by tier; see `CacheStats`."""
 
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def host(self) -> Any: ...
+    @property
+    def disk(self) -> Any: ...
     @property
     def device_bytes(self) -> int: ...
     @property
@@ -110,6 +102,10 @@ class CacheLike(Protocol):
     def tree(self, *, limit: int, restored: bool) -> TreeLike: ...
     def stats(self) -> TierSizes: ...
     def explain(self, prompt: str) -> object: ...
+    def text(self, node: Any) -> str: ...
+    def pin(self, node: Any) -> int: ...
+    def unpin(self, node: Any) -> int: ...
+    def drop(self, node: Any) -> int: ...
 
 
 class FiguresLike(Protocol):
@@ -145,7 +141,8 @@ class SessionLike(Protocol):
 
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPT, _STYLE = ((_STATIC / name).read_text() for name in ("panel.js", "panel.css"))
+_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "panel.js"))
+_STYLE = style.SHEET + "".join((_STATIC / name).read_text() for name in ("controls.css", "panel.css"))
 Control = dict[str, Any]
 # Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
 # and in the notebook server, all on cores that the engine uses.
@@ -157,30 +154,60 @@ PAUSE = 4.0
 KEEP_SECONDS = 2.0
 # Names for subclasses, the page and tests, which completion by Tab leaves out.
 _MACHINERY = frozenset(
-    ("draw", "press", "token", "file", "wait", "start", "refresh", "epitaph", "keep", "interval", "picture", "pictures")
+    (
+        "draw",
+        "press",
+        "act",
+        "token",
+        "file",
+        "wait",
+        "start",
+        "refresh",
+        "epitaph",
+        "keep",
+        "interval",
+        "picture",
+        "pictures",
+    )
 )
 _BESIDE = html.line("A live view. When its kernel is gone, what it showed last is the picture above.")
 
 
-def button(name: str, label: str, *, title: str = "", disabled: bool = False) -> Control:
-    return {"kind": "button", "name": name, "label": label, "title": title, "disabled": disabled}
+def button(
+    name: str, label: str, *, title: str = "", disabled: bool = False, look: str = "", group: str = "", spot: str = ""
+) -> Control:
+    """Return a button. `look` is "main", "quiet" or "on" (a switch that is on).
+
+    Controls of a `group` stand together in an area of their own. A control that takes the place of another one of the
+    same `spot` takes its focus.
+    """
+    control = {"kind": "button", "name": name, "label": label, "title": title, "disabled": disabled}
+    return control | {"look": look, "group": group, "spot": spot}
 
 
-def field(name: str, label: str, *, width: str = "20em", rows: int = 1) -> Control:
-    """Return a text field. It shows its label while empty. Enter presses `{name}:enter`; Shift+Enter is a new line."""
-    return {"kind": "text", "name": name, "label": label, "width": width, "rows": rows}
+def field(
+    name: str, label: str, *, width: str = "20em", rows: int = 1, grows: bool = False, group: str = ""
+) -> Control:
+    """Return a text field. It shows its label while empty. Enter presses `{name}:enter`; Shift+Enter is a new line.
 
-
-def slider(name: str, label: str, *, low: float, high: float, step: float, title: str = "") -> Control:
-    """Return a slider for a number from `low` to `high`. Its value is text, like that of every control."""
+    One that `grows` is as high as its text.
+    """
     return {
-        "kind": "slider", "name": name, "label": label, "title": title, "least": low, "most": high, "step": step,
+        "kind": "text", "name": name, "label": label, "width": width, "rows": rows, "grows": grows, "group": group,
     }  # fmt: skip
 
 
-def file(name: str, label: str, *, kinds: str, title: str = "") -> Control:
+def slider(name: str, label: str, *, low: float, high: float, step: float, title: str = "", group: str = "") -> Control:
+    """Return a slider for a number from `low` to `high`. Its value is text, like that of every control."""
+    return {
+        "kind": "slider", "name": name, "label": label, "title": title, "least": low, "most": high, "step": step,
+        "group": group,
+    }  # fmt: skip
+
+
+def file(name: str, label: str, *, kinds: str, title: str = "", group: str = "") -> Control:
     """Return a button that opens files of these kinds, as HTML names them; see `Panel.files`."""
-    return {"kind": "file", "name": name, "label": label, "title": title, "accept": kinds}
+    return {"kind": "file", "name": name, "label": label, "title": title, "accept": kinds, "group": group}
 
 
 @functools.cache
@@ -190,8 +217,8 @@ def _layout() -> Any:
 
 
 class Panel(anywidget.AnyWidget):
-    """Calls `hears(event, name, value)`: "press" when a button is pressed, "token" when a token is clicked, "file" for
-    each file that is dropped, pasted or chosen.
+    """Calls `hears(event, name, value)`: "press" when a control is pressed, "act" when something in the picture is,
+    with its place as the value, "token" when a token is clicked, "file" for each file dropped, pasted or chosen.
     """
 
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
@@ -256,6 +283,9 @@ class Live:
             self.stop()
         elif name == "refresh":
             self.refresh()
+
+    def act(self, name: str, at: int) -> None:
+        """Handle a press on something in the picture, which has the number `at` there."""
 
     def token(self, index: int) -> None:
         """Handle a click on a token of the picture."""
@@ -331,6 +361,8 @@ class Live:
         try:
             if event == "press":
                 self.press(name)
+            elif event == "act" and isinstance(value, int):
+                self.act(name, value)
             elif event == "token" and isinstance(value, int):
                 self.token(value)
             elif event == "file" and isinstance(value, Mapping):

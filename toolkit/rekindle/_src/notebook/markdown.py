@@ -1,8 +1,8 @@
 """Markdown of an answer as safe static HTML, in time that grows with the answer's length.
 
 A text is escaped first, and only known elements of Markdown are rendered: headings, paragraphs, lists, quotes, rules,
-fenced and inline code, tables, bold, italic, and links to web pages. HTML in the text stays text. Images are not shown,
-since loading one tells its server that the text was read.
+fenced and inline code, tables, bold, italic, formulas, and links to web pages. HTML in the text stays text. Images are
+not shown, since loading one tells its server that the text was read. A formula is shown as it was written.
 
 A model writes the text, so no pattern that could backtrack reads it: a line is looked at from its beginning and from
 its end, and within a line each reader passes over the characters once.
@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
+from rekindle._src.notebook.highlight import highlighted
 
 _BLANK = " \t"
 _RUN = 2000  # characters at most of inline code, bold, italic, and a link's target
@@ -43,7 +44,11 @@ def _blocks(lines: list[str], depth: int) -> Iterator[str]:
         line = lines[index]
         if (fence := _fence(line)) is not None:
             end = _end_of_fence(lines, index + 1, fence)
-            yield _code(lines[index + 1 : end])
+            yield _code(lines[index + 1 : end], line.strip(_BLANK).lstrip(fence[0]).strip())
+            index = end + 1
+        elif (closing := _DISPLAYED.get(line.strip())) is not None:
+            end = _while(lines, index + 1, lambda line: line.strip() != closing)
+            yield f'<div style="{_MATHS};text-align:center;margin:8px 0">{_joined(lines[index + 1 : end])}</div>'
             index = end + 1
         elif not line.strip():
             index += 1
@@ -52,12 +57,12 @@ def _blocks(lines: list[str], depth: int) -> Iterator[str]:
             yield f'<div style="font-weight:600;font-size:{size};margin:8px 0 4px">{_inline(heading.text)}</div>'
             index += 1
         elif _is_rule(line):
-            yield '<hr style="border:none;border-top:1px solid rgba(128,128,128,.5)">'
+            yield f'<hr style="border:none;border-top:1px solid {style.HAIR};margin:12px 0">'
             index += 1
         elif depth < _DEEPEST and _quoted(line) is not None:
             end = _while(lines, index, lambda line: _quoted(line) is not None)
             inner = [_quoted(line) or "" for line in lines[index:end]]
-            yield '<div style="border-left:3px solid rgba(128,128,128,.5);padding-left:10px;margin:4px 0">'
+            yield f'<div style="border-left:3px solid {style.HAIR};padding-left:12px;margin:4px 0">'
             yield from _blocks(inner, depth + 1)
             yield "</div>"
             index = end
@@ -94,9 +99,22 @@ def _end_of_fence(lines: list[str], start: int, fence: str) -> int:
     return _while(lines, start, open_)
 
 
-def _code(lines: list[str]) -> str:
-    style = "background-color:rgba(128,128,128,.12);padding:6px 10px;margin:4px 0;overflow-x:auto;white-space:pre"
-    return f'<pre style="{style}"><code>{html.escape(chr(10).join(lines))}</code></pre>'
+def _code(lines: list[str], language: str) -> str:
+    """Return code in a box; a page with scripts adds a button that copies it."""
+    look = f"background-color:{style.WASH};padding:8px 12px;margin:0;border-radius:6px;overflow-x:auto;white-space:pre"
+    name = language.partition(" ")[0]
+    shown = highlighted("\n".join(lines), name)
+    copy = '<span data-press="copy" data-label="Copy"></span>'
+    code = f'<pre style="{look}"><code>{shown}</code></pre>'
+    return f'<div class="rekindle-code" style="position:relative;margin:8px 0">{code}{copy}</div>'
+
+
+_DISPLAYED = {"$$": "$$", "\\[": "\\]"}
+_MATHS = "font-family:math,serif;font-style:italic;white-space:pre-wrap"
+
+
+def _joined(lines: list[str]) -> str:
+    return str(html.escape("\n".join(lines)))
 
 
 def _list(lines: list[str], depth: int) -> Iterator[str]:
@@ -241,12 +259,20 @@ class InlineSpan(NamedTuple):
 
 
 def _has_inline(line: str) -> bool:
-    return any(next(read(line), None) is not None for read in (_codes, _links, _bolds, _italics))
+    readers = (_codes, _formulas, _links, _bolds, _italics)
+    return line.strip() in _DISPLAYED or any(next(read(line), None) is not None for read in readers)
 
 
 def _inline(text: str) -> str:
-    """Render code first, without markup inside it, then links, bold and italic in the escaped rest."""
-    return _replaced(text, _codes(text), _emphasis, lambda code: f"<code>{html.escape(code.text.strip())}</code>")
+    """Render code first, without markup inside it, then formulas, links, bold and italic in the escaped rest."""
+    return _replaced(text, _codes(text), _mathematics, lambda code: f"<code>{html.escape(code.text.strip())}</code>")
+
+
+def _mathematics(text: str) -> str:
+    def shown(formula: InlineSpan) -> str:
+        return f'<span style="{_MATHS}">{html.escape(formula.text)}</span>'
+
+    return _replaced(text, _formulas(text), _emphasis, shown)
 
 
 def _emphasis(text: str) -> str:
@@ -323,6 +349,49 @@ def _codes(text: str) -> Iterator[InlineSpan]:
             start, stop = runs[closing]
             yield InlineSpan(opening.stop - length, stop, text[opening.stop : start])
         first = closing + 1
+
+
+_FORMULAS = {"$$": "$$", "$": "$", "\\(": "\\)", "\\[": "\\]"}
+
+
+class _SignSearch:
+    """The next place of a sign in a text, from places that only grow; each character is looked at once."""
+
+    def __init__(self, text: str, sign: str) -> None:
+        self._text, self._sign, self._next = text, sign, -1
+
+    def of(self, start: int) -> int:
+        """Return the place at `start` or after it; the text's length if there is none."""
+        if self._next < start:
+            found = self._text.find(self._sign, start)
+            self._next = len(self._text) if found < 0 else found
+        return self._next
+
+
+def _formulas(text: str) -> Iterator[InlineSpan]:
+    """Yield formulas, between dollars or TeX's brackets. Amounts of dollars are none."""
+    openings = {sign: _SignSearch(text, sign) for sign in _FORMULAS}
+    closings = {sign: _SignSearch(text, sign) for sign in _FORMULAS.values()}
+    start = 0
+    while start < len(text):
+        opening = min(openings, key=lambda sign: openings[sign].of(start))  # of "$$" and "$", the longer one
+        inner = openings[opening].of(start) + len(opening)
+        if inner >= len(text):
+            return
+        stop = closings[_FORMULAS[opening]].of(inner)
+        after = stop + len(opening)
+        fits = inner < stop < len(text) and stop - inner <= _RUN
+        if fits and (opening != "$" or _is_formula(text[inner:stop], text[after : after + 1])):
+            yield InlineSpan(inner - len(opening), after, text[inner:stop])
+            start = after
+        else:
+            start = inner
+
+
+def _is_formula(inner: str, after: str) -> bool:
+    """True if a text between dollars is a formula: it has a sign of one, or is a letter."""
+    bare = not inner[0].isspace() and not inner[-1].isspace() and not after.isdecimal()
+    return bare and ((len(inner) == 1 and inner.isalpha()) or any(sign in inner for sign in "\\^_={}<>+"))
 
 
 def _links(text: str) -> Iterator[InlineSpan]:

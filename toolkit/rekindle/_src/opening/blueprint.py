@@ -27,7 +27,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe
-from rekindle._src.models.loading.hub import readable_name
+from rekindle._src.models.loading.hub import on_disk, readable_name
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
@@ -219,7 +219,7 @@ def _described(request: OpenRequest) -> CheckpointPlan:
     config, shown = request.config, request.shown
     folder = tiny.located(request.model)
     shown.stage = "the checkpoint's headers"
-    shown.hidden = not Path(folder).expanduser().exists()  # the hub shows its downloads itself
+    shown.hidden = on_disk(folder) is None  # the hub shows its downloads itself
     try:
         return describe(
             folder,
@@ -230,6 +230,7 @@ def _described(request: OpenRequest) -> CheckpointPlan:
             seen=None if request.ahead is None else request.ahead.seen,
             device_memory=config.device_memory,
             projector=config.projector,
+            drafts=config.drafts == "mtp",
         )
     finally:
         shown.hidden = False

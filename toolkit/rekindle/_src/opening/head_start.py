@@ -16,6 +16,7 @@ from rekindle import tiny
 from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.models.loading import kept_weights, stored
+from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.hugepages import PrefaultArena
 from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
 from rekindle._src.models.loading.stored import StoredCheckpoint
@@ -38,7 +39,9 @@ class HeadStart:
         self._thread: threading.Thread | None = None
         # In this thread: in the other one, each file access would wait for the GIL while JAX is imported.
         with contextlib.suppress(Exception):
-            self._look(Path(tiny.located(model)).expanduser(), config)
+            folder = tiny.located(model)
+            if on_disk(folder) is not None:  # nothing is downloaded before JAX is there
+                self._look(folder, config)
             if self._mapped is not None:
                 name, arguments = "rekindle head start", (self._mapped,)
                 thread = threading.Thread(target=self._bring, args=arguments, name=name, daemon=True)
@@ -69,12 +72,10 @@ class HeadStart:
         if mapped is not None:
             mapped.release()
 
-    def _look(self, folder: Path, config: EngineConfig) -> None:
-        if not folder.exists():  # nothing is downloaded before JAX is there
-            return
+    def _look(self, folder: str | Path, config: EngineConfig) -> None:
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
-        checkpoint = self.seen = stored.look(folder, config.projector)
+        checkpoint = self.seen = stored.look(folder, config.projector, drafts=config.drafts == "mtp")
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
             unpacked = not native and kept_weights.has_room(checkpoint, dtype, config.device_memory)

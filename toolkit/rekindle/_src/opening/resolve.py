@@ -19,6 +19,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import Keying
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import family
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
@@ -39,7 +40,7 @@ def resolve(
 ) -> EngineConfig:
     """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load."""
     platform = jax.default_backend()
-    dtype = _dtype(config.dtype, model, platform)
+    dtype = resolve_dtype(config.dtype, model)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     length = min(config.max_model_len or LONGEST_DEFAULT, model.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > model.max_position_embeddings:
@@ -81,6 +82,8 @@ def resolve(
         raise ConfigError(
             "prompt_lookup", config.prompt_lookup, 'asks for drafts, and drafts="none" for none', "Use one of them"
         )
+    if config.drafts == "mtp":
+        _check_head(config, model, placement)
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,
@@ -104,11 +107,15 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
-    name, off = ("prompt_lookup", 0) if config.prompt_lookup else ("drafts", "auto")
-    if config.prompt_lookup or config.drafts == "suffix":
-        raise ConfigError(
-            name, getattr(config, name), f"can't be had, since {what} can't be taken back", f"Use {name}={off!r}"
-        )
+
+
+def _check_head(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
+    """Raise ConfigError for a model that has no head which drafts tokens, and for several devices."""
+    if model.draft_head is None:
+        problem = f"needs a head that drafts tokens, and this {model.model_type} model has none that is implemented"
+        raise ConfigError("drafts", config.drafts, problem, 'Use drafts="suffix" or "auto"')
+    if placement.divided:
+        raise ConfigError("drafts", config.drafts, "can't be divided over several devices", "Use one device")
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
@@ -140,12 +147,6 @@ def _shareable(model: ModelConfig, length: int) -> bool:
         return True
     log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
     return False
-
-
-def _dtype(dtype: str, model: ModelConfig, platform: str) -> str:
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if platform == "cpu" else model.dtype or "bfloat16"
 
 
 def _kind(platform: str) -> str:

@@ -51,6 +51,7 @@ class RowFlag(enum.IntFlag):
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
     SAMPLED_LOGPROBS = 1 << 28  # after the processors' bits
     DRAFT = 1 << 29  # a draft whose request reads its earlier tokens
+    DRAFTING = 1 << 30  # the model's own head drafts a token after it
 
 
 FIRST_PROCESSOR = 12  # bit
@@ -216,6 +217,7 @@ class Feature:
 
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
+    follows: bool = False  # its columns are computed after all others, by the model's own head: see `draft_head`
     has_output: bool = False
     copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
     shard_axis: int = 0  # of the array, along which data shards follow each other

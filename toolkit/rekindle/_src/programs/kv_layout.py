@@ -41,8 +41,9 @@ class Paging(NamedTuple):
     cu_lengths: Array  # [S + 1]
     num_prefills: Array  # []
     # Of side caches by their names. "states": two slots for each sequence [N], of the state that it reads, and of that
-    # which it writes. "windows": `page_ids` and `page_table` of layers that give pages back
-    sides: Mapping[str, tuple[Array, Array]]
+    # which it writes; and its place in a chain of drafts, if there may be some. "windows": `page_ids` and `page_table`
+    # of layers that give pages back
+    sides: Mapping[str, tuple[Array, ...]]
 
 
 class Layer(NamedTuple):
@@ -160,8 +161,15 @@ class PagedAttention:
         """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"
-        slots = step.sides["states"]
-        batch = RaggedBatch(step.lengths, step.cu_lengths, step.num_prefills, self._rows, slots)
+        reads, writes, *places = step.sides["states"]
+        batch = RaggedBatch(
+            step.lengths,
+            step.cu_lengths,
+            step.num_prefills,
+            self._rows,
+            (reads, writes),
+            places[0][: self._rows] if places else None,
+        )
         out: Array
         out, states = compute(entry.states, batch)
         self.kv[layer] = entry._replace(states=tuple(states))

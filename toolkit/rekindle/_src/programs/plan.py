@@ -51,6 +51,8 @@ class ProgramPlan:
             "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves],
             "config": store.config_fields(config),
             "sides": slots_of(self.sides),
+            "drafts": self.config.drafts == "mtp",
+            "spare": {plan.name: plan.spare for plan in self.sides if plan.spare},
             "processors": [processor.key for processor in self.processors],
             "taps": [tap.key for tap in self.taps],
             **self.placement.key(),

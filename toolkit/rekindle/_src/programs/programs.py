@@ -49,6 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
+from rekindle._src.programs.draft_head import DraftedTokens
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
@@ -252,6 +253,8 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
+        if config.drafts == "mtp":
+            more = (*more, DraftedTokens())  # last: its column follows all others
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )

@@ -14,6 +14,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, Placement, merge
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn.packing import is_packed
 from rekindle._src.programs import host_pages, packing, request_state
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import (
@@ -34,7 +35,7 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, DeviceLayout, Partitioning, Recipe
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
-from rekindle_kernels import LayerKV, kernels_for, zeros
+from rekindle_kernels import LayerKV, int4, kernels_for, zeros
 
 # Options of XLA:CPU for steps whose attention and products are native: one thread does half of the work that two share
 # by default (jax 0.10, Zen 3, six layers: 0.4 s instead of 0.9 for one token, 1.4 instead of 1.9 for 128), and steps
@@ -109,7 +110,11 @@ class Recipes:
         leaves = dict(zip(self.graph.paths, self.leaves, strict=True))
         matrices = {path: leaf for path, leaf in leaves.items() if path.endswith("weight") and len(leaf.shape) > 1}
         pairs = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
-        scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in pairs if scale is not None]
+        scaled = [
+            (leaf.dtype.name, scale.dtype.name, int4.group_of(leaf, scale) if is_packed(leaf) else 0)
+            for leaf, scale in pairs
+            if scale is not None
+        ]
         dtypes = [self.graph.precision.value_dtype(leaf.dtype).name for leaf in matrices.values()]
         recurrent = any(layer.states for layer in self.local_kv)
         pages = self._pages.dtype.name

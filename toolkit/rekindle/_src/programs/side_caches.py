@@ -24,7 +24,7 @@ Two more, on paper:
         # leaves: one input's rows, [tokens, hidden]; content: digest of the encoder's weights and preprocessing
         # feature: one integer for each prefill token, its place among the slots; embeddings are replaced there
 
-    class DraftPages(DevicePlan):          # of a drafter with layers of its own
+    class DraftPages(DevicePlan):          # of a drafter that is another model
         name = "drafts"                    # stored as ", drafts of "
         keying = Keying.PAGES              # as many in a row as the drafter sees: all of them, or its window
         share, costs = 8, "measured"       # a drafter's tokens are cheap to compute
@@ -63,7 +63,7 @@ from rekindle._src.kvcache.side import EntryWords, Keying, SidePlan
 from rekindle._src.models.base import Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import FEW, Helper
+from rekindle._src.programs.buckets import FEW, SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import Columns, Feature, TokenPlaces
 from rekindle._src.programs.kv_layout import KV, Layer, Payload
 from rekindle._src.programs.partitioning import HEADS, PAYLOAD, DeviceLayout, Partitioning
@@ -152,6 +152,7 @@ def slots_of(plans: Sequence[SidePlan]) -> dict[str, int]:
 
 
 LEAST = 8  # slots of the tree
+SPARE = 16  # slots for states after drafts, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,11 +165,12 @@ class RecurrentStates(DevicePlan):
 
     @classmethod
     def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
-        """Each running request has one, and the tree a prompt's and a text's for each, if prompts are shared."""
+        """Each running request has one, and the tree a prompt's and a text's for each, if prompts are shared. There are
+        some for drafts if the config asks for drafts."""
         if not model.is_recurrent:
             return 0
         tree = max(LEAST, 2 * config.max_requests) if config.prefix_cache else 0
-        return 1 + config.max_requests + tree
+        return 1 + config.max_requests + _spare(config) + tree
 
     @classmethod
     def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
@@ -179,7 +181,8 @@ class RecurrentStates(DevicePlan):
         assert config.page_size is not None, "resolved"
         numbers = paged.state_bytes(model) // 4
         return {
-            "first": 1 + config.max_requests,
+            "first": 1 + config.max_requests + _spare(config),
+            "spare": _spare(config),
             "step": math.lcm(EDGE, config.page_size),
             "edge": EDGE,
             "leaves": (LeafSpec((numbers,), "float32"),),
@@ -187,7 +190,7 @@ class RecurrentStates(DevicePlan):
         }
 
     def feature(self, number: int) -> Feature:
-        return StateSlots(number)
+        return StateSlots(number, chains=self.spare > 0)
 
     def gather(self, kv: KV, ids: Array) -> Payload:
         return (jnp.concatenate([array[ids].reshape(ids.shape[0], -1) for array in _states(kv)], axis=1),)
@@ -220,17 +223,26 @@ def _states(kv: KV) -> Iterator[jax.Array]:
         yield from layer.states
 
 
+def _spare(config: EngineConfig) -> int:
+    """Return how many slots there are for states after drafts: one for each row of a step, up to SPARE."""
+    drafts = config.prompt_lookup > 0 or config.drafts not in ("auto", "none")
+    return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if drafts else 0
+
+
 class StateSlots(Feature):
     """The slots that a step reads and writes, two integers in each row, where an entry stands for all tokens before.
 
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
     used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
+
+    With `chains`, layers get a third array: the places of rows in chains of drafts, each of which reads what the one
+    before it writes.
     """
 
     side, row_ints = "states", 2
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, number: int, *, chains: bool = False) -> None:
+        self._number, self._chains = number, chains
 
     def write_row(self, row: Row, out: IntArray) -> None:
         out[:] = row.sides[self._number]
@@ -238,8 +250,15 @@ class StateSlots(Feature):
     def unpack(self, columns: Columns) -> tuple[Array, Array]:
         return columns.row_ints[:, 0], columns.row_ints[:, 1]
 
-    def for_layers(self, own: tuple[Array, Array], places: TokenPlaces) -> tuple[Array, Array]:
-        return own
+    def for_layers(self, own: tuple[Array, Array], places: TokenPlaces) -> tuple[Array, ...]:
+        return (*own, _chain_places(*own)) if self._chains else own
+
+
+def _chain_places(reads: Array, writes: Array) -> Array:
+    """Return the place of each row in its chain [N], 0 of rows that read what no row writes."""
+    rows = lax.iota(jnp.int32, len(reads))
+    follows = (rows > 0) & (reads > 0) & (reads == jnp.roll(writes, 1))
+    return rows - lax.cummax(jnp.where(follows, 0, rows))
 
 
 STEPS = 4  # of tokens that are not committed: in flight and planned, and pages of as many that wait to be released

@@ -24,6 +24,7 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.draft_head import drafted
 from rekindle._src.programs.draft_rows import recording
 from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
@@ -80,7 +81,12 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         state = state._replace(tables=changed_tables(layout, ints, state.tables))
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
-        return new_kv, *finish(graph, layout, computed, inputs, state, gate)
+        new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
+        for feature, following in layout.compiled_with(inputs.own):
+            if feature.follows:
+                new_kv, drafts = _drafted(graph, layout, computed, inputs, state, following, tokens, new_kv)
+                output = output._replace(rows=jnp.concatenate([output.rows, drafts[:, None]], axis=1))
+        return new_kv, new_state, output
 
     return step
 
@@ -115,7 +121,8 @@ def make_choice(layout: Layout, page_size: int, *, implementation: str | None = 
         state: RequestState, scores: ChoiceInputs, ints: Array, floats: Array, operand: Array
     ) -> tuple[RequestState, Array]:
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
-        return _choose(layout, inputs, state, scores, operand, implementation)
+        new_state, rows, _ = _choose(layout, inputs, state, scores, operand, implementation)
+        return new_state, rows
 
     return choice
 
@@ -157,7 +164,8 @@ def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
     last, or 0 in steps with flags of a feature that reads hidden states. None if the program has no prompts, or has a
     feature that reads hidden states in every step."""
     readers = [feature for feature in layout.compiled if feature.has_output]
-    if not layout.tokens or not all(feature.bits for feature in readers):
+    every = any(feature.follows or (feature.has_output and not feature.bits) for feature in layout.compiled)
+    if not layout.tokens or every:
         return None
     bits = functools.reduce(operator.or_, (feature.bits for feature in readers), 0)
     return jnp.where(inputs.any_flags & bits != 0, 0, jnp.maximum(inputs.cu_lengths[1] - 1, 0))
@@ -172,10 +180,55 @@ def finish(
     gate: Array | None = None,
 ) -> tuple[RequestState, StepOutput]:
     """Compute a step's results."""
+    new_state, output, _ = _finished(graph, layout, computed, inputs, state, gate)
+    return new_state, output
+
+
+def _finished(
+    graph: Graph,
+    layout: Layout,
+    computed: ModelOutput,
+    inputs: StepInputs,
+    state: RequestState,
+    gate: Array | None,
+) -> tuple[RequestState, StepOutput, Array]:
+    """Compute a step's results, and the tokens [N] that rows chose."""
     scores, extra = finish_forward(layout, computed, inputs)
     operand = None if gate is None else layout.features.late.wait(gate, scores.logits)
-    new_state, rows = _choose(layout, inputs, state, scores, operand, graph.precision.implementation)
-    return new_state, StepOutput(rows, extra)
+    new_state, rows, tokens = _choose(layout, inputs, state, scores, operand, graph.precision.implementation)
+    return new_state, StepOutput(rows, extra), tokens
+
+
+def _drafted(
+    graph: Graph,
+    layout: Layout,
+    computed: ModelOutput,
+    inputs: StepInputs,
+    state: RequestState,
+    following: Array,
+    tokens: Array,
+    kv: paged.KV,
+) -> tuple[paged.KV, Array]:
+    """Draft tokens with the model's own head, drawn with the noise of the positions that they are for."""
+    implementation = graph.precision.implementation
+    choice = inputs.choice._replace(position=inputs.choice.position + 1)
+    later = inputs._replace(choice=choice)
+
+    def sample(logits: Array) -> Array:
+        drafts: Array = _sample(layout, logits, later, state, implementation=implementation)
+        return drafts
+
+    return drafted(
+        computed.model,
+        computed.hidden,
+        inputs,
+        following,
+        tokens,
+        kv,
+        sample,
+        implementation=implementation,
+        deterministic=graph.precision.deterministic,
+    )
 
 
 def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
@@ -198,9 +251,9 @@ def _choose(
     scores: ChoiceInputs,
     operand: Array | None,
     implementation: str | None,
-) -> tuple[RequestState, Array]:
-    """Choose tokens by the scores and the late operand, if there is one. Return the state with these tokens, and what
-    the host reads of the rows."""
+) -> tuple[RequestState, Array, Array]:
+    """Choose tokens by the scores and the late operand, if there is one. Return the state with these tokens, what the
+    host reads of the rows, and the tokens."""
     late, logits = layout.features.late, scores.logits
     with jax.named_scope("sample"):
         if operand is None:
@@ -216,11 +269,12 @@ def _choose(
         changed = _changed(layout, logits, inputs, state)
         return changed if operand is None else late.allow(changed, operand)
 
-    columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in layout.compiled if feature.width]
+    with_columns = [feature for feature in layout.compiled if feature.width and not feature.follows]
+    columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in with_columns]
     samples = inputs.flag(RowFlag.SAMPLES)
     slots = jnp.where(samples, inputs.slots, layout.slots)
     counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
-    return record(state, slots, counted, tokens), jnp.concatenate([shown[:, None], *columns], axis=1)
+    return record(state, slots, counted, tokens), jnp.concatenate([shown[:, None], *columns], axis=1), tokens
 
 
 def _sample(

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import threading
 import uuid
@@ -29,6 +28,7 @@ from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, Replic
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
+from rekindle_kernels import system
 
 try:
     import ray
@@ -151,7 +151,7 @@ class RayConnection:
             if info.host != socket.gethostname() or not os.path.isdir("/proc"):
                 ray.kill(self._actor, no_restart=False)
             elif _is_ours(info.pid):
-                os.kill(info.pid, signal.SIGKILL)
+                system.kill(info.pid)
 
     def close(self) -> None:
         if self._shared:

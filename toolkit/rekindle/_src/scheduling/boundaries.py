@@ -4,6 +4,10 @@ A running sequence has a slot of its own. Its first row after a hit reads the tr
 where an entry is to be left writes a slot of the tree's, which the next row reads. Nothing is copied, and what a step
 reads it does not overwrite.
 
+A draft's row reads what the row before it writes, and writes a spare slot, or one of the tree's where an entry is to be
+left. So the entry after each token of the step is there when the step is committed, and the sequence's next row reads
+the one after the last accepted token. The others are given back.
+
 Entries are left where other prompts are likely to continue:
 
 - at the last edge of the prompt
@@ -33,12 +37,13 @@ from rekindle._src.scheduling.side_rules import SideRule
 class Trail(Holding):
     """The entries of one running sequence: the slots that it reads, and where it leaves some for the tree."""
 
-    __slots__ = ("held", "left", "pending", "reads", "stops")
+    __slots__ = ("chain", "held", "left", "pending", "reads", "stops")
 
     def __init__(self, words: EntryWords) -> None:
         super().__init__(words)
         self.reads = 0  # the slot of its entry, once a row was planned
-        self.held = 0  # the tree's slot that its next row reads
+        self.held = 0  # the slot that its next row reads, if that is the tree's, or a spare one
+        self.chain: list[tuple[int, int]] = []  # positions and slots of entries after the rows of drafts in flight
         self.stops: list[int] = []  # positions of the prompt at which to leave an entry, ascending
         self.pending: deque[tuple[int, int]] = deque()  # positions and slots of entries left by steps in flight
         self.left: tuple[Node, int] | None = None  # the node of the last entry of its own text, and that node's visits
@@ -48,13 +53,16 @@ class Boundaries(SideRule[Trail]):
     """The entries of all sequences, over the slots of the tree."""
 
     inside = False
-    drafts = False
     ahead = True
 
     def __init__(self, limits: Limits, cache: SideCache) -> None:
         super().__init__(cache)
         self._edge, self._page_size, self._step = limits.edge, limits.page_size, cache.plan.step
         self.least = limits.edge
+        self._first = cache.plan.first
+        self._spare_slots = range(self._first - cache.plan.spare, self._first)
+        self._spare = list(self._spare_slots)  # those that are free
+        self.drafts = bool(self._spare)
         self._ending: list[int] = []  # slots that rows of the step being planned read
 
     def cut(self, sequence: Sequence, length: int) -> int:
@@ -71,16 +79,38 @@ class Boundaries(SideRule[Trail]):
         own, end = 1 + sequence.slot, sequence.planned + length
         if sequence.fresh:
             trail.reads = trail.held or own
-        reads, writes = trail.reads, own
-        if self._leaves(sequence, end) and (slot := self.cache.take()):
-            trail.pending.append((end, slot))
-            self.cache.hold(slot)
-            writes = slot
+        reads, writes = trail.reads, self._left(sequence, end) or own
         if trail.held:
             self._ending.append(trail.held)
         trail.held = 0 if writes == own else writes
         trail.reads = writes
         return SlotPair(reads, writes)
+
+    def draft_room(self) -> int:
+        return len(self._spare)
+
+    def draft(self, sequence: Sequence, position: int) -> SlotPair:
+        trail = self.holding(sequence)
+        if not trail.chain:
+            trail.chain.append((position, trail.reads))  # after the row before the drafts
+            trail.held = 0
+        reads = trail.reads
+        trail.reads = self._left(sequence, position + 1) or self._spare.pop()
+        trail.chain.append((position + 1, trail.reads))
+        return SlotPair(reads, trail.reads)
+
+    def checked(self, sequence: Sequence) -> None:
+        trail = self.holding(sequence)
+        if not trail.chain:
+            return  # it has left its slots
+        while trail.pending and trail.pending[-1][0] > sequence.computed:
+            self.cache.release(trail.pending.pop()[1])
+        chain, trail.chain, own = trail.chain, [], 1 + sequence.slot
+        for position, slot in chain:
+            if position == sequence.computed:
+                trail.reads, trail.held = slot, 0 if slot == own else slot
+            elif slot != own:
+                self._give_back(slot)
 
     def reads(self, row: SlotPair | PageRun) -> int:
         assert isinstance(row, SlotPair), "a row of this rule"
@@ -133,25 +163,44 @@ class Boundaries(SideRule[Trail]):
         trail = self.holding(sequence)
         while trail.pending:
             self.cache.release(trail.pending.popleft()[1])
-        if trail.held:
-            self.cache.release(trail.held)
-            trail.held = 0
+        for slot in self.held(sequence):
+            self._give_back(slot)
+        trail.held, trail.chain = 0, []
 
     def planned(self) -> None:
         for slot in self._ending:
-            self.cache.release(slot)
+            self._give_back(slot)
         self._ending = []
 
     def held(self, sequence: Sequence) -> Iterable[int]:
-        trail = self.holding(sequence)
-        return [trail.held] if trail.held else []
+        trail, own = self.holding(sequence), 1 + sequence.slot
+        slots = [trail.held, *(slot for _, slot in trail.chain)]
+        return [slot for slot in slots if slot not in (0, own)]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         held = Counter(self._ending)
         for sequence in sequences:
             held.update(slot for _, slot in self.holding(sequence).pending)
             held.update(self.held(sequence))
-        self.cache.check_integrity(held)
+        spare = sorted([*self._spare, *(slot for slot in held.elements() if slot < self._first)])
+        assert spare == list(self._spare_slots), "a spare slot is lost, or used twice"
+        self.cache.check_integrity(Counter({slot: count for slot, count in held.items() if slot >= self._first}))
+
+    def _left(self, sequence: Sequence, end: int) -> int:
+        """Return the tree's slot for the entry after a row, held twice: for the tree and as the one that is read next;
+        0 if none is to be left at its `end`, or no slot is free."""
+        if not self._leaves(sequence, end) or not (slot := self.cache.take()):
+            return 0
+        self.holding(sequence).pending.append((end, slot))
+        self.cache.hold(slot)
+        return slot
+
+    def _give_back(self, slot: int) -> None:
+        """Give back a slot of the tree's, or a spare one."""
+        if slot < self._first:
+            self._spare.append(slot)
+        else:
+            self.cache.release(slot)
 
     def _leaves(self, sequence: Sequence, end: int) -> bool:
         if sequence.node is None:

@@ -25,6 +25,7 @@ from rekindle._src.core.records import (
     StepPlan,
     StepResult,
     TokenEvent,
+    WaitingRequest,
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
 from rekindle._src.kvcache.pool import pages_for
@@ -244,6 +245,11 @@ class DataScheduler:
 
     def status(self, request_id: str) -> Status | None:
         return self._first(lambda shard: shard.status(request_id))
+
+    def waits(self, limit: int) -> list[WaitingRequest]:
+        """Return the requests that wait and why, the oldest first, at most `limit`."""
+        every = [wait for shard in self.shards for wait in shard.waits(limit)]
+        return sorted(every, key=lambda wait: -wait.seconds)[:limit]
 
     def explain(self, request_id: str) -> Explanation | None:
         for number, shard in enumerate(self.shards):

@@ -40,6 +40,7 @@ from rekindle._src.core.records import (
     StepPlan,
     StepResult,
     TokenEvent,
+    WaitingRequest,
 )
 from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
@@ -399,6 +400,19 @@ class Scheduler:
             return sequence.status
         ended = self._ended.get(request_id)
         return None if ended is None else ended.status
+
+    def waits(self, limit: int) -> list[WaitingRequest]:
+        """Return the requests that wait and why, the oldest first, at most `limit`."""
+        now = time.perf_counter()
+        idle = (Status.QUEUED, Status.LOADING, Status.PREEMPTED)
+        waiting = (sequence for sequence in self._alive.values() if sequence.status in idle)
+        return [
+            WaitingRequest(
+                sequence.id, sequence.status, now - sequence.timeline.began, sequence.request.prompt_length,
+                self._admission.reason(sequence),
+            )
+            for sequence in itertools.islice(waiting, limit)
+        ]  # fmt: skip
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""

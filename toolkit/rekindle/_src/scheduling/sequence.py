@@ -27,7 +27,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
 from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
-from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
+from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, drawn_timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
 
 
@@ -363,6 +363,8 @@ class Sequence:
             self.outputs if self.fresh and self.generated else None,
             start < self.published * self.page_size,
             sides=sides,
+            drafting=samples and self._asks,
+            following=int(self._tokens[end]) if end < self.known and not samples else -1,
         )
         self.fresh = False
         self.planned = end
@@ -382,6 +384,7 @@ class Sequence:
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         self.in_flight += len(tokens)
+        asks = self._asks
         return [
             Row(
                 self.request,
@@ -395,9 +398,15 @@ class Sequence:
                 generated=self.sampled + index,
                 draft=True,
                 sides=sides[index],
+                drafting=asks,
             )
             for index in range(len(tokens))
         ]
+
+    @property
+    def _asks(self) -> bool:
+        """True if a drafter wants its rows to draft."""
+        return bool(self.drafting) and any(drafts.asks for drafts in self.drafting.values())
 
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""
@@ -459,13 +468,15 @@ class Explanation:
             prompt |= {f"{note.kind}s from the cache": note.cached, f"{note.kind}s computed": computed}
             kinds.append(f"{note.tokens:,} of them {note.kind}s")
         length = html.line(*kinds)
-        return str(html.block(html.text(f"{self.id}: {self.text}"), self._phases(), length, html.bar(prompt)))
+        drawn = drawn_timeline(self.timeline)
+        return str(html.block(html.text(f"{self.id}: {self.text}"), drawn, self._phases(), length, html.bar(prompt)))
 
     def _phases(self) -> str:
         rows = [
             (f"{phase.start:.3f} s", f"{phase.seconds:.3f} s", str(phase.kind), phase.words) for phase in self.timeline
         ]
-        return html.table(["at", "for", "", ""], rows, limit=40) if rows else ""
+        table = html.table(["at", "for", "", ""], rows, limit=40)
+        return html.details(html.count(len(rows), "phase"), table, opened=len(rows) <= 6) if rows else ""
 
 
 def beginning(

@@ -21,7 +21,7 @@ class SideRule(Generic[H]):
     """
 
     inside = True  # a sequence may continue before its last cached token, which it then computes for its logits
-    drafts = True  # tokens can be taken back
+    drafts = True  # rows may be drafts, which can be taken back
     ahead = False  # requests that wait for others' pages are parked before the step's rows are planned
     least = 1  # tokens that have to be left of a step's budget for another prompt
 
@@ -41,9 +41,16 @@ class SideRule(Generic[H]):
         """Return what the next row uses; it computes `length` tokens."""
         raise NotImplementedError
 
+    def draft_room(self) -> int | None:
+        """Return how many rows of drafts there is room for in the step being planned; None: any number."""
+        return None
+
     def draft(self, sequence: Sequence, position: int) -> SlotPair | PageRun:
         """Return what a row of a draft at `position` uses, which `cover` was called for."""
         raise NotImplementedError
+
+    def checked(self, sequence: Sequence) -> None:
+        """Continue after the last accepted draft of the step that was committed, and give back what the others had."""
 
     def reads(self, row: SlotPair | PageRun) -> int:
         """Return the slot of an entry that a row continues, if its sequence may hold it no longer; else 0."""
@@ -104,6 +111,7 @@ class SideRules:
         self._rules = tuple(rules)
         self._rows = tuple(rule.row for rule in self._rules)
         self._recede = tuple(rule.recede for rule in self._rules if type(rule).recede is not SideRule.recede)
+        self._checked = tuple(rule.checked for rule in self._rules if type(rule).checked is not SideRule.checked)
         self.on_tree = bool(self._rules)  # nodes of the tree have something in addition to pages
         self.inside = all(rule.inside for rule in self._rules)
         self.drafts = all(rule.drafts for rule in self._rules)
@@ -124,12 +132,22 @@ class SideRules:
             return (self._rows[0](sequence, length),)
         return tuple([row(sequence, length) for row in self._rows]) if self._rows else ()
 
+    def draft_room(self, count: int) -> int:
+        """Return for how many of `count` drafts there is room."""
+        return min([count, *(room for rule in self._rules if (room := rule.draft_room()) is not None)])
+
     def drafts_of(self, sequence: Sequence, count: int) -> list[tuple[SlotPair | PageRun, ...]]:
         """Return what the rows of so many drafts use, after taking it."""
         for rule in self._rules:
             rule.cover(sequence, sequence.planned + count)
         positions = range(sequence.planned, sequence.planned + count)
         return [tuple([rule.draft(sequence, position) for rule in self._rules]) for position in positions]
+
+    def checked(self, sequence: Sequence) -> None:
+        """Continue after the last accepted draft of the step that was committed."""
+        if sequence.sides:
+            for checked in self._checked:
+                checked(sequence)
 
     def admit(self, sequence: Sequence, match: PrefixMatch, *, fetched: bool) -> None:
         """Take what a sequence that is admitted now continues."""

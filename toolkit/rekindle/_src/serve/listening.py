@@ -15,7 +15,6 @@ import ipaddress
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
+from rekindle_kernels import system
 
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -173,7 +173,7 @@ def bind(host: str, port: int) -> socket.socket:
     # asyncio turns Nagle's algorithm off only if the socket has a protocol; it would hold small events back.
     listening_socket = socket.socket(family, kind, protocol)
     try:
-        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        system.reuse_address(listening_socket)
         listening_socket.bind(address)
     except OSError as error:
         listening_socket.close()
@@ -186,12 +186,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 def most_connections() -> int:
     """Return the number of connections that leaves the process enough file descriptors for everything else."""
-    if sys.platform == "win32":
-        return 1_024
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
+    limit = system.most_descriptors()
+    if limit is None:
         return 1 << 16
     return max(16, min(limit - max(64, limit // 8), 1 << 16))
 

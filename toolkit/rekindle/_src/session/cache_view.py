@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 from collections.abc import Mapping
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,9 +16,10 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.pictures import MARKER
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
+from rekindle._src.core.icicle import icicle, rows
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache import AnyCache, Keying, Node, Tiers
+from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
 from rekindle._src.kvcache.kept import KeptStatistics
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
@@ -48,6 +50,9 @@ class NodeView(html.Record):
     visits: int
     age: float  # seconds since it was used
     pinned: bool
+    below: int = 0  # pages after it, in all branches
+    left_out: int = 0  # those of them in branches that the tree has no node for, because its limit was reached
+    key: int = dataclasses.field(default=0, repr=False)  # names its last page, for `text`, `pin` and `drop`
 
     def __str__(self) -> str:
         pin = ", pinned" if self.pinned else ""
@@ -90,12 +95,7 @@ class CacheTree:
         return f"<CacheTree: {self.shown_pages} of {self.total_pages} pages>"
 
     def _repr_html_(self) -> str:
-        rows = [
-            ("\u2003" * node.depth + node.text, node.tokens, node.start, node.tier, node.visits, round(node.age))
-            for node in self.nodes
-        ]
-        table = html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
-        return str(html.block(table, *map(html.line, self.rest())))
+        return str(html.block(icicle(self.nodes), rows(self.nodes), *map(html.line, self.rest())))
 
 
 class SideStats(NamedTuple):
@@ -281,7 +281,7 @@ class CacheView:
     # -- looking
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> CacheTree:
-        """Return the tree, at most `limit` runs of its pages.
+        """Return the tree, at most `limit` runs of its pages: those with most pages after them come first.
 
         Pages that no request of this session used are only counted, since their text is of other notebooks and
         programs. With `restored` they are shown.
@@ -289,11 +289,20 @@ class CacheView:
         cache, tiers = self._parts()
         runs, hidden = self._client.ask(lambda: _runs(cache, tiers, limit, restored))
         return CacheTree(
-            tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in runs),
+            tuple(dataclasses.replace(view, text=html.shorten(self._text(tokens), _PREVIEW)) for view, tokens in runs),
             len(cache),
             sum(view.pages for view, _ in runs),
             hidden,
         )
+
+    def text(self, node: NodeView, *, limit: int = 4096) -> str:
+        """Return the text of a node of `tree()`, of its last `limit` tokens at most."""
+
+        def tokens() -> IntArray:
+            tree, found = self._place(node)
+            return tree.path(found)[node.start :][-max(1, limit) :]
+
+        return self._text(self._client.ask(tokens))
 
     def stats(self) -> CacheStats:
         """Return the sizes of the tiers now, and hits and copies since the session was opened."""
@@ -412,6 +421,34 @@ class CacheView:
         _, tiers = self._parts()
         return tiers is not None and tiers.disk is not None and snapshot.delete(tiers.disk.folder, name)
 
+    def pin(self, node: NodeView) -> int:
+        """Keep a node of `tree()` on the device, with all before it, until `unpin`. Return how many tokens that covers.
+
+        Raises `OutOfPages` if an accepted request could not finish then.
+        """
+        return self._client.ask(lambda: self._client.engine.scheduler.pin(self._tokens_to(node)))
+
+    def unpin(self, node: NodeView) -> int:
+        """Undo one `pin` of a node. Return how many tokens are no longer kept."""
+        return self._client.ask(lambda: self._client.engine.scheduler.unpin(self._tokens_to(node)))
+
+    def drop(self, node: NodeView) -> int:
+        """Forget a node of `tree()` and all after it. Return how many pages left the device.
+
+        Pages in use and pinned ones stay, and so does what was written to disk.
+        """
+        _, tiers = self._parts()
+
+        def drop() -> int:
+            tree, last = self._place(node)
+            first = last
+            for _ in range(node.pages - 1):
+                assert first.parent is not None, "a node begins after a root"
+                first = first.parent
+            return tree.drop(first, None if tiers is None else tiers.host.discard)
+
+        return self._client.ask(drop)
+
     # -- keeping
 
     def export_prefix(self, prompt: PromptLike, path: str | Path, *, images: Any = None) -> Call[int]:
@@ -516,13 +553,30 @@ class CacheView:
             raise ConfigError("prefix_cache", False, "leaves nothing to look at", "Open the session with prefix_cache")
         return writer.cache, writer.tiers
 
-    def _preview(self, tokens: IntArray) -> str:
+    def _text(self, tokens: IntArray) -> str:
         tokenizer = self._client.front.tokenizer
         if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
-        runs = groupby(tokens.tolist(), lambda token: token < 0)  # those below 0 are of pages with a picture
-        text = "".join(MARKER if pictures else tokenizer.decode(list(run)) for pictures, run in runs)
-        return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
+        runs = itertools.groupby(tokens.tolist(), lambda token: token < 0)  # those below 0 are of pages with a picture
+        return "".join(MARKER if pictures else tokenizer.decode(list(run)) for pictures, run in runs)
+
+    def _place(self, node: NodeView) -> tuple[PrefixCache, Node]:
+        """Return a node of the tree with the cache that has it. Called on the host's loop."""
+        cache, _ = self._parts()
+        for tree in trees(cache):
+            found = tree.known(node.key)
+            if found is not None:
+                return tree, found
+        fix = "Look at session.cache.tree() again"
+        raise InvalidRequest("node", node.text, "is no longer in the cache", fix)
+
+    def _tokens_to(self, node: NodeView) -> IntArray:
+        tree, found = self._place(node)
+        tokens = tree.path(found)
+        if tree.find(tokens)[-1:] != [found]:
+            fix = "Use session.pin(prompt, salt=…, adapter=…)"
+            raise InvalidRequest("node", node.text, "belongs to requests with a salt or an adapter", fix)
+        return tokens
 
 
 def _payload_bytes(tiers: Tiers | None) -> int:
@@ -553,22 +607,56 @@ def _runs(
             hidden += 1
             continue
         children_of.setdefault(node.parent, []).append(node)
-    now = cache.clock()
-    runs: list[tuple[NodeView, IntArray]] = []
+    runs, size, now = _largest(cache, tiers, children_of, limit), cache.page_size, cache.clock()
+    views: list[tuple[NodeView, IntArray]] = []
     todo = [(0, node) for root in reversed(cache.roots) for node in reversed(children_of.get(root, []))]
-    while todo and len(runs) < limit:
+    while todo:
         depth, first = todo.pop()
-        run, tier = [first], _tier(cache, tiers, first)
-        while len(children := children_of.get(run[-1], [])) == 1 and (
-            (_tier(cache, tiers, children[0]), children[0].visits, bool(children[0].pins))
-            == (tier, first.visits, bool(first.pins))
-        ):
-            run.append(children[0])
-        size = cache.page_size
+        if first not in runs:
+            continue
+        run, below = runs[first]
+        after = children_of.get(run[-1], [])
+        shown = sum(len(part.run) + part.below for part in (runs[child] for child in after if child in runs))
         view = NodeView(
-            depth, "", (first.depth - 1) * size, len(run) * size, len(run), tier, first.visits,
-            max(0.0, now - max(node.last_use for node in run)), bool(first.pins),
+            depth, "", (first.depth - 1) * size, len(run) * size, len(run), _tier(cache, tiers, first), first.visits,
+            max(0.0, now - max(node.last_use for node in run)), bool(first.pins), below, below - shown, run[-1].key,
         )  # fmt: skip
-        runs.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
-        todo += [(depth + 1, node) for node in reversed(children)]
-    return runs, hidden
+        views.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
+        todo += [(depth + 1, node) for node in reversed(after)]
+    return views, hidden
+
+
+class _ShownRun(NamedTuple):
+    run: list[Node]
+    below: int  # pages after it
+
+
+def _largest(
+    cache: AnyCache, tiers: Tiers | None, children_of: dict[Node, list[Node]], limit: int
+) -> dict[Node, _ShownRun]:
+    """Return at most `limit` runs by their first nodes: the largest with all below, parents before children."""
+    sizes: dict[Node, int] = {}  # of a node and all below
+    for node in reversed([node for nodes in children_of.values() for node in nodes]):
+        sizes[node] = 1 + sum(sizes[child] for child in children_of.get(node, ()))
+    heap: list[tuple[float, int, Node]] = []
+    counter = itertools.count()  # nodes have no order of their own
+
+    def offer(after: Node) -> None:
+        branches = sorted(children_of.get(after, ()), key=lambda node: -sizes[node])
+        for rank, node in enumerate(branches, 1):  # a branch with many alike leaves room for other branches
+            heapq.heappush(heap, (-sizes[node] / rank, next(counter), node))
+
+    for root in cache.roots:
+        offer(root)
+    runs: dict[Node, _ShownRun] = {}
+    while heap and len(runs) < limit:
+        _, _, first = heapq.heappop(heap)
+        run, kind = [first], (_tier(cache, tiers, first), first.visits, bool(first.pins))
+        while len(children := children_of.get(run[-1], [])) == 1:
+            child = children[0]
+            if (_tier(cache, tiers, child), child.visits, bool(child.pins)) != kind:
+                break
+            run.append(child)
+        runs[first] = _ShownRun(run, sizes[first] - len(run))
+        offer(run[-1])
+    return runs

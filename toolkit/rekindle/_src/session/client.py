@@ -14,7 +14,7 @@ from rekindle._src.calls.prompts import PromptLike, parse_one
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_salt
-from rekindle._src.core.records import IntArray, PageMove, root_name
+from rekindle._src.core.records import IntArray, PageMove, WaitingRequest, root_name
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
@@ -67,6 +67,10 @@ class Client:
         self.host.check()
         reply: OneShot[T] = OneShot()
         return await self.host.send(Exclusive(job, after, reply), reply).get()
+
+    def waits(self, limit: int) -> list[WaitingRequest]:
+        """Return the requests that wait and why, the oldest first, at most `limit`."""
+        return self.ask(lambda: self.engine.scheduler.waits(limit))
 
     def tokens(self, prompt: PromptLike, images: Any = None) -> IntArray:
         """Return the token ids that a request with this prompt would have, as the prefix tree knows them."""

@@ -41,6 +41,7 @@ from rekindle._src.text.gguf.reading import read_sampling
 from rekindle._src.text.gguf.writing import sampling_metadata, template_metadata, tokenizer_metadata
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
+from rekindle_kernels import system
 
 _GGUF_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -91,7 +92,7 @@ def _written(out: Path) -> Iterator[Path]:
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        partial.rename(out)
+        system.replace(partial, out)
     except OSError as error:
         raise CheckpointError(f"{out} can't be written ({error}). Pass another place.") from error
     finally:

@@ -111,12 +111,12 @@ def open(
 ) -> Opening:
     """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
-    `model` is a local Hugging Face folder, a GGUF file, a hub id, a model that `rekindle.models` loaded, "tiny" for
-    the embedded one, or "tiny-vision" for the embedded one that reads pictures. `processors` are `LogitsProcessor`s
-    that requests may name, `taps` are `Tap`s, and `steering` maps names to `Steer`s, lists of them, or safetensors
-    files of vectors. `adapters` are LoRAs by name, each as `session.load_adapter` takes it; one more, `merge`, is added
-    to the weights, which have to be floats, and then costs nothing. `progress` is called in
-    another thread with the share of the weights that was read.
+    `model` is a local Hugging Face folder, a GGUF file, a hub id, a name of `rekindle.local_models()` such as
+    "ollama:qwen3:0.6b", a model that `rekindle.models` loaded, "tiny" for the embedded one, or "tiny-vision" for the
+    embedded one that reads pictures. `processors` are `LogitsProcessor`s that requests may name, `taps` are `Tap`s, and
+    `steering` maps names to `Steer`s, lists of them, or safetensors files of vectors. `adapters` are LoRAs by name,
+    each as `session.load_adapter` takes it; one more, `merge`, is added to the weights, which have to be floats, and
+    then costs nothing. `progress` is called in another thread with the share of the weights that was read.
     """
     if not (isinstance(model, str | os.PathLike) or hasattr(model, "leaves")):  # a LoadedModel's
         fix = "Pass a folder, a GGUF file, a hub id, 'tiny', or the result of rekindle.models.load"

@@ -444,25 +444,23 @@ class Session(OpenModel, RolloutRequests):
 
     def _repr_html_(self) -> str:
         config, device = self.config, self._engine.device
-        return str(
-            html.block(
-                html.line(
-                    "closed" if self.closed else "open",
-                    f"weights: {self.weights}" if device.weights else self.weights,
-                    html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
-                    f"{config.max_tokens_per_step} tokens a step",
-                    f"{config.max_model_len} positions",
-                    _kernels(),
-                    "" if device.mesh is None else str(device.mesh),
-                    ""
-                    if self._front.sampling is None
-                    else f"samples with {describe(self._front.sampling)}, by the checkpoint",
-                    f"chats with {describe(self.chat_sampling)}" if self.chat_sampling != self.sampling else "",
-                ),
-                *([] if self.closed else self.stats().shown()),
-                title=f"rekindle session: {self.model or 'over given parts'}",
-            )
+        sampling = "" if self._front.sampling is None else f"{describe(self._front.sampling)}, by the checkpoint"
+        limits = {
+            html.with_hint("requests at once", html.SLOTS): config.max_requests,
+            "tokens a step": config.max_tokens_per_step,
+            "positions": config.max_model_len,
+            "weights": device.weights,
+            "kernels": _kernels(),
+            "devices": "" if device.mesh is None else str(device.mesh),
+            "samples with": sampling,
+            "chats with": describe(self.chat_sampling) if self.chat_sampling != self.sampling else "",
+        }
+        opened = html.details("how it was opened", html.pairs({name: value for name, value in limits.items() if value}))
+        parts = [] if self.closed else self.stats().shown()
+        state = html.line(
+            "closed" if self.closed else "open", f"weights: {self.weights}" if device.weights else self.weights
         )
+        return str(html.block(state, *parts, opened, title=f"rekindle session: {self.model or 'over given parts'}"))
 
 
 def client_of(session: Session) -> Client:

@@ -527,7 +527,7 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
         "prompt tokens cached": f"{cached:,} of {prompted:,}" + (f" ({cached / prompted:.0%})" if prompted else ""),
         "programs compiled": figures.get("compilations", 0),
     }
-    return html.pairs(pairs)
+    return html.tiles(pairs)
 
 
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
-from rekindle._src.evaluation.lens import AttentionMapCall, LensCall
+from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
+from rekindle._src.evaluation.lens import LensCall
 from rekindle._src.session.client import Client
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
     from rekindle._src.notebook.chat import ChatView
-    from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.notebook.figures import Figure
     from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.notebook.tree import TreeView
     from rekindle._src.session.stats import StepReport
 
+Several = Sequence[int] | Literal["all"]  # layers
 NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
 
 
@@ -69,24 +72,32 @@ class Views:
 
         return StreamView(self._session, prompt, **options)
 
-    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
-        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | None = None,
+        suggestions: Sequence[str] | None = None,
+        **options: Any,
+    ) -> ChatView:
+        """A conversation to stop, answer again, edit, and fork at a token of an answer.
 
         It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
-        restart too, or "auto" for the newest.
+        restart too, or "auto" for the newest. `suggestions` are first messages to press; [] for none.
         """
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView
 
-        return ChatView(self._session, system=system, restore=restore, **options)
+        return ChatView(self._session, system=system, restore=restore, suggestions=suggestions, **options)
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
-        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+        """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.
 
+        Type a prompt to see what it would hit. Of `limit` bars and more, those with the most pages are drawn.
         The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
         """
         self._client.host.check()
-        from rekindle._src.notebook.dashboard import TreeView
+        from rekindle._src.notebook.tree import TreeView
 
         return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
 
@@ -97,12 +108,22 @@ class Views:
         """
         return LensCall(self._session, self._client.front, prompt, positions, options)
 
-    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionMapCall:
-        """The weights with which each position of a prompt reads the others, in one layer. Await it.
+    @overload
+    def attention(
+        self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any
+    ) -> AttentionMapCall: ...
+    @overload
+    def attention(
+        self, prompt: PromptLike, *, layer: Several = "all", positions: Any = None, **options: Any
+    ) -> AttentionMapsCall: ...
+    def attention(self, prompt: PromptLike, *, layer: Any = "all", positions: Any = None, **options: Any) -> Any:
+        """The weights with which each position of a prompt reads the others: all heads, layer by layer. Await it.
 
-        `positions` are those that read, as in `Capture`; all of the prompt by default.
+        `positions` are those that read, as in `Capture`; all of the prompt by default. With one `layer` the result is
+        its map, whose `save("figure.svg")` writes a figure for a paper; with several it has the map of each.
         """
-        return AttentionMapCall(self._session, self._client.front, prompt, layer, positions, options)
+        call = AttentionMapCall if hasattr(layer, "__index__") else AttentionMapsCall
+        return call(self._session, self._client.front, prompt, layer, positions, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.

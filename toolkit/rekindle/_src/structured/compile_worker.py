@@ -1,14 +1,14 @@
 """Conversion of grammars to llguidance's form, and the program of the processes that try untrusted grammars first.
 
 llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. So this file
-is run by itself, in a process that may die: it imports the standard library and llguidance alone. A message is its
+is run by itself, in a process that may die: it imports the standard library, llguidance and
+`rekindle_kernels.system` alone. A message is its
 length in four bytes, then JSON; the first one holds the settings of `main`, each of the others a grammar.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import queue
@@ -144,15 +144,17 @@ def _try_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> No
     """Answer one grammar after the other, in a thread of its own: for its stack, and because the main thread reads."""
     import ctypes
 
-    _set_limit("RLIMIT_CORE", 0)
+    from rekindle_kernels import system  # found by the path that the first message brought
+
+    system.forbid_core_dumps()
     tokenizer = new_tokenizer(first["tokenizer"], first["vocab_size"], first["ends"])
     size = 4 * -(-first["vocab_size"] // 32)
     mask = ctypes.create_string_buffer(size + 4)
     aligned = -(-ctypes.addressof(mask) // 4) * 4
-    _set_limit("RLIMIT_AS", _address_space() + first["memory"])
+    system.limit_memory(first["memory"])
     while True:
         job = jobs.get()
-        _end_after(first["seconds"])
+        system.end_after_processor_time(first["seconds"])
         try:
             text = grammar_text(**job)
             matcher = new_matcher(tokenizer, text).deep_copy()
@@ -163,33 +165,8 @@ def _try_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> No
             answer = {"refused": str(error)}
         except Exception as error:
             answer = {"refused": f"{type(error).__name__}: {error}"}
-        _end_after(0.0)
+        system.end_after_processor_time(0.0)
         send(answers, answer)
-
-
-def _end_after(seconds: float) -> None:
-    """End this process when it has used so many seconds of a processor, where the system can; 0: never."""
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends a process that has no handler
-
-
-def _address_space() -> int:
-    """Return the bytes of this process's address space; 0 where that is not known."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, AttributeError):
-        return 0
-
-
-def _set_limit(name: str, value: int) -> None:
-    """Set a limit of this process where the system has it; the hard one stays as it is."""
-    with contextlib.suppress(ImportError, AttributeError, OSError, ValueError):
-        import resource
-
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import concurrent.futures
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 from rekindle._src.core.priority import yield_to_others
 from rekindle._src.structured import compile_worker
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
+from rekindle_kernels import system
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Spec
@@ -244,16 +244,13 @@ class Trial:
         folders = [] if module is None or module.origin is None else [str(Path(module.origin).parent.parent)]
         path = [*dict.fromkeys([*sys.path, *folders])]
         limits = {"seconds": COMPILE_SECONDS, "memory": MEMORY, "stack": WORKER_STACK, "path": path}
-        group: dict[str, Any] = (
-            {"creationflags": 0x200} if os.name == "nt" else {"process_group": 0}
-        )  # spares it Ctrl-C
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", compile_worker.__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                **group,
+                **system.own_group(),
             )
         except OSError as error:
             raise RequestFailed(
@@ -319,7 +316,7 @@ class Trial:
 
     def _death(self, spec: Spec, status: int) -> Exception:
         """Return the error of a grammar without an answer."""
-        if self._late and os.name != "nt":
+        if self._late and sys.platform != "win32":
             return busy_error(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
         if self._late or status == -getattr(signal, "SIGPROF", 0):
             return InvalidRequest(
@@ -329,7 +326,7 @@ class Trial:
             return InvalidRequest(
                 spec.kind, spec.text, "nests too deeply: its compiler's stack overflowed", "Use fewer levels"
             )
-        if status == -getattr(signal, "SIGABRT", 0):
+        if status in (-getattr(signal, "SIGABRT", 0), 0xC0000409):  # Windows's number of an abort
             return InvalidRequest(
                 spec.kind, spec.text, f"takes over {MEMORY >> 20:,} MiB to compile, and was ended", "Use a smaller one"
             )

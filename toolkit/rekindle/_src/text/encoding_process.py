@@ -3,7 +3,8 @@
 Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
 the tokenizer, and is started again after it was ended.
 
-Run as a program, this file is that process. Apart from Python's own modules it imports only the tokenizers library.
+Run as a program, this file is that process. Apart from Python's own modules it imports only the tokenizers library and
+`rekindle_kernels.system`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import array
 import contextlib
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -19,6 +19,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from typing import IO, Any
+
+from rekindle_kernels import system
 
 SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # per text; tokenizers in use encode fifty times as fast
 MEMORY = 2 << 30  # bytes of addresses beyond those of the tokenizer itself, where that can be limited
@@ -123,26 +125,19 @@ def main() -> None:
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_buffer(_exactly(reading, *struct.unpack("<Q", _exactly(reading, 8))))
-    with contextlib.suppress(Exception):
-        import resource
-
-        with open("/proc/self/statm") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    system.limit_memory(MEMORY)
     while True:
         try:
             special, seconds, size = _TEXT.unpack(_exactly(reading, _TEXT.size))
         except EOFError:
             return
         text = _exactly(reading, size).decode("utf-8", "surrogatepass")
-        if hasattr(signal, "setitimer"):  # should the process that ends this one be gone
-            signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
+        system.end_after(2 * seconds)  # should the process that ends this one be gone
         try:
             fine, answer = True, array.array("i", backend.encode(text, add_special_tokens=special).ids).tobytes()
         except BaseException as error:  # a panic of the library is one
             fine, answer = False, f"the tokenizers library failed: {str(error)[:200]}".encode()
-        if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        system.end_after(0)
         writing.write(_ANSWER.pack(fine, len(answer)) + answer)
         writing.flush()
 

@@ -3,7 +3,7 @@
     pages   the payloads one after another, leaf by leaf
     index   the pages (digest, parent, tokens, checksum) and their model; ends with a digest of itself
 
-Files are read directly: pages that lie one after another are one `preadv`. An index is never trusted: that it
+Files are read directly: pages that lie one after another are one read. An index is never trusted: that it
 belongs to this model, and each page to its tokens, is verified before a page becomes known (`verify` in identity.py).
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from rekindle._src.core.atomic_checkpoint import ITEM, write_checkpoint
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle.errors import StoreError
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, system
 
 Payload = tuple[Any, ...]
 Memory = Callable[[int], NDArray[np.uint8]]  # so many bytes, to be filled
@@ -213,9 +212,9 @@ class Segment:
         """Read from byte `start` on into the slots; returns how many bytes the file had for them."""
         views = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
         length = 0
-        file = os.open(self.path / ITEM / "pages", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = system.open_file(self.path / ITEM / "pages", os.O_RDONLY)
         try:
-            while views and (count := os.preadv(file, views, start + length)):
+            while views and (count := system.read_at(file, views, start + length)):
                 length += count
                 while views and count >= len(views[0]):
                     count -= len(views.pop(0))
@@ -263,18 +262,16 @@ def exclusively(pages_folder: Path) -> Iterator[bool]:
     """Yield True if this process alone may remove segments now. Other processes get False until the block ends."""
     try:
         private_files.make_folder(pages_folder)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(pages_folder.parent / ".pages.lock", flags, 0o600)
+        descriptor = system.open_file(pages_folder.parent / ".pages.lock", os.O_WRONLY | os.O_CREAT)
     except OSError:
         yield False
         return
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = system.try_lock(descriptor)
         except OSError:
-            yield False
-            return
-        yield True
+            locked = False
+        yield locked
     finally:
         os.close(descriptor)
 

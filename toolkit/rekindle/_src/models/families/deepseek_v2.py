@@ -142,10 +142,9 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    found = Manifest(
+    return Manifest(
         llama.outer_sources(config) | llama.blocks(config, attention_sources, llama.norm_sources, mlp_sources)
     )
-    return dataclasses.replace(found, ignored=(*found.ignored, rf"layers\.{config.num_layers}\..*"))  # drafts
 
 
 def gguf_variant(model: GgufModel) -> str | None:
@@ -156,7 +155,6 @@ def gguf_variant(model: GgufModel) -> str | None:
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     model.only("expert_group_count", 0, 1)
-    model.only("nextn_predict_layers", 0)
     rank, rotated = model.integer("attention.kv_lora_rank"), model.integer("rope.dimension_count")
     rope = model.rope(head_dim=rotated)
     growth = model.number("rope.scaling.yarn_log_multiplier", None)

@@ -147,7 +147,6 @@ def manifest(config: ModelConfig) -> Manifest:
         outer | blocks(config, layer_sources),
         prefix="backbone.",
         others={"backbone.embedding.weight": "backbone.embeddings.weight"},
-        ignored=(r"mtp\..*",),
     )
 
 

@@ -11,13 +11,11 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
+from rekindle._src.models.family import DraftForm, Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
-
-DRAFTING = 4  # layers after the last one that may draft tokens
 
 
 def config(keys: ConfigKeys) -> ModelConfig:
@@ -102,40 +100,61 @@ norm_sources = norms_of(add=1.0, attention_norm="input_layernorm", mlp_norm="pos
 def manifest(config: ModelConfig) -> Manifest:
     mlps = moe_sources if config.moe else mlp_sources
     sources = outer_sources(config, add=1.0) | blocks(config, mixer_sources, norm_sources, mlps)
-    return Manifest(sources, ignored=drafts(config), fused=FusedExperts() if config.moe else None)
+    return Manifest(sources, fused=FusedExperts() if config.moe else None)
 
 
-def drafts(config: ModelConfig) -> tuple[str, ...]:
-    """Return patterns of the tensors that draft tokens, in folders and in GGUF files."""
-    behind = "|".join(str(config.num_layers + number) for number in range(DRAFTING))
-    return (r"mtp\..*", rf"blk\.({behind})\..*")
+def draft_config(config: ModelConfig) -> ModelConfig:
+    """Return the config of the layer that drafts tokens: attention, with experts where the others have some."""
+    attends = next((layer for layer, state in enumerate(config.states) if state is None), 0)
+    return dataclasses.replace(
+        config,
+        num_layers=1,
+        attention=config.attention[attends : attends + 1],
+        moe=config.moe[:1],
+        recurrent=(),
+        pictures=None,
+        tie_embeddings=True,
+    )
+
+
+def draft_sources(config: ModelConfig) -> dict[str, Source]:
+    """Return the sources of the head that drafts tokens."""
+    head, E = config.draft_head, config.hidden_size
+    assert head is not None, "the model has a head"
+    mlps = moe_sources if config.moe else mlp_sources
+    layer = {
+        path.removeprefix("layers.0."): dataclasses.replace(
+            source, names=tuple(f"mtp.{name.removeprefix('model.')}" for name in source.names)
+        )
+        for path, source in blocks(head, mixer_sources, norm_sources, mlps).items()
+    }
+    return {
+        "embedding_norm.weight": one("mtp.pre_fc_norm_embedding.weight", E, add=1.0),
+        "hidden_norm.weight": one("mtp.pre_fc_norm_hidden.weight", E, add=1.0),
+        "join.weight": one("mtp.fc.weight", E),
+        "norm.weight": one("mtp.norm.weight", E, add=1.0),
+        **{f"layer.{path}": source for path, source in layer.items()},
+    }
+
+
+DRAFTS = DraftForm(draft_config, draft_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return decoder_keys(model) | mixer_keys(model)
+    return model.decoder() | mixer_keys(model)
 
 
 def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
     inner = model.integer("expert_feed_forward_length")
     shared = model.integer("expert_shared_feed_forward_length")
     own = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
-    return decoder_keys(model, inner) | mixer_keys(model) | model.experts(size=None) | own
-
-
-def decoder_keys(model: GgufModel, length: int | None = None) -> dict[str, Any]:
-    """Return the keys that most families share; the last layers may be ones that draft tokens, which are not used."""
-    keys = model.decoder("layer_norm_rms_epsilon", "nextn_predict_layers", length=length)
-    return keys | {"num_hidden_layers": layers_of(model)}
-
-
-def layers_of(model: GgufModel) -> int:
-    return model.layers - model.drafting
+    return model.decoder(length=inner) | mixer_keys(model) | model.experts(size=None) | own
 
 
 def mixer_keys(model: GgufModel) -> dict[str, Any]:
     """Return the keys that say how tokens are mixed, with experts and without."""
-    layers, heads = layers_of(model), model.integer("ssm.time_step_rank")
-    recurs = [model.has(f"blk.{layer}.ssm_a") for layer in range(layers)]
+    heads = model.integer("ssm.time_step_rank")
+    recurs = [model.has(f"blk.{layer}.ssm_a") for layer in range(model.layers)]
     attends = recurs.index(False) if False in recurs else 0
     return model.rope(theta=10_000_000.0) | {
         "linear_num_key_heads": model.integer("ssm.group_count"),
@@ -187,6 +206,6 @@ GGUF = GgufForm(
 )
 MOE_GGUF = dataclasses.replace(GGUF, architecture="qwen35moe", read=read_moe_gguf)
 FAMILIES = {
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", moe_config, module, manifest, gguf=MOE_GGUF),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF, drafts=DRAFTS),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", moe_config, module, manifest, gguf=MOE_GGUF, drafts=DRAFTS),
 }

@@ -28,15 +28,15 @@ from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
+from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
-__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
-# Buffers that older versions of transformers saved with the weights, which follow from the config; heads that predict
-# several tokens, which are not used.
-HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias", r"mtp\..*")
+__all__ = ["Checkpoint", "CheckpointPlan", "describe", "inspect", "load", "read", "read_config"]
+# Buffers that older versions of transformers saved with the weights, which follow from the config.
+HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
 
 
 class Checkpoint(NamedTuple):
@@ -110,6 +110,7 @@ def describe(
     unpack: bool | None = None,
     device_memory: int | None = None,
     projector: str | None = None,
+    drafts: bool = False,
 ) -> CheckpointPlan:
     """Check a folder or hub id, and describe the model that `load` would return for it. Nothing is written.
 
@@ -117,10 +118,10 @@ def describe(
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
     matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
     there is room for them in addition to pages of `device_memory`. `seen` is the result of `look`, if there is one
-    already; `projector` is that of it.
+    already; `projector` and `drafts` are those of it.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
-    seen = look(model, projector) if seen is None else seen
+    seen = look(model, projector, drafts=drafts) if seen is None else seen
     keeps_in_groups = kept_weights.keeps_groups(seen, weights, quantize)
     if not (traits().unpacks and (keeps_in_groups or quantize is not None)):
         unpack = False
@@ -186,20 +187,6 @@ def _damage_warns() -> Iterator[None]:
         yield
     except StoreError as error:
         warnings.warn(f"{error}; loading the checkpoint again", stacklevel=4)
-
-
-def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
-    """Return the dtype that "auto" stands for: bfloat16 on CPU, where it reads twice as fast, else the checkpoint's.
-
-    Without a config the result can be "auto" again.
-    """
-    if dtype != "auto":
-        return dtype
-    if (platform or jax.default_backend()) == "cpu":
-        return "bfloat16"
-    if config is None:
-        return "auto"
-    return config.dtype if config.dtype in ("float16", "bfloat16", "float32") else "bfloat16"
 
 
 def load(
@@ -270,7 +257,7 @@ def read(
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """Return what to read for each leaf. One `CheckpointError` lists all that is missing, unexpected or misshapen."""
     # A start that finds everything kept does not read: it needs none of the formats.
-    from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
+    from rekindle._src.models.loading.named_tensors import draft_heads, named_tensors, shown_name
 
     manifest, entries = named_tensors(found.stored, found.config)
     shown = functools.partial(shown_name, found.stored, found.config, manifest)
@@ -297,7 +284,9 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
                 problems.append(f"{shown(part.name)}: shape {list(entry.shape)}, expected {list(part.shape)}")
             elif not entry.has_numbers:
                 problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
-    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*manifest.ignored, *HARMLESS)))
+    every = {*entries, *(entry.name for header in found.headers for entry in header.entries)}
+    ignored = (*manifest.ignored, *HARMLESS, *draft_heads(every, found.config.num_layers))
+    pattern = re.compile("|".join(f"(?:{expression})" for expression in ignored))
     problems += [
         f"unexpected: {name}" for name in sorted(entries) if name not in read_names and not pattern.fullmatch(name)
     ]

@@ -59,7 +59,8 @@ def stored_kinds(
 ) -> tuple[tuple[str, str], ...]:
     """Return the kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups.
 
-    Groups have integers of four bits, with `eight` also of six or eight, and codebooks. Without `steps`, scales are
+    Groups have integers of four bits for 32 inputs and more; with `eight` also for 16, or of six or eight bits, or
+    codebooks. Without `steps`, scales are
     numbers, so that a matrix can be divided after every group.
     """
     kinds = []
@@ -68,12 +69,12 @@ def stored_kinds(
         packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
         if packing is None or source.transpose or source.add or source.tiled or not path.endswith(".weight"):
             continue
-        if (packing.bits > 4 or packing.codes) and not eight:
+        if (packing.bits > 4 or packing.codes or packing.group == int4.SMALLEST) and not eight:
             continue
         if packing.scales == int4.STEPPED and not steps:
             packing = packing.as_integers._replace(scales="float32")
         outputs, inputs = sum(source.rows), parts[0].shape[-1]
-        if int4.reason_against(outputs, inputs, packing.group, packing.bits) is None:
+        if int4.reason_against(outputs, inputs, packing.group) is None:
             kinds.append((path.removesuffix(".weight"), packing.kind))
     return tuple(kinds)
 

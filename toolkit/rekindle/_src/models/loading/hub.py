@@ -1,20 +1,24 @@
-"""Finding a model: a local folder or file, or a hub id, whose files huggingface_hub downloads once."""
+"""Finding a model: a local folder or file, a name in another tool's store, or a hub id, whose files huggingface_hub
+downloads once."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rekindle._src.models.loading.gguf import files as gguf_files
+from rekindle._src.models.loading.stores import known, ollama
 from rekindle.errors import CheckpointError, MissingExtra
 
 EMBEDDED = ("tiny", "tiny-vision")  # names of the models in the package
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?", re.IGNORECASE)
 _WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
+_WIDTH = 200  # characters of another package's error
 _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_args*"]
 
 
@@ -27,8 +31,12 @@ class HubId(NamedTuple):
 
 
 def readable_name(model: str | Path) -> str:
-    """Return a readable name: that of an embedded model, the hub id of a download, or that of its folder or file."""
+    """Return a readable name: that of an embedded model, the hub id of a download, Ollama's name of a blob, or that of
+    the model's folder or file."""
     path = Path(model).expanduser()
+    tag = ollama.tag_of(path)
+    if tag is not None:
+        return f"{ollama.Ollama.PREFIX}:{tag}"
     for part in path.parts:
         if part.startswith("models--"):  # in the hub's cache
             return part.removeprefix("models--").replace("--", "/")
@@ -39,14 +47,38 @@ def readable_name(model: str | Path) -> str:
     return path.resolve().name if path.exists() else str(model)
 
 
-def locate(model: str | Path) -> Path:
-    """Return the folder or GGUF file of `model`: a path, or a download if no such path exists.
+class ModelPlace(NamedTuple):
+    """The place of a model."""
+
+    path: Path  # a folder or a GGUF file
+    projector: Path | None = None  # the file that reads pictures, where a store says which
+
+
+def on_disk(model: str | Path) -> ModelPlace | None:
+    """Return the place of a model that is on this machine: a path, or a name such as `ollama:qwen3:0.6b`.
+
+    Return None for anything else. Raise `CheckpointError` if a store that it names does not have it.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return ModelPlace(path)
+    entry = known.entry_of(model)
+    return None if entry is None else ModelPlace(entry.path, entry.projector)
+
+
+def locate(model: str | Path) -> ModelPlace:
+    """Return the place of `model`: a path, that of a store's name, or of a download if no such path exists.
 
     Hub ids are `owner/name` and `owner/name/file.gguf`, each with or without `@revision` after it.
     """
+    return on_disk(model) or ModelPlace(download(model))
+
+
+def download(model: str | Path) -> Path:
+    """Return the folder or GGUF file of a hub id, with what has changed there since, if the hub can be reached."""
     request = hub_id(model)
     if request is None:
-        return Path(model).expanduser()
+        raise CheckpointError(f"{model} is on this machine, and no hub id. Pass one such as 'owner/name'.")
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -56,23 +88,34 @@ def locate(model: str | Path) -> Path:
     except CheckpointError:
         raise
     except Exception as error:  # network, authentication, unknown repository: all of them end here
+        words = str(error).strip().splitlines()[0][:_WIDTH] if str(error).strip() else "no message"
         raise CheckpointError(
             f"There is no folder {Path(model).expanduser()}, and the hub's {model!r} could not be downloaded "
-            f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
-            "Check the name, the network and your access."
+            f"({type(error).__name__}: {words}). {_download_fix(request)}"
         ) from None  # the message says what was wrong; the chain is some 300 lines of HTTP
 
 
+def _download_fix(request: HubId) -> str:
+    """Return the advice for a download that failed: a model of nearly the same name that is here, or the network."""
+    near = known.near_names(request.name if request.file is None else f"{request.name}/{request.file}")
+    if near:
+        return f"This machine has {near[0]!r}."
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return "Unset HF_HUB_OFFLINE, or see what `rekindle ls` lists."
+    return "Check the name, the network and your access."
+
+
 def hub_id(model: str | Path) -> HubId | None:
-    """Return the parts of a hub id, None for a path that exists. Raise `CheckpointError` for anything else."""
+    """Return the parts of a hub id, None for a model that is on this machine. Raise `CheckpointError` for anything
+    else."""
     folder = Path(model).expanduser()
-    if folder.exists():
+    if on_disk(model) is not None:
         return None
     match = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
     if match is None or match[1].lower().endswith(gguf_files.SUFFIX):  # the name of a file, not of a repository
         raise CheckpointError(
             f"{folder} does not exist. {_nearest(folder)}Pass a checkpoint's folder or GGUF file, a hub id such as "
-            "'owner/name', or 'tiny' for the embedded model."
+            "'owner/name', a name that `rekindle ls` lists, or 'tiny' for the embedded model."
         )
     name, file, revision = match.groups()
     return HubId(name, file and file[1:], revision)
@@ -86,7 +129,8 @@ def _nearest(folder: Path) -> str:
         close = difflib.get_close_matches(folder.name, [*(EMBEDDED if alone else ()), *neighbours], n=1, cutoff=0.75)
         if close:
             return f"Did you mean {str(folder.parent / close[0])!r}? "
-    return ""
+    near = known.near_names(str(folder))
+    return f"Did you mean {near[0]!r}? " if near else ""
 
 
 def _download(hub: Any, asked: HubId) -> Path:

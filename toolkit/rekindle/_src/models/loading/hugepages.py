@@ -9,16 +9,16 @@ a process that opens a model first touches memory for its weights while one core
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import mmap
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rekindle_kernels import system
 
 SLAB, HUGE, LINE = 64 << 20, 2 << 20, 64
 PIECE = 8 << 20  # bytes that are touched at a time
@@ -86,9 +86,8 @@ class PrefaultArena:
                 _ahead = None
             self._stop()
             rest = self._memory[-(-self._used // HUGE) * HUGE :]
-            if rest.size and hasattr(mmap, "MADV_DONTNEED"):
-                place, size = ctypes.c_void_p(rest.ctypes.data), ctypes.c_size_t(rest.size)
-                ctypes.CDLL(None).madvise(place, size, mmap.MADV_DONTNEED)
+            if rest.size:
+                system.give_back(rest.ctypes.data, rest.size)
 
     def _stop(self) -> None:
         self._stopped.set()
@@ -104,12 +103,5 @@ class PrefaultArena:
 
 def huge_pages(size: int) -> NDArray[np.uint8]:
     """Return a new mapping of zeroed memory that begins on a huge page. Pages that are never touched take no memory."""
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-        raw = np.empty(size + LINE, np.uint8)
-        return raw[-raw.ctypes.data % LINE :][:size]
-    mapping = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    raw = np.frombuffer(mapping, np.uint8)
+    raw = np.frombuffer(system.anonymous_memory(size + HUGE), np.uint8)
     return raw[-raw.ctypes.data % HUGE :][:size]

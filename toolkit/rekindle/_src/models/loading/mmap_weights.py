@@ -25,7 +25,6 @@ import ctypes
 import errno
 import mmap
 import os
-import signal
 import sys
 import threading
 import time
@@ -39,9 +38,8 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.memory import available
 from rekindle._src.models.loading.hugepages import huge_pages
+from rekindle_kernels import system
 
-if sys.platform != "win32":
-    import fcntl
 PIECE = 32 << 20  # bytes that are moved at a time
 DELAY = 5.0  # seconds in which a new session has the machine to itself
 SHARE = 0.25  # the part of the time after that in which pieces are moved
@@ -54,8 +52,6 @@ _FIXED = 0x10  # MAP_FIXED
 _INTO_PLACE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: memory that was moved away stays mapped, and is empty
 _POPULATE_READ = 22  # MADV_POPULATE_READ
 _FAILED = ctypes.c_void_p(-1).value
-_F_SETSIG = 10  # which signal tells the holder; SIGURG is ignored unless a program asks for it
-_TAKEN = (errno.EAGAIN, errno.EACCES)  # open for writing somewhere, or another user's
 Bytes = NDArray[np.uint8]
 
 
@@ -67,16 +63,13 @@ class FileLease:
 
     def is_breaking(self) -> bool:
         """True if another process waits to write to the file, or no longer has to."""
-        if self._descriptor is None:
-            return True
-        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+        return self._descriptor is None or system.is_lease_breaking(self._descriptor)
 
     def release(self) -> None:
         """Let others write to it; may be called again."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # a forked child may have the descriptor too: closing is not enough
-                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            system.end_lease(descriptor)
             os.close(descriptor)
 
 
@@ -85,18 +78,16 @@ def take_lease(path: Path) -> FileLease | None:
 
     Raise OSError if the file is not this user's alone.
     """
-    if sys.platform != "linux":
-        return None
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = system.open_file(path, os.O_RDONLY)
     try:
-        fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except OSError as error:
+        leased = system.try_lease(descriptor)
+    except OSError:
         os.close(descriptor)
-        if error.errno in _TAKEN:
-            raise
-        return None
-    return FileLease(descriptor)
+        raise
+    if leased:
+        return FileLease(descriptor)
+    os.close(descriptor)
+    return None
 
 
 def view(path: Path) -> Bytes:

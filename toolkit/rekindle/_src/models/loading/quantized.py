@@ -370,7 +370,7 @@ class FourBitFloatRows:
         group = inputs // groups if groups and inputs % groups == 0 else 0
         found = Packing(group, scales=int4.EXPONENTS, codes=True)
         found = found if self._whole is None and group in int4.GROUPS else found.as_integers
-        return found if group in int4.GROUPS_OF[found.bits] else None
+        return found if group in int4.STORED_GROUPS else None
 
     def integers(self, start: int, stop: int) -> Integers:
         """Return the integers of the outputs [start, stop) with half of the scales, or indices with exponents."""

@@ -30,6 +30,7 @@ OWN = "model."  # what the names of a language model's tensors begin with here, 
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
 _LAYERS = frozenset(("layers", "h"))
 _HEAD = "lm_head."  # stands anywhere above the language model, or in it
+_DRAFT_HEAD = "draft_head"  # the key of a config whose model has a head that drafts tokens and is used
 _DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
 _COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, next to a model that embeds
@@ -66,18 +67,32 @@ class StoredCheckpoint(NamedTuple):
         return "its metadata" if self.is_gguf else "its config.json"
 
 
-def look(model: str | Path, projector: str | Path | None = None) -> StoredCheckpoint:
-    """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size.
+def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool = False) -> StoredCheckpoint:
+    """Read config, headers and fingerprint of a folder, a GGUF file, a name in a store or a hub id: milliseconds,
+    whatever the size.
 
-    `projector` is the file of a GGUF model's encoder of pictures, by default the only one next to it.
+    `projector` is the file of a GGUF model's encoder of pictures, by default the one that its store says, or the only
+    one next to it. With `drafts` the head that drafts tokens is part of the model, if it has one.
     """
-    path = checkpoint_path(locate(model))
+    found = _look(model, projector, drafts=drafts)
+    raw = {key: value for key, value in found.raw.items() if key != _DRAFT_HEAD}
+    names = (entry.name for header in found.headers for entry in header.entries) if drafts else iter(())
+    if not any(name.startswith(f"{_DRAFTING}fc.") or ".nextn.eh_proj." in name for name in names):
+        return found if len(raw) == len(found.raw) else found._replace(raw=raw)
+    fingerprint = f"{found.fingerprint}-drafts"  # pages have one layer more
+    return found._replace(raw=raw | {_DRAFT_HEAD: True}, fingerprint=fingerprint)
+
+
+def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> StoredCheckpoint:
+    place = locate(model)
+    path = checkpoint_path(place.path)
     if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
         fingerprint = fingerprints.folder_fingerprint(raw, headers)
-        file = Path(projector).expanduser() if projector is not None else gguf_files.projector_of(path)
+        own = place.projector or gguf_files.projector_of(path)
+        file = own if projector is None else Path(projector).expanduser()
         others: OtherParts | None = None
         if file is not None:
             raw, others = _with_projector(raw, file, optional=projector is None)
@@ -94,7 +109,7 @@ def look(model: str | Path, projector: str | Path | None = None) -> StoredCheckp
     if len(found) == 1:
         nested = isinstance(raw.get("text_config"), Mapping)
         pictures = pictures_of(raw) if nested else None
-        headers, rest = _language_model(path, headers, found[0], nested=nested, alone=pictures is None)
+        headers, rest = _language_model(path, headers, found[0], nested=nested, alone=pictures is None, drafts=drafts)
         if pictures is not None and any(header.entries for header in rest):
             others, config = OtherParts(raw, rest), config | {"pictures": pictures}
     if (path / MODULES).is_file() and not any(_HEAD in name for name in names):
@@ -185,7 +200,7 @@ def own_name(name: str, beginning: str) -> str | None:
 
 
 def _language_model(
-    path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool, alone: bool
+    path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool, alone: bool, drafts: bool
 ) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
     """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own,
     and those with the tensors of other parts.
@@ -198,7 +213,7 @@ def _language_model(
         entries, rest = [], []
         for entry in header.entries:
             name = own_name(entry.name, beginning)
-            if name is None:
+            if name is None and not (drafts and entry.name.startswith(_DRAFTING)):
                 others.append(entry.name)
                 if nested:
                     rest.append(entry)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from rekindle._src.models.config import ModelConfig, Multipliers
-from rekindle._src.models.nn.forward import ForwardPass
+from rekindle._src.models.nn.forward import ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import activate, gated
@@ -52,14 +53,23 @@ class Attention(nnx.Module):
         self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
         """Compute the attention of norm(x), plus `residual`."""
-        qkv, gate = self.project(x, norm)
-        q, k, v = step.tables.split(
-            self.normed(qkv), qkv, self.heads, self.rope, self.qk_norm, implementation=self.implementation
-        )
+        q, k, v, gate = self.split(x, step.tables, norm)
         with jax.named_scope("attend"):
             y = self.attended(step, q, k, v)
-        y = y if gate is None else y.astype(x.dtype) * jax.nn.sigmoid(gate)
-        return self.out(y.reshape(*x.shape[:-1], self.heads * self.head_dim).astype(x.dtype), residual=residual)
+        return self.join(y, gate, x.dtype, residual)
+
+    def split(self, x: Array, tables: RopeTables, norm: RMSNorm | None) -> tuple[Array, Array, Array, Array | None]:
+        """Return q, k and v of norm(x), normed and rotated, and what gates the result, if anything."""
+        qkv, gate = self.project(x, norm)
+        q, k, v = tables.split(
+            self.normed(qkv), qkv, self.heads, self.rope, self.qk_norm, implementation=self.implementation
+        )
+        return q, k, v, gate
+
+    def join(self, y: Array, gate: Array | None, dtype: DTypeLike, residual: Array | None) -> Array:
+        """Return the layer's result, plus `residual`, from what it attended to [..., H, D] and the gate of `split`."""
+        y = y if gate is None else y.astype(dtype) * jax.nn.sigmoid(gate)
+        return self.out(y.reshape(*y.shape[:-2], self.heads * self.head_dim).astype(dtype), residual=residual)
 
     def project(self, x: Array, norm: RMSNorm | None) -> tuple[Array, Array | None]:
         """Return q, k and v of norm(x) [..., H + 2K, D], and what gates the result, [..., H, D or 1], if anything."""

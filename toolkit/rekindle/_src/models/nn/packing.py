@@ -6,7 +6,7 @@ with steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and
 Users name the first four.
 Only files have the other kinds. `int8-32` and so on are groups of eight bits, and `int6-32` of six: Q8_0, Q6_K, Q5_0
 and others. `fp4-32` has four bits that are indices of a codebook, the 4-bit floats of MXFP4 with exponents as scales,
-`iq4-32` those of IQ4_NL and `iq4-32-k` of IQ4_XS.
+`iq4-32` those of IQ4_NL, `iq4-32-k` of IQ4_XS, and `iq4-16-f32` those of IQ2_S and others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
     name, bits, size, minimum, suffix = match.groups()
     outputs, inputs = shape[-2:]
     group = int(size) if size else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
-    reason = int4.reason_against(outputs, inputs, group, int(bits))
+    reason = int4.reason_against(outputs, inputs, group)
     if reason is not None:
         raise ConfigError(
             "quantize",

@@ -1,34 +1,10 @@
-// Figures over recorded data: steps of a batch, a run in time, a distribution, a growing prefix tree. They ask no kernel for anything, so
+// Figures over recorded data: steps of a batch, a run in time, a distribution, attention, a growing prefix tree. They ask no kernel for anything, so
 // the same code runs as a widget and in a saved page. Text from models and readers is only ever set as text.
 
-const COLOURS = ["#4c8ed9", "#e0903a", "#57a35f", "#c264a8", "#8a79d6", "#b3a02f", "#4fa5a5", "#cf6a5f"];
+const COLOURS = Array.from({ length: 8 }, (_, place) => `var(--rk-series-${place})`);
 
-function make(tag, properties = {}, ...children) {
-  const { style, ...rest } = properties;
-  const made = Object.assign(document.createElement(tag), rest);
-  if (style) made.style.cssText = style;
-  made.append(...children);
-  return made;
-}
-
-function shape(tag, attributes, title) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (title) made.append(Object.assign(document.createElementNS("http://www.w3.org/2000/svg", "title"), { textContent: title }));
-  return made;
-}
-
-function slider(label, low, high, step, value, changed) {
-  const input = make("input", { type: "range", min: low, max: high, step, ariaLabel: label, style: "flex:1;min-width:6em" });
-  input.value = value;
-  const shown = make("output", { style: "min-width:3em", textContent: value });
-  input.addEventListener("input", () => {
-    shown.textContent = input.value;
-    changed(Number(input.value));
-  });
-  const whole = make("label", { style: "display:flex;gap:8px;align-items:center;max-width:32em;margin:4px 0" },
-    make("span", { textContent: label, style: "min-width:7em" }), input, shown);
-  return { whole, input, set: (next) => ((input.value = next), (shown.textContent = next)) };
+function slider(label, least, most, step, value, changed) {
+  return range({ label, least, most, step, value, changed });
 }
 
 // The batch over time, one line for each slot; a slider or a button goes from step to step.
@@ -67,19 +43,14 @@ function steps(el, { steps }) {
     bar.set(Math.min(steps.length, Math.max(1, Number(bar.input.value) + by)));
     show(Number(bar.input.value) - 1);
   };
-  const play = make("button", { type: "button", textContent: "play" });
   const stop = () => (clearInterval(timer), (timer = 0), (play.textContent = "play"));
-  play.addEventListener("click", () => {
+  const play = pressable({ label: "play", pressed: () => {
     if (timer) return stop();
     if (Number(bar.input.value) === steps.length) go(-steps.length);
     play.textContent = "stop";
     timer = setInterval(() => (!el.isConnected || Number(bar.input.value) === steps.length ? stop() : go(1)), 180);
-  });
-  const button = (label, by) => {
-    const made = make("button", { type: "button", textContent: label });
-    made.addEventListener("click", () => (stop(), go(by)));
-    return made;
-  };
+  } });
+  const button = (label, by) => pressable({ label, pressed: () => (stop(), go(by)) });
   el.append(svg, bar.whole, make("div", { style: "display:flex;gap:6px" }, button("back", -1), button("on", 1), play), head, words);
   show(0);
 }
@@ -98,7 +69,7 @@ function run(el, { names, steps }) {
       svg.append(shape("rect", { x: x(at - took), y: above + slot * 12, width: Math.max(x(took), 0.3), height: 10,
         fill: COLOURS[name % COLOURS.length], opacity: prefill ? 1 : 0.5 }, `${names[name]}: ${prefill ? "prefill" : "decode"}`));
     }
-    if (moved) svg.append(shape("circle", { cx: x(at), cy: above - 3, r: 2, fill: "#9b59b6" }, `${moved} pages moved`));
+    if (moved) svg.append(shape("circle", { cx: x(at), cy: above - 3, r: 2, fill: "var(--rk-ink)" }, `${moved} pages moved`));
   }
   const rate = (time) => {
     const from = Math.max(0, time - span);
@@ -128,8 +99,16 @@ function run(el, { names, steps }) {
 
 // Probabilities of the next token under temperature, top_p and min_p. Unlikely tokens stand together, by how likely they are.
 function distribution(el, { texts, logits, rest }) {
-  let temperature = 1, top = 1, least = 0;
-  const bars = make("div"), note = make("div", { style: "margin:4px 0" });
+  const LEAST = { false: 2e-3, true: 1e-7 }; // what has a bar, on a linear and on a logarithmic axis: less could not be seen
+  let temperature = 1, top = 1, least = 0, logarithmic = false;
+  const bars = make("div", { role: "list" }), note = make("div", { style: "margin:4px 0" }), axis = make("div", { style: "opacity:.75;font-size:80%" });
+  const length = (share) => (logarithmic ? Math.max(0, 1 + Math.log10(share) / 7) : share);
+  const percent = (share) => (share >= 5e-4 || !share ? `${(100 * share).toFixed(1)} %` : `${(100 * share).toExponential(0)} %`);
+  const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+  const row = (name, share, inside, colour, words) => make("div", { role: "listitem", style: "display:flex;gap:8px;align-items:center;font-size:85%" },
+    make("code", { textContent: name, title: name, style: "width:9em;flex:none;text-align:right;overflow:hidden;white-space:nowrap;text-overflow:ellipsis" }),
+    make("div", { style: "flex:1;min-width:0" }, make("div", { style: `height:.8em;border-radius:2px;width:${100 * length(share)}%;background:${colour};opacity:${inside ? 1 : 0.35}` })),
+    make("span", { textContent: words, style: "opacity:.75;width:9em;flex:none" }));
   function show() {
     const largest = logits[0];
     const weigh = (logit) => Math.exp((logit - largest) / temperature);
@@ -142,25 +121,172 @@ function distribution(el, { texts, logits, rest }) {
       before += share * count;
       kept += some;
       mass += some * share;
-      return [share, inside];
+      return [share, some];
     });
-    bars.replaceChildren(...texts.map((text, at) => {
-      const [share, inside] = shares[at];
-      const drawn = inside ? share / mass : 0;
-      return make("div", { style: "display:flex;gap:8px;align-items:center;font-size:85%" },
-        make("code", { textContent: JSON.stringify(text), style: "width:8em;text-align:right;overflow:hidden" }),
-        make("div", { style: `height:.8em;width:${drawn * 60}%;background:${COLOURS[0]};opacity:${inside ? 1 : 0.3}` }),
-        make("span", { textContent: inside ? `${(100 * drawn).toFixed(1)} %` : "cut", style: "opacity:.7" }));
-    }));
-    note.textContent = `${kept.toLocaleString("en")} tokens can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)} % of the probability.`;
+    const seen = texts.map((text, at) => [text, ...shares[at]]).filter(([, share], at) => at < 3 || share >= LEAST[logarithmic]);
+    const others = shares.reduce((sum, [, some]) => sum + some, 0) - seen.reduce((sum, [, , some]) => sum + some, 0);
+    const theirs = shares.reduce((sum, [share, some]) => sum + share * some, 0) - seen.reduce((sum, [, share, some]) => sum + share * some, 0);
+    bars.replaceChildren(...seen.map(([text, share, some]) => row(JSON.stringify(text), some ? share / mass : share, some > 0, COLOURS[0], some ? percent(share / mass) : `cut, ${percent(share)}`)));
+    if (others) bars.append(row(many(others, "other"), theirs / mass, true, "var(--rk-grey)", `${percent(theirs / mass)} together`));
+    axis.textContent = logarithmic ? "The axis is logarithmic: a bar of full length is 100 %, none 0.00001 %." : "";
+    note.textContent = `${many(kept, "token")} can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)} % of the probability.`;
   }
   const controls = [
     slider("temperature", 0.1, 3, 0.1, 1, (value) => ((temperature = value), show())),
     slider("top_p", 0.05, 1, 0.05, 1, (value) => ((top = value), show())),
     slider("min_p", 0, 0.5, 0.01, 0, (value) => ((least = value), show())),
+    ticked({ label: "logarithmic", value: false, changed: (on) => ((logarithmic = on), show()) }),
   ];
-  el.append(...controls.map((one) => one.whole), note, bars);
+  el.append(make("div", { style: "display:flex;flex-wrap:wrap;gap:4px 16px;margin:4px 0" }, ...controls.map((one) => one.whole)), note, bars, axis);
   show();
+}
+
+// Attention, a layer at a time: every head as a small map, one of them large with its tokens. A cell is the square root of a weight.
+function attention(el, { layers, heads, rows, columns, reading, spans, cells, colour, note }) {
+  const LEFT = 96, TOP = 78, RIGHT = 34, SMALL = 64, COLUMNS = columns.length, ROWS = rows.length, SIZE = ROWS * COLUMNS;
+  const only = COLUMNS === 1;
+  let layer = 0, head = -1, first = only, apart = true, place = null, shares = [];
+
+  const weight = Float32Array.from({ length: 256 }, (_, level) => (level / 255) ** 2);
+  function read() { // loops over numbers: with functions and arrays for each cell, another layer took 3 times as long
+    const bytes = atob(cells[layer]), mean = new Float32Array(SIZE);
+    shares = [];
+    for (let at = 0; at < heads[layer]; at += 1) {
+      const map = new Float32Array(SIZE);
+      for (let cell = 0; cell < SIZE; cell += 1) mean[cell] += (map[cell] = weight[bytes.charCodeAt(at * SIZE + cell)]) / heads[layer];
+      shares.push(map);
+    }
+    shares.mean = mean;
+    head = Math.min(head, shares.length - 1);
+  }
+  const of = (at) => (at < 0 ? shares.mean : shares[at]);
+  function largest(map) {
+    let most = 1e-6;
+    for (let cell = 0; cell < SIZE; cell += 1) if (map[cell] > most && (first || cell % COLUMNS)) most = map[cell];
+    return most;
+  }
+  const scaleOf = (at) => (apart ? largest(of(at)) : Math.max(...shares.map(largest)));
+  const percent = (share) => `${(100 * share).toPrecision(share >= 0.1 ? 2 : 1)} %`;
+  const nameOf = (at) => (at < 0 ? "mean" : `head ${at}`);
+
+  function paint(canvas, at, scale) {
+    const map = of(at), context = canvas.getContext("2d"), image = context.createImageData(COLUMNS, Math.max(1, ROWS)), pixels = image.data;
+    for (let cell = 0; cell < SIZE; cell += 1) {
+      pixels[4 * cell] = colour[0], pixels[4 * cell + 1] = colour[1], pixels[4 * cell + 2] = colour[2];
+      pixels[4 * cell + 3] = first || cell % COLUMNS ? Math.min(255, (255 * map[cell]) / scale) : 0;
+    }
+    context.putImageData(image, 0, 0);
+  }
+
+  const size = Math.min(18, (620 - LEFT - RIGHT) / COLUMNS), width = LEFT + size * COLUMNS + RIGHT, height = TOP + size * ROWS + 2;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "img", style: "max-width:100%;height:auto;display:block;touch-action:manipulation" });
+  const text = (x, y, content, more) => {
+    const made = shape("text", { x, y, "font-size": Math.min(11, size), fill: "currentColor", ...more });
+    made.textContent = content;
+    svg.append(made);
+    return made;
+  };
+  const left = rows.map((name, row) => text(LEFT - 5, TOP + size * (row + 0.5) + Math.min(11, size) * 0.35, name, { "text-anchor": "end" }));
+  const above = columns.map((name, column) => {
+    const x = LEFT + size * (column + 0.5) + Math.min(11, size) * 0.3;
+    return text(x, TOP - 5, name, { transform: `rotate(-60 ${x} ${TOP - 5})` });
+  });
+  const picture = make("canvas", { width: COLUMNS, height: Math.max(1, ROWS) });
+  const image = shape("image", { x: LEFT, y: TOP, width: size * COLUMNS, height: size * ROWS, preserveAspectRatio: "none", style: "image-rendering:pixelated" });
+  const around = shape("rect", { x: LEFT, y: TOP, width: size * COLUMNS, height: size * ROWS, fill: "none", stroke: "currentColor", "stroke-opacity": 0.35, "stroke-width": 0.5 });
+  const cursor = shape("rect", { width: size, height: size, fill: "none", stroke: "currentColor", "stroke-width": 1.5, visibility: "hidden" });
+  svg.append(image, around, cursor);
+  const words = make("div", { style: "min-height:1.5em;font-size:90%" });
+  words.setAttribute("aria-live", "polite");
+  const title = make("div", { style: "font-weight:600;margin:4px 0 2px" });
+  const about = make("div", { style: "font-size:90%;opacity:.75", textContent: ["rows read, columns are read", note].filter(Boolean).join(" · ") });
+
+  function point(next) {
+    for (const [names, at] of [[left, place?.[0]], [above, place?.[1]]]) if (at !== undefined) names[at].removeAttribute("font-weight");
+    place = next;
+    cursor.setAttribute("visibility", place ? "visible" : "hidden");
+    if (!place) return describe();
+    const [row, column] = place;
+    left[row].setAttribute("font-weight", 700), above[column].setAttribute("font-weight", 700);
+    cursor.setAttribute("x", LEFT + size * column), cursor.setAttribute("y", TOP + size * row);
+    describe();
+  }
+
+  function describe() {
+    const scale = scaleOf(head);
+    if (place) {
+      const [row, column] = place, [start, stop] = spans[column];
+      const where = stop === start + 1 ? `${columns[column]} (${start})` : `${columns[column]} (${start} to ${stop - 1})`;
+      words.textContent = `${rows[row]} (${reading[row]}) reads ${where}: ${percent(of(head)[row * COLUMNS + column])}`;
+    } else {
+      const sink = shares.length && ROWS ? Array.from({ length: ROWS }, (_, row) => of(head)[row * COLUMNS]).reduce((sum, share) => sum + share, 0) / ROWS : 0;
+      words.textContent = `strongest shade ${percent(scale)}${first ? "" : ` · position 0, which gets ${percent(sink)}, is left out`}`;
+    }
+  }
+
+  const maps = make("div", { style: "display:flex;flex-wrap:wrap;gap:8px;margin:8px 0" });
+  let small = [];
+  function choose(at) {
+    head = at;
+    draw();
+  }
+  function smalls() {
+    small = [-1, ...shares.keys()].map((at) => {
+      const canvas = make("canvas", { width: COLUMNS, height: Math.max(1, ROWS), style: `width:${SMALL}px;height:${SMALL}px;image-rendering:pixelated;display:block` });
+      const button = make("button", { type: "button", title: `show ${nameOf(at)} large`, style: "padding:2px;border-radius:4px;line-height:1.3" }, canvas, make("span", { textContent: nameOf(at), style: "font-size:80%" }));
+      button.addEventListener("click", () => choose(at));
+      return { at, canvas, button };
+    });
+    maps.replaceChildren(...small.map((each) => each.button));
+  }
+  function draw() {
+    const common = apart ? 0 : scaleOf(head);
+    for (const { at, canvas, button } of small) {
+      paint(canvas, at, common || scaleOf(at));
+      button.setAttribute("aria-pressed", at === head);
+      button.style.outline = at === head ? "2px solid var(--rk-blue)" : "";
+    }
+    paint(picture, head, scaleOf(head));
+    image.setAttribute("href", picture.toDataURL());
+    above[0].setAttribute("opacity", first ? 1 : 0.55);
+    title.textContent = `attention of layer ${layers[layer]}, ${head < 0 ? "mean of its heads" : nameOf(head)}`;
+    svg.setAttribute("aria-label", `${title.textContent}. Arrow keys move over its cells.`);
+    describe();
+  }
+  function change() {
+    const before = shares.length;
+    read();
+    if (shares.length !== before) smalls();
+    draw();
+  }
+
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), ratio = width / box.width;
+    const column = Math.floor(((event.clientX - box.left) * ratio - LEFT) / size), row = Math.floor(((event.clientY - box.top) * ratio - TOP) / size);
+    const inside = row >= 0 && row < ROWS && column >= 0 && column < COLUMNS;
+    if (inside ? place?.[0] !== row || place?.[1] !== column : place) point(inside ? [row, column] : null);
+  });
+  svg.addEventListener("pointerleave", () => point(null));
+  svg.addEventListener("blur", () => point(null));
+  svg.addEventListener("keydown", (event) => {
+    const by = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!by || !ROWS) return;
+    event.preventDefault();
+    event.stopPropagation(); // a notebook would go to another cell
+    const within = (value, most) => Math.min(most - 1, Math.max(0, value));
+    point(place ? [within(place[0] + by[0], ROWS), within(place[1] + by[1], COLUMNS)] : [ROWS - 1, COLUMNS - 1]);
+  });
+  const controls = make("div", { style: "display:flex;flex-wrap:wrap;gap:4px 16px;margin:4px 0;align-items:center" });
+  if (layers.length > 1) {
+    const bar = range({ label: "layer", least: 0, most: layers.length - 1, step: 1, value: 0, changed: (at) => ((layer = at), change(), number()) });
+    const number = () => (bar.whole.querySelector("output").textContent = layers[layer]); // some layers may be left out
+    number();
+    controls.append(bar.whole);
+  }
+  if (!only) controls.append(ticked({ label: "position 0", title: "Many heads rest there", value: first, changed: (on) => ((first = on), draw()) }).whole);
+  controls.append(ticked({ label: "a scale for each head", title: "Otherwise the largest weight of all heads has the strongest shade", value: apart, changed: (on) => ((apart = on), draw()) }).whole);
+  el.append(title, about, controls, svg, words, maps);
+  change();
 }
 
 // Prompts in pages of a few words, as a tree: what begins alike is stored once.
@@ -168,8 +294,8 @@ function prefixes(el, { texts, page }) {
   let size = page;
   const prompts = [...texts], picture = make("div", { style: "font-size:85%;overflow-x:auto" });
   const note = make("div", { style: "margin:4px 0" });
-  const input = make("input", { type: "text", ariaLabel: "a prompt", placeholder: "type a prompt, and press Enter to send it",
-    style: "width:min(32em,95%);font:inherit;color:inherit;background:rgba(128,128,128,.12);border:1px solid rgba(128,128,128,.5);padding:3px 8px" });
+  const input = make("input", { type: "text", className: "rekindle-field", ariaLabel: "a prompt",
+    placeholder: "type a prompt, and press Enter to send it", style: "width:min(32em,95%)" });
   const pagesOf = (text) => {
     const words = text.split(/\s+/).filter(Boolean), pages = [];
     for (let at = 0; at + size <= words.length; at += size) pages.push(words.slice(at, at + size).join(" "));
@@ -195,7 +321,7 @@ function prefixes(el, { texts, page }) {
     for (let node = root, at = 0; at < mine.length && node.pages.has(mine[at]); at += 1) hits.add((node = node.pages.get(mine[at])));
     const draw = (node, depth) => [...node.pages].flatMap(([name, below]) => [
       make("div", { style: `margin-left:${depth * 1.6}em;padding:1px 6px;margin-bottom:2px;width:fit-content;border-radius:3px;` +
-        `background:${hits.has(below) ? COLOURS[2] : "rgba(128,128,128,.2)"}`, textContent: `${name}${below.visits > 1 ? `  ×${below.visits}` : ""}` }),
+        `background:${hits.has(below) ? "color-mix(in srgb, var(--rk-blue) 45%, transparent)" : "var(--rk-press)"}`, textContent: `${name}${below.visits > 1 ? `  ×${below.visits}` : ""}` }),
       ...draw(below, depth + 1)]);
     picture.replaceChildren(...draw(root, 0));
     note.textContent = `${prompts.length} prompts of ${sent} whole pages, ${stored} pages stored. ` +
@@ -214,10 +340,10 @@ function prefixes(el, { texts, page }) {
   show();
 }
 
-const FIGURES = { steps, run, distribution, prefixes };
+const FIGURES = { attention, steps, run, distribution, prefixes };
 
 function mount(el, kind, data) {
-  const inner = make("div", { className: "rekindle-figure", style: "line-height:1.5;max-width:100%" });
+  const inner = make("div", { className: "rekindle-figure" });
   el.replaceChildren(inner);
   const draw = FIGURES[kind];
   draw(inner, data);

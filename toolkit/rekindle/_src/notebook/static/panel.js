@@ -1,15 +1,13 @@
-// A picture, the controls below it and a note below them. It needs the anywidget model and a DOM, and nothing else: no
-// imports, no network, no globals of a particular notebook.
-
-function make(tag, properties) {
-  return Object.assign(document.createElement(tag), properties);
-}
+// A picture, the controls below it and a note below them. It needs the anywidget model, a DOM and the pieces, and nothing
+// else: no imports, no network, no globals of a particular notebook.
 
 const PATIENCE = 5000; // milliseconds that a kernel has to answer: it can't while a cell runs
+const SHY = ["copy", "edit", "again", "pick"]; // what appears under the pointer, or with the focus
 const DOUBT = 1500; // the same after the notebook's connection to it has changed
 
 function render({ model, el }) {
-  const picture = make("div"), bar = make("div", { className: "rekindle-bar" }), note = make("div");
+  const picture = make("div"), bar = make("div", { className: "rekindle-bars" });
+  const note = make("div", { role: "status" });
   const alarm = make("div", { className: "rekindle-alarm", hidden: true });
   // A copy of the picture lies in the notebook for the time without a kernel; it is hidden while this one is shown.
   const hide = make("style", { textContent: model.get("kept") && `.${model.get("kept")} { display: none }` });
@@ -56,9 +54,9 @@ function render({ model, el }) {
     say("ping", "");
   }
 
-  function button({ name, label, title, disabled }) {
-    const made = make("button", { type: "button", textContent: label, title: title ?? "", disabled: !!disabled });
-    made.addEventListener("click", () => say("press", name));
+  function button({ name, label, title, disabled, look }) {
+    const made = pressable({ label, title, disabled, look, pressed: () => say("press", name) });
+    if (look === "on") made.ariaPressed = "true";
     return made;
   }
 
@@ -81,10 +79,17 @@ function render({ model, el }) {
     return made;
   }
 
-  function text({ name, label, width, rows }) {
-    const kind = rows > 1 ? make("textarea", { rows }) : make("input", { type: "text" });
-    const made = named(Object.assign(kind, { placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
+  function grow(input) {
+    if (!input.classList.contains("rekindle-grows") || !input.isConnected) return;
+    input.style.height = "auto";
+    input.style.height = `${input.scrollHeight + 2}px`;
+  }
+
+  function text({ name, label, width, rows, grows }) {
+    const kind = rows > 1 || grows ? make("textarea", { rows: rows ?? 1 }) : make("input", { type: "text" });
+    const made = named(Object.assign(kind, { className: `rekindle-field${grows ? " rekindle-grows" : ""}`, placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
     made.style.width = width ?? "20em";
+    made.addEventListener("input", () => grow(made));
     made.addEventListener("keydown", (event) => {
       event.stopPropagation(); // a notebook's own shortcuts are not meant while somebody types
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -95,19 +100,14 @@ function render({ model, el }) {
   }
 
   function slider({ name, label, title, least, most, step }) {
-    const whole = make("label", { className: "rekindle-slider", title: title ?? "" });
-    const made = make("input", { type: "range", min: least, max: most, step, value: model.get("values")[name] ?? least });
-    const shown = make("output", { textContent: made.value });
-    made.addEventListener("input", () => { shown.textContent = made.value; });
-    made.addEventListener("keydown", (event) => event.stopPropagation());
-    whole.append(label, named(made, name, label), shown);
-    return whole;
+    const made = range({ label, title, least, most, step, value: model.get("values")[name] ?? least });
+    named(made.input, name, label);
+    return made.whole;
   }
 
   function file({ label, title, accept }) {
     const whole = make("span"), chosen = make("input", { type: "file", accept, multiple: true, hidden: true });
-    const made = make("button", { type: "button", textContent: label, title: title ?? "" });
-    made.addEventListener("click", () => chosen.click());
+    const made = pressable({ label, title, pressed: () => chosen.click() });
     chosen.addEventListener("change", () => { take([...chosen.files]); chosen.value = ""; });
     whole.append(made, chosen);
     return whole;
@@ -148,29 +148,71 @@ function render({ model, el }) {
     take(files);
   }
 
-  let copied = {}; // the message that was copied last, which a new picture still says
+  let copied = {}; // the place of what was copied last, which a new picture still says
 
-  function copier(said, at) {
-    const known = copied.at === at && copied.text === said.innerText;
-    const made = make("button", { type: "button", className: "rekindle-copy", textContent: known ? "Copied" : "Copy" });
-    made.addEventListener("click", () => {
-      const held = make("textarea", { value: said.innerText, className: "rekindle-held" });
-      el.append(held); // the clipboard's own interface is closed to frames of other origins, as VS Code's and Colab's
-      held.select();
-      const done = document.execCommand("copy");
-      held.remove();
-      for (const other of picture.querySelectorAll(".rekindle-copy")) other.textContent = "Copy";
-      made.textContent = done ? "Copied" : "Not allowed";
-      copied = done ? { at, text: said.innerText } : {};
+  function copy(made) {
+    const whole = made.closest(".rekindle-turn, .rekindle-code"), said = whole?.querySelector("[data-said], pre");
+    if (!said) return;
+    const held = make("textarea", { value: said.innerText, className: "rekindle-held" });
+    el.append(held); // the clipboard's own interface is closed to frames of other origins, as VS Code's and Colab's
+    held.select();
+    const done = document.execCommand("copy");
+    held.remove();
+    made.focus();
+    const all = [...picture.querySelectorAll("[data-press=copy]")];
+    for (const other of all) other.dataset.label = "Copy";
+    made.dataset.label = done ? "Copied" : "Not allowed";
+    copied = done ? { at: all.indexOf(made), text: said.textContent } : {};
+  }
+
+  // What a picture declares as pressable becomes a button. Its label is no text of it, so that nobody copies it.
+  function prepare(root) {
+    for (const one of root.querySelectorAll("[data-press]")) {
+      const made = make("button", { type: "button", title: one.title });
+      Object.assign(made.dataset, { ...one.dataset, look: "quiet" });
+      if (SHY.includes(made.dataset.press)) made.className = "rekindle-shy";
+      made.setAttribute("aria-label", made.dataset.label);
+      one.replaceWith(made);
+    }
+    root.querySelectorAll("[data-press=copy]").forEach((made, at) => {
+      const whole = made.closest(".rekindle-turn, .rekindle-code");
+      if (copied.at === at && copied.text === whole?.querySelector("[data-said], pre")?.textContent) made.dataset.label = "Copied";
     });
-    return made;
+    for (const row of root.querySelectorAll("[data-row]")) row.tabIndex = 0, row.setAttribute("role", "button");
+    for (const tokens of root.querySelectorAll("[data-tokens]")) {
+      tokens.tabIndex = 0;
+      tokens.setAttribute("role", "group");
+      tokens.setAttribute("aria-label", "tokens of the answer: arrows go through them, Enter marks one");
+    }
+  }
+
+  // Change what differs and leave the rest: a selection, a focus and an unfolded part stay while a text grows.
+  function morph(now, next) {
+    const before = [...now.childNodes], after = [...next.childNodes];
+    after.forEach((one, at) => {
+      const was = before[at];
+      if (!was) now.append(one);
+      else if (was.isEqualNode(one)) return;
+      else if (was.nodeType !== 1 || was.nodeName !== one.nodeName) was.replaceWith(one);
+      else {
+        const folds = was.dataset?.fold !== undefined && was.dataset.fold === one.dataset.fold;
+        for (const { name } of [...was.attributes]) if (!one.hasAttribute(name) && !(folds && name === "open")) was.removeAttribute(name);
+        for (const { name, value } of one.attributes) if (was.getAttribute(name) !== value) was.setAttribute(name, value);
+        morph(was, one);
+      }
+    });
+    for (const one of before.slice(after.length)) one.remove();
   }
 
   function draw() {
-    const open = [...picture.querySelectorAll("details[data-fold][open]")].map((one) => one.dataset.fold);
-    picture.innerHTML = model.get("html");
-    for (const one of picture.querySelectorAll("details[data-fold]")) one.open ||= open.includes(one.dataset.fold);
-    picture.querySelectorAll("[data-said]").forEach((said, at) => said.after(copier(said, at)));
+    const log = picture.querySelector("[role=log]");
+    const low = !log || log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    const next = make("template");
+    next.innerHTML = model.get("html");
+    prepare(next.content);
+    morph(picture, next.content);
+    const now = picture.querySelector("[role=log]");
+    if (now && low) now.scrollTop = now.scrollHeight;
   }
 
   function annotate() {
@@ -179,21 +221,41 @@ function render({ model, el }) {
 
   const makers = { text, button, slider, file };
 
+  function area(group) {
+    const known = [...bar.children].find((one) => one.dataset.group === group);
+    return known ?? make("div", { className: `rekindle-bar rekindle-${group || "plain"}` });
+  }
+
   function control() {
     // Controls that stay are not moved: who types in one keeps its focus and the caret.
-    const before = new Map([...bar.children].map((one) => [one.dataset.control, one]));
-    const now = model.get("controls").map((one) => {
+    const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
+    const before = new Map([...bar.querySelectorAll("[data-control]")].map((one) => [one.dataset.control, one]));
+    const lost = bar.contains(active) ? active.closest("[data-control]")?.dataset : undefined;
+    const groups = new Map();
+    for (const one of model.get("controls")) {
       const control = JSON.stringify(one), made = before.get(control) ?? makers[one.kind](one);
       made.dataset.control = control;
-      return made;
-    });
+      made.dataset.spot = one.spot || one.name;
+      groups.set(one.group ?? "", [...(groups.get(one.group ?? "") ?? []), made]);
+    }
+    const now = [...groups.values()].flat();
     for (const one of before.values()) if (!now.includes(one)) one.remove();
-    now.forEach((one, at) => { if (bar.children[at] !== one) bar.insertBefore(one, bar.children[at] ?? null); });
+    const areas = [...groups].map(([group, controls]) => {
+      const whole = area(group);
+      whole.dataset.group = group;
+      controls.forEach((one, at) => { if (whole.children[at] !== one) whole.insertBefore(one, whole.children[at] ?? null); });
+      return whole;
+    });
+    for (const one of [...bar.children]) if (!areas.includes(one)) one.remove();
+    areas.forEach((one, at) => { if (bar.children[at] !== one) bar.insertBefore(one, bar.children[at] ?? null); });
+    if (lost && !now.some((one) => one.dataset.control === lost.control)) now.find((one) => one.dataset.spot === lost.spot)?.focus();
+    for (const input of fields()) grow(input);
   }
 
   function fill() {
-    const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
+    const active = bar.getRootNode().activeElement;
     for (const input of fields()) {
+      requestAnimationFrame(() => grow(input));
       const name = input.dataset.name, value = String(model.get("values")[name] ?? "");
       if (input.type === "range") {
         if (input.value !== value) input.value = value;
@@ -207,10 +269,39 @@ function render({ model, el }) {
     }
   }
 
-  picture.addEventListener("click", (event) => {
-    const token = event.target.closest("[data-token]");
-    if (token) say("token", "", Number(token.dataset.token));
+  function pressed(target) {
+    const made = target.closest("[data-press], [data-row], [data-token]");
+    if (!made || el.classList.contains("rekindle-gone")) return made?.dataset.press === "copy" ? copy(made) : undefined;
+    const { press, row, at, token } = made.dataset;
+    if (press === "copy") copy(made);
+    else if (token) say("token", "", Number(token));
+    else say("act", press ?? row, Number(at));
+  }
+
+  let cursor = 0; // the token that arrows have come to
+
+  function stepped(event) {
+    const target = event.composedPath()[0], tokens = target.closest?.("[data-tokens]");
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity }[event.key];
+    const enters = event.key === "Enter" || event.key === " ";
+    if (target.closest?.("[data-press]") && enters) event.stopPropagation(); // the notebook has keys of its own
+    if (target.closest?.("[data-row]") && enters) pressed(target);
+    else if (!tokens || !(by || enters)) return;
+    const all = [...(tokens?.querySelectorAll("[data-token]") ?? [])];
+    if (by && all.length) {
+      cursor = Math.min(all.length - 1, Math.max(0, cursor + by));
+      for (const one of all) one.classList.toggle("rekindle-cursor", one === all[cursor]);
+      all[cursor].scrollIntoView({ block: "nearest" });
+    } else if (tokens && enters && all[cursor]) pressed(all[cursor]);
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  bar.addEventListener("keydown", (event) => {
+    if (event.target.tagName === "BUTTON" && (event.key === "Enter" || event.key === " ")) event.stopPropagation();
   });
+  picture.addEventListener("click", (event) => pressed(event.target));
+  picture.addEventListener("keydown", stepped);
   const filed = { dragover: dragged, dragleave: dragged, drop: dragged, paste: pasted };
   for (const [event, react] of Object.entries(filed)) el.addEventListener(event, react);
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };

@@ -66,6 +66,9 @@ class Drafter:
         """Return a proposal for each row, the tokens after `skip` others; None where it has none."""
         raise NotImplementedError
 
+    def planned(self, step: int) -> None:
+        """Note that a step is planned."""
+
     def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
         """Note that a row was computed, of a prompt or of decoding, before its token is pushed."""
 

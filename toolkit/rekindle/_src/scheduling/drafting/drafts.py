@@ -20,6 +20,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
+from rekindle._src.scheduling.drafting.heads import HeadDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
 from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
@@ -41,6 +42,8 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
         past = (SuffixDrafter(),)
     elif limits.prompt_lookup:
         past = (LookupDrafter(),)
+    if limits.drafts == "mtp":
+        past = (*past, HeadDrafter())
     return ForcedDrafter(), *past
 
 
@@ -49,7 +52,7 @@ class Drafts:
 
     def __init__(self, limits: Limits, ledger: PageLedger, drafters: Iterable[Drafter]) -> None:
         self._limits, self._ledger = limits, ledger
-        # What side caches hold of a state can't be taken back to before a rejected draft.
+        # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
         self._most = limits.prompt_lookup or _MOST
@@ -75,7 +78,11 @@ class Drafts:
             return
         counts = self._counts(proposals, len(rows), room, mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
-            if count := self._within_pages(sequence, counts.get(sequence, 0)):
+            if not counts[sequence]:
+                sequence.drafting[drafter.name].declined()
+                continue
+            room = self._ledger.sides.draft_room(counts.get(sequence, 0))
+            if count := self._within_pages(sequence, room):
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
                 drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)
@@ -88,6 +95,8 @@ class Drafts:
             self._alone = step
         if waited:
             self._waits = step
+        for drafter in self._drafters:
+            drafter.planned(step)
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
@@ -106,6 +115,7 @@ class Drafts:
             self.drafted[sequence.drafter] += count
             self.accepted[sequence.drafter] += accepted[sequence]
             sequence.drafts_checked()
+            self._ledger.sides.checked(sequence)
 
     def statistics(self) -> dict[str, DraftCounts]:
         """Return what each drafter has brought."""

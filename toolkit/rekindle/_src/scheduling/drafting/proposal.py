@@ -23,6 +23,14 @@ class RequestDrafts:
         self.drafted = self.accepted = 0
         self.ready = True  # False: its drafter has no proposal, and is not asked for one
 
+    @property
+    def asks(self) -> bool:
+        """True if the request's next row shall compute a draft: the model itself does, in `rows` that ask for it."""
+        return False
+
+    def declined(self) -> None:
+        """Note that a proposal was not taken, since it does not gain what it costs."""
+
     def push(self, token: int) -> None:
         """Take the request's next token, which is known now."""
 

@@ -43,18 +43,23 @@ class GgufModel(NamedTuple):
 
     def numbers(self, key: str) -> Any:
         """Return an array that has a number for each layer. Raise `UnsupportedModel` for one of another length."""
-        values = self.metadata.numbers(self._key(key))
-        if len(values) > self.layers:
-            raise self.unsupported(key, f"{len(values):,} numbers", f"for {self.layers} layers")
-        return values
+        values, layers, blocks = self.metadata.numbers(self._key(key)), self.layers, self.blocks
+        if len(values) > blocks:
+            raise self.unsupported(key, f"{len(values):,} numbers", f"for {layers} layers")
+        return values[:layers]
 
     def _key(self, key: str) -> str:
-        assert key not in _COUNTS, f"{key} is believed by nobody but GgufModel.layers and .drafting"
+        assert key not in _COUNTS, f"{key} is believed by nobody but GgufModel.blocks and .drafting"
         return f"{self.prefix}.{key}"
 
     @property
     def layers(self) -> int:
-        """How many layers there are, those that draft tokens included; none is without a tensor."""
+        """How many layers the model has: the blocks before those that draft tokens."""
+        return self.blocks - self.drafting
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are, those that draft tokens included; none is without a tensor."""
         count = self.metadata.integer(f"{self.prefix}.block_count")
         if not 1 <= count <= MAX_LAYERS or count > len(self.tensors):
             raise CheckpointError(
@@ -65,11 +70,11 @@ class GgufModel(NamedTuple):
 
     @property
     def drafting(self) -> int:
-        """How many of the layers, the last ones, draft tokens."""
+        """How many of the blocks, the last ones, draft tokens."""
         count = self.metadata.integer(f"{self.prefix}.nextn_predict_layers", 0)
-        if not 0 <= count < self.layers:
+        if not 0 <= count < self.blocks:
             raise CheckpointError(
-                f"{self.header.path}: {self.prefix}.nextn_predict_layers={count} is not less than its {self.layers:,} "
+                f"{self.header.path}: {self.prefix}.nextn_predict_layers={count} is not less than its {self.blocks:,} "
                 "layers. Download it again."
             )
         return int(count)
@@ -126,7 +131,7 @@ class GgufModel(NamedTuple):
         }
         heads = keys["num_attention_heads"]
         keys["num_key_value_heads"] = self._same("attention.head_count_kv", heads, gaps=gaps)
-        for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count", "nextn_predict_layers"):
+        for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count"):
             if key not in allowed:
                 self.only(key, 0)
         return keys

@@ -22,7 +22,7 @@ from rekindle._src.models.family import GgufForm
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, F16, F32, NUMBERS, WRITTEN, BlockType, quantize
 from rekindle._src.models.loading.gguf.files import MAGIC
 from rekindle._src.models.loading.gguf.header import ALIGNMENT, read_header
-from rekindle._src.models.loading.gguf.names import place
+from rekindle._src.models.loading.gguf.names import in_block, place
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
 from rekindle._src.models.loading.manifest import Manifest, Source
 from rekindle._src.models.loading.named_tensors import named_tensors
@@ -78,7 +78,7 @@ def export(stored: StoredCheckpoint, config: ModelConfig, kind: str, done: Done)
     if kind not in TYPES:
         raise ConfigError("type", kind, "is not a type of GGUF that is written", f"Use one of {', '.join(TYPES)}")
     declared, entries = named_tensors(stored, config)
-    metadata, extra = (_kept_metadata(stored), {}) if stored.is_gguf else describe(config)
+    metadata, extra = (_kept_metadata(stored, config), {}) if stored.is_gguf else describe(config)
     plain = {name: (OutgoingTensor(name, F32, values.shape), values) for name, values in extra.items()}
     if stored.is_gguf:
         plain |= _rope_tensors(stored)
@@ -101,11 +101,19 @@ def export(stored: StoredCheckpoint, config: ModelConfig, kind: str, done: Done)
     return GgufExport(metadata, (*(tensor for tensor, _ in plain.values()), *tensors), pieces())
 
 
-def _kept_metadata(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the metadata of a GGUF file, except for how it was stored."""
+def _kept_metadata(stored: StoredCheckpoint, config: ModelConfig) -> dict[str, Any]:
+    """Return the metadata of a GGUF file, except for how it was stored, and without blocks that draft tokens."""
     metadata = read_header(stored.headers[0].file).metadata
     dropped = ("split.", "general.alignment", "quantize.")
-    return {key: _plain(value) for key, value in metadata.items() if not key.startswith(dropped)}
+    kept = {key: _plain(value) for key, value in metadata.items() if not key.startswith(dropped)}
+    prefix = metadata.text("general.architecture")
+    if kept.pop(f"{prefix}.nextn_predict_layers", 0):
+        blocks, layers = kept[f"{prefix}.block_count"], config.num_layers
+        for key, value in kept.items():
+            if key.startswith(f"{prefix}.") and not isinstance(value, str) and np.shape(value) == (blocks,):
+                kept[key] = value[:layers]
+        kept[f"{prefix}.block_count"] = layers
+    return kept
 
 
 def _plain(value: Any) -> Any:
@@ -129,7 +137,7 @@ def _members(config: ModelConfig, declared: Manifest, entries: Mapping[str, Tens
     form = gguf_form(config.model_type)
     for source in declared.sources.values():
         for name in source.names:
-            where = place(name, form)
+            where = place(in_block(name, config.num_layers), form)
             head = config.head_dim if where.paired else 0
             members.setdefault(where.name, []).append(_Member(entries[name], source, head))
     return members

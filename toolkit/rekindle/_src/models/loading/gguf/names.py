@@ -74,8 +74,23 @@ def place(name: str, form: GgufForm) -> GgufPlace:
         return GgufPlace(f"blk.{layer}.exp_probs_b.bias")
     if end == "sinks":
         return GgufPlace(f"blk.{layer}.attn_sinks.weight")
-    gguf_name = form.names.get(inner) or _INNER[inner]
+    gguf_name = inner if inner.startswith("nextn.") else form.names.get(inner) or _INNER[inner]
     return GgufPlace(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and form.paired)
+
+
+_OF_HEAD = {
+    "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+}  # fmt: skip
+
+
+def in_block(name: str, layers: int) -> str:
+    """Return the name of a tensor of a draft head as that of one in the block after the `layers` of the model, where
+    llama.cpp has it; any other name as it is."""
+    module, _, end = name.rpartition(".")
+    if module in _OF_HEAD:
+        return f"model.layers.{layers}.{_OF_HEAD[module]}.{end}"
+    return name.replace("mtp.layers.0.", f"model.layers.{layers}.", 1) if name.startswith("mtp.layers.0.") else name
 
 
 def within_layer(name: str) -> tuple[int, str] | None:

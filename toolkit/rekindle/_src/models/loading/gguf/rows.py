@@ -1,8 +1,8 @@
 """Rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size.
 
-Types of integers in groups of 32 or 16 can be kept exactly in four, six or eight bits. These stand for the numbers
+Types of integers in groups of 16 and more can be kept exactly in four, six or eight bits. These stand for the numbers
 that `dequantize` returns: indices of a table are those of a codebook, and scales that a type computes in float32 as a
-product are kept as its factors.
+product are kept as its factors, or as float32 where no 16 bits hold the factors.
 
 llama.cpp's converter stores some tensors in another form than Hugging Face's folders: those of layers with states, and
 the matrix that makes keys and values of latent vectors, in whose place files have two stacks.
@@ -11,7 +11,8 @@ the matrix that makes keys and values of latent vectors, in whose place files ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from numpy.typing import NDArray
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf.blocks import (
     BY_NAME,
+    SCALED,
     BlockType,
     dequantize,
     iq4_xs_levels,
+    q2_k,
+    q3_k,
+    q3_k_scales,
     q4,
     q4_k,
     q5,
@@ -34,10 +39,17 @@ from rekindle._src.models.loading.gguf.blocks import (
 from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_exactly
 from rekindle._src.models.nn.packing import Packing
+from rekindle.errors import CheckpointError
 from rekindle_kernels import int4
 
 PIECE = 1 << 18  # values that are unpacked at a time: they and intermediate results stay in the cache
 PACKINGS = {
+    "Q1_0": Packing(128),
+    "Q2_0": Packing(64),
+    "TQ1_0": Packing(128),
+    "TQ2_0": Packing(128),
+    "Q2_K": Packing(16, minimum=True, scales=int4.STEPPED),
+    "Q3_K": Packing(16, scales=int4.STEPPED),
     "Q4_0": Packing(32),
     "Q4_1": Packing(32, minimum=True),
     "Q4_K": Packing(32, minimum=True, scales=int4.STEPPED),
@@ -46,9 +58,17 @@ PACKINGS = {
     "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=6),
     "Q6_K": Packing(16, scales=int4.STEPPED, bits=6),
     "Q8_0": Packing(32, bits=8),
+    "IQ1_S": Packing(32, scales="float32", codes=True),
+    "IQ1_M": Packing(16, scales="float32", codes=True),
+    "IQ2_XXS": Packing(32, scales="float32", codes=True),
+    "IQ2_XS": Packing(16, scales="float32", codes=True),
+    "IQ2_S": Packing(16, scales="float32", codes=True),
+    "IQ3_XXS": Packing(32, scales="float32", bits=6),
+    "IQ3_S": Packing(32, minimum=True, scales="float32"),
     "IQ4_NL": Packing(32, codes=True),
     "IQ4_XS": Packing(32, scales=int4.STEPPED, codes=True),
     "MXFP4": Packing(32, scales=int4.EXPONENTS, codes=True),
+    "NVFP4": Packing(16, scales="float32", bits=6),
 }
 Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 bits or indices, scales, minimums
 
@@ -58,7 +78,8 @@ class GgufRows:
     """Part of a tensor as a matrix of rows [count, columns]; called with a range of rows, it returns their values.
 
     With `paired`, the file has heads of so many rows each, rotated pairs side by side; row numbers here are those of
-    Hugging Face, where the halves of a pair lie half a head apart.
+    Hugging Face, where the halves of a pair lie half a head apart. `factors` are one for the tensor, or for each row of
+    a stack: the file has them as a tensor of its own.
     """
 
     file: Path
@@ -67,6 +88,7 @@ class GgufRows:
     shape: tuple[int, ...]
     offset: int  # of its first byte within the file
     paired: int = 0
+    factors: tuple[float, ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -80,11 +102,13 @@ class GgufRows:
         blocks = self.blocks(start, stop)
         flat = blocks.reshape(-1)
         step = max(1, PIECE // self.kind.values)
+        factors = self._factors(start, stop, flat.size)
         if flat.size <= step:
-            return dequantize(self.kind, flat).reshape(stop - start, *self.shape[1:])
+            return dequantize(self.kind, flat, factors).reshape(stop - start, *self.shape[1:])
         values = np.empty((flat.size, self.kind.values), np.float32)
         for first in range(0, flat.size, step):
-            values[first : first + step] = dequantize(self.kind, flat[first : first + step])
+            piece = slice(first, first + step)
+            values[piece] = dequantize(self.kind, flat[piece], None if factors is None else factors[piece])
         return values.reshape(stop - start, *self.shape[1:])
 
     @property
@@ -92,7 +116,16 @@ class GgufRows:
         return PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        return integers_of(self.kind.name, self.blocks(start, stop))
+        found = integers_of(self.kind.name, self.blocks(start, stop))
+        factors = self._factors(start, stop, stop - start)
+        return found if factors is None else found._replace(scales=found.scales * factors[:, None])
+
+    def _factors(self, start: int, stop: int, count: int) -> NDArray[np.float32] | None:
+        """Return the factors of `count` equal parts of the rows [start, stop); None if there are none."""
+        if not self.factors:
+            return None
+        own = self.factors[start:stop] if len(self.factors) > 1 else self.factors * (stop - start)
+        return np.repeat(np.array(own, np.float32), count // (stop - start))
 
     def blocks(self, start: int, stop: int) -> NDArray[Any]:
         """Return the blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""
@@ -139,6 +172,36 @@ def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False)
     return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
 
 
+def _of_levels(kind: str) -> Callable[[Any], Found]:
+    """Return such a function for a type in SCALED, whose groups may be cut into smaller ones."""
+    packing, levels_of = PACKINGS[kind], SCALED[kind]
+
+    def found(blocks: Any) -> Found:
+        levels, scales = levels_of(blocks)
+        groups = levels.shape[1] // packing.group // scales.shape[1]
+        scales = np.repeat(scales, groups, axis=1).astype(packing.scales)
+        if packing.codes:
+            return _places(packing.scales)[levels.view(np.uint8)], scales, None
+        return levels + np.int8(int4.OFFSET if packing.bits == 4 else 0), scales, None
+
+    return found
+
+
+@functools.cache
+def _places(scales: str) -> NDArray[np.uint8]:
+    """Return where a codebook has the level that is the bits of a byte."""
+    places = np.zeros(256, np.uint8)
+    for place, level in reversed(list(enumerate(int4.CODEBOOKS[scales]))):
+        places[level & 255] = place
+    return places
+
+
+def _odd_levels(blocks: Any) -> Found:
+    """Return the halves, rounded down, of IQ3_S's levels: they are 1, 3 and so on to 15, positive and negative."""
+    levels, scales = SCALED["IQ3_S"](blocks)
+    return (levels + np.int8(15)) >> np.int8(1), scales * np.float32(2), scales * np.float32(-15)
+
+
 def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
     """Return such a function for blocks of eight groups, with scales and minimums of six bits."""
 
@@ -155,6 +218,14 @@ def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
 
 
 _INTEGERS: dict[str, Callable[[Any], Found]] = {
+    **{kind: _of_levels(kind) for kind in SCALED},
+    "IQ3_S": _odd_levels,
+    "Q2_K": lambda blocks: (
+        q2_k(blocks),
+        _stepped(blocks["scales"] & np.uint8(15), blocks["scale"]),
+        _stepped(blocks["scales"] >> np.uint8(4), -blocks["least"]),
+    ),
+    "Q3_K": lambda blocks: (q3_k(blocks) + np.int8(int4.OFFSET), _stepped(q3_k_scales(blocks), blocks["scale"]), None),
     "Q4_0": _one_group(q4),
     "Q4_1": _one_group(q4, minimums=True),
     "Q4_K": _with_k_scales(q4_k),
@@ -185,8 +256,10 @@ class _Runs:
         return np.concatenate([part(first, last) for part, first, last in self.runs(start, stop)])
 
     def integers(self, start: int, stop: int) -> Integers:
-        runs = list(self.runs(start, stop))
-        return integers_of(runs[0][0].kind.name, np.concatenate([part.blocks(*rows) for part, *rows in runs]))
+        found = [part.integers(first, last) for part, first, last in self.runs(start, stop)]
+        integers, scales, minimums = zip(*found, strict=True)
+        least = None if minimums[0] is None else np.concatenate(minimums)
+        return Integers(np.concatenate(integers), np.concatenate(scales), least)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -276,7 +349,37 @@ def joined(name: str, parts: Sequence[TensorEntry]) -> TensorEntry | None:
 
 
 def _rows(entry: TensorEntry) -> GgufRows:
-    return GgufRows(entry.file, entry.name, BY_NAME[entry.dtype], entry.shape, entry.offset)
+    return GgufRows(entry.file, entry.name, BY_NAME[entry.dtype], entry.shape, entry.offset, factors=factors_of(entry))
+
+
+def factors_of(entry: TensorEntry) -> tuple[float, ...]:
+    """Return the factors that `with_factors` has given to an entry."""
+    return entry.rows.factors if isinstance(entry.rows, GgufRows) else ()
+
+
+def with_factors(stored: Mapping[str, TensorEntry], kept: Collection[str]) -> dict[str, TensorEntry]:
+    """Return the tensors of a file in which each one of NVFP4 has its factors, without these as tensors of their own.
+
+    The factors of "blk.0.ffn_up.weight" are "blk.0.ffn_up.scale": one, or one for each expert of a stack. Those whose
+    names are in `kept` stay, as they are weights of the model.
+    """
+    found, read = dict(stored), set[str]()
+    for name, entry in stored.items():
+        factor = name.removesuffix("weight") + "scale"
+        if entry.dtype != "NVFP4" or factor not in stored or factor in kept:
+            continue
+        numbers = stored[factor]
+        count = entry.shape[0] if len(entry.shape) == 3 else 1
+        if numbers.dtype != "F32" or numbers.shape not in ((1,), (count,)):
+            raise CheckpointError(
+                f"{numbers.file}: {factor} is {numbers.dtype} {list(numbers.shape)}, not the F32 [{count}] that {name} "
+                "needs. Convert the model anew."
+            )
+        memory = np.empty(numbers.nbytes, np.uint8)
+        read_exactly(numbers.file, factor, numbers.offset, memory)
+        found[name] = entry._replace(rows=dataclasses.replace(_rows(entry), factors=tuple(memory.view("<f4").tolist())))
+        read.add(factor)
+    return {name: entry for name, entry in found.items() if name not in read}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

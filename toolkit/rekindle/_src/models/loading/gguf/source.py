@@ -11,7 +11,7 @@ from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
-from rekindle._src.models.loading.gguf.names import GgufPlace, place, within_layer
+from rekindle._src.models.loading.gguf.names import GgufPlace, in_block, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle._src.models.registry import family, family_of_gguf, gguf_form, gguf_forms
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
-_NOT_WEIGHTS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd")
+# Products with NVFP4 in 4 bits would need the scales of their inputs.
+_NOT_WEIGHTS = (
+    r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd", r".+\.input_scale",
+)  # fmt: skip
 
 
 def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
@@ -112,18 +115,25 @@ def tensors(
     """
     from rekindle._src.models.loading.gguf import rows  # it imports JAX, which `look` doesn't need
 
-    stored = {entry.name: entry for header in headers for entry in header.entries}
+    form = gguf_form(config.model_type)
+    entries = {entry.name: entry for header in headers for entry in header.entries}
+    layers = range(config.num_layers)
+    weights = {f"blk.{layer}.{name}" for name in form.tensors.values() if name.endswith(".scale") for layer in layers}
+    stored = rows.with_factors(entries, weights)
     # llama.cpp's converter has already transposed and added, as the manifest tells the loader to.
     sources = {path: dataclasses.replace(source, transpose=False, add=0.0) for path, source in declared.sources.items()}
-    named, used, form = dict[str, TensorEntry](), set[str](), gguf_form(config.model_type)
+    named, used = dict[str, TensorEntry](), set[str]()
     several = form.joined(config)
     rows_of_name = {source.names[0]: source.rows[0] for source in sources.values()}
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):
-        where = place(name, form)
-        if (inner := within_layer(name)) is not None:
+        theirs = in_block(name, config.num_layers)
+        where = place(theirs, form)
+        if where.name not in stored and where.name.endswith(".nextn.shared_head_norm.weight"):
+            where = place("model.norm.weight", form)  # the head has none of its own
+        if (inner := within_layer(theirs)) is not None:
             layer, own = inner
             pieces = [f"blk.{layer}.{piece}" for piece in several.get(own, ())]
-            how = form.rewritten(config, layer, own)
+            how = form.rewritten(config, layer, own) if layer < config.num_layers else None
             if pieces and all(piece in stored for piece in pieces):
                 whole = rows.joined(name, [stored[piece] for piece in pieces])
                 if whole is not None:
@@ -154,7 +164,7 @@ def tensors(
 
 def llama_cpp_name(name: str, config: ModelConfig) -> str:
     """Return llama.cpp's name of a tensor of the manifest, with the number of the expert where it is one of a stack."""
-    where = place(name, gguf_form(config.model_type))
+    where = place(in_block(name, config.num_layers), gguf_form(config.model_type))
     return where.name if where.expert is None else f"{where.name}[{where.expert}]"
 
 
@@ -174,19 +184,24 @@ def _entry(name: str, where: GgufPlace, stored: Mapping[str, TensorEntry], head_
         rows, inputs = part.shape
         offset = part.offset + where.half * (size // 2)
         part = part._replace(shape=(rows // 2, inputs), offset=offset, nbytes=size // 2)
-    return _readable(part, f"{where.name}[{where.expert}]", 0)
+    return _readable(part, f"{where.name}[{where.expert}]", 0, where.expert)
 
 
-def _readable(entry: TensorEntry, name: str, paired: int) -> TensorEntry:
-    """Return the entry with a function that reads it, unless it is stored as plain floats in Hugging Face's order."""
-    if entry.has_numbers and not paired:
+def _readable(entry: TensorEntry, name: str, paired: int, expert: int = 0) -> TensorEntry:
+    """Return the entry with a function that reads it, unless it is stored as plain floats in Hugging Face's order.
+
+    Of the factors of a stack, it has the one of `expert`.
+    """
+    if entry.rows is None and entry.has_numbers and not paired:
         return entry
     kind = BY_NAME[entry.dtype]
     if paired and (entry.shape[0] % paired or paired % 2):  # a wrong shape is reported later, by its name
         paired = 0
     if kind.plain and not entry.has_numbers:
         return entry  # integers: no weights of any family
-    from rekindle._src.models.loading.gguf.rows import GgufRows  # it imports JAX, which `look` does not need
+    from rekindle._src.models.loading.gguf import rows as gguf_rows  # it imports JAX, which `look` does not need
 
-    rows: ReadRows = GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired)
+    factors = gguf_rows.factors_of(entry)
+    own = factors[expert : expert + 1] if len(factors) > 1 else factors
+    rows: ReadRows = gguf_rows.GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired, own)
     return entry._replace(rows=rows)

@@ -1,0 +1,145 @@
+"""Heads that draft tokens, against transformers' own: the first draft after each token, and the second."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from golden.make import PROMPT
+from helpers import checkpoints
+from helpers.draft_heads import drafts, with_head
+from rekindle._src.models.loading import checkpoint
+from rekindle._src.models.loading.gguf.blocks import F32
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
+from rekindle._src.models.loading.gguf.source import llama_cpp_name
+from rekindle._src.models.registry import config_from_hf, gguf_form, manifest
+
+HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe")
+TOLERANCE = 2e-4  # of the logits' standard deviation
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpLayer"):
+        pytest.skip("this version of transformers has no heads that draft tokens")
+    raw = with_head(name)
+    state = checkpoints.tensors(raw, seed=7)
+    ours = drafts(checkpoints.model(raw, state), PROMPT)
+    trunk = {key: value for key, value in state.items() if not key.startswith("mtp.")}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints.write(tmp_path, checkpoints.CASES[name], trunk), attn_implementation="eager", dtype=torch.float32
+    )
+    config = copy.deepcopy(theirs.config)
+    config.layer_types, config.num_hidden_layers = ["full_attention"], 1
+    block, norm = type(theirs.model.layers[0]), type(theirs.model.norm)
+    head = layers.MtpLayer(config, block, norm, 0).eval()
+    renamed = {
+        "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
+        "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
+    }  # fmt: skip
+    fused = checkpoints.fused(raw, {key: value for key, value in state.items() if key.startswith("mtp.")})
+    for old, new in renamed.items():
+        fused = {key.replace(old, new): value for key, value in fused.items()}
+    head.load_state_dict({key: torch.tensor(value) for key, value in fused.items()})
+
+    def run(states: Any, tokens: Any) -> Any:
+        positions = torch.arange(1, len(tokens) + 1)[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        embedded = theirs.get_input_embeddings()(tokens[None])
+        ropes = theirs.model.rotary_emb(embedded, positions)
+        return head(embedded, states, ropes, mask, positions, None)
+
+    with torch.no_grad():
+        ids = torch.tensor(PROMPT)
+        states, tokens = theirs.model(ids[None]).last_hidden_state[:, :-1], ids[1:]
+        first = run(states, tokens)
+        logits = theirs.lm_head(first)[0]
+        second = run(torch.cat([states, first[:, -1:]], 1), torch.cat([tokens, logits[-1:].argmax(-1)]))
+        expected = logits.numpy(), theirs.lm_head(second)[0, -1].numpy()
+    for found, wanted in zip(ours, expected, strict=True):
+        assert np.abs(found - wanted).max() / wanted.std() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_read_from_folders_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    raw = with_head(name)
+    state = checkpoints.tensors(raw, seed=7)
+    folder = checkpoints.write(tmp_path, checkpoints.CASES[name], state)
+    asked = checkpoint.describe(folder, dtype="float32", drafts=True)
+    checkpoints.assert_same(checkpoint.read(asked), checkpoints.model(raw, state))
+    plain = checkpoint.describe(folder, dtype="float32")
+    assert plain.found.config.draft_head is None and not any("drafter" in path for path in plain.graph.paths)
+    assert plain.fingerprint != asked.fingerprint
+    assert plain.found.config.computes_as(checkpoints.case(name).config)
+
+
+EQUAL = {"linear_num_key_heads": 4}  # as many as of values, so that the file has them in the same order
+
+
+def file_of(raw: dict[str, Any], state: dict[str, NDArray[Any]], file: Path) -> Path:
+    """A state as llama.cpp's converter writes it, with the head as one block more."""
+    config = config_from_hf(raw)
+    prefix = gguf_form(config.model_type).architecture
+    stored, stacks = dict[str, NDArray[Any]](), dict[str, list[NDArray[Any]]]()
+    for source in manifest(config).sources.values():
+        for name in source.names:
+            value = state[name] + np.float32(source.add)
+            if name.endswith("A_log"):
+                value = -np.exp(value)
+            value = value.squeeze(1) if name.endswith("conv1d.weight") else value
+            place, _, expert = llama_cpp_name(name, config).partition("[")
+            if expert:
+                stacks.setdefault(place, []).append(value)
+            else:
+                stored[place] = value
+    stored |= {place: np.stack(values) for place, values in stacks.items()}
+    sizes = {
+        "block_count": config.num_layers + 1, "nextn_predict_layers": 1, "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_heads, "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim, "context_length": 256,
+        "rope.dimension_count": config.head_dim // 4, "feed_forward_length": raw.get("intermediate_size", 0),
+        "ssm.group_count": 4, "ssm.time_step_rank": 4, "ssm.state_size": raw["linear_key_head_dim"],
+        "ssm.inner_size": 4 * raw["linear_value_head_dim"], "ssm.conv_kernel": 4,
+    }  # fmt: skip
+    if config.moe:
+        (spec,) = {*config.moe}
+        assert spec is not None
+        sizes |= {"expert_count": spec.num_experts, "expert_used_count": spec.top_k}
+        sizes |= {"expert_feed_forward_length": spec.intermediate_size}
+        sizes |= {"expert_shared_feed_forward_length": spec.shared_size}
+    numbers = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": 10_000.0}
+    metadata = {"general.architecture": prefix} | {f"{prefix}.{key}": value for key, value in (sizes | numbers).items()}
+    tensors = [OutgoingTensor(name, F32, value.shape) for name, value in stored.items()]
+    write_gguf(file, metadata, tensors, iter(value.astype(np.float32) for value in stored.values()))
+    return file
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
+    raw = with_head(name) | EQUAL
+    state = checkpoints.tensors(raw, seed=7)
+    expected = checkpoints.model(raw, state)
+    file = file_of(raw, state, tmp_path / "model.gguf")
+    found = checkpoint.read(checkpoint.describe(file, dtype="float32", drafts=True))
+    assert found.config.draft_head is not None and found.graph.paths == expected.graph.paths
+    for path, leaf, wanted in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-5, err_msg=path)
+    assert checkpoint.load(file, dtype="float32").config.draft_head is None
+    file.write_bytes(file.read_bytes().replace(b"nextn.shared_head_norm", b"nextn.shared_head_xxxx"))
+    again = checkpoint.read(checkpoint.describe(file, dtype="float32", drafts=True))
+    fallen = dict(zip(again.graph.paths, again.leaves, strict=True))
+    np.testing.assert_array_equal(fallen["drafter.norm.weight"], fallen["norm.weight"])
+
+
+def test_a_config_alone_asks_for_no_head(tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path, with_head("qwen3.5"), checkpoints.tensors(checkpoints.CASES["qwen3.5"]))
+    for asked in (True, False):
+        assert checkpoint.describe(folder, dtype="float32", drafts=asked).found.config.draft_head is None

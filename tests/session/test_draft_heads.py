@@ -1,0 +1,169 @@
+"""Drafts of the model's own head: they are those of the head over the whole text, and no token depends on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import checkpoints
+from helpers.draft_heads import drafts, with_head
+from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
+from rekindle import Session
+from rekindle._src.core.report_kinds import DRAFTED
+from rekindle._src.scheduling.drafting import heads
+from rekindle._src.scheduling.drafting.costs import StepCosts
+from rekindle._src.scheduling.drafting.heads import HeadDrafter
+from rekindle.errors import ConfigError
+from session.test_state_cache import OPTIONS, tokens
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+FEW = dict.fromkeys((20, 21, 22), 60.0)
+LONG: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True, "temperature": 0.0}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "biased": {"logit_bias": FEW},
+    "drawn": {"logit_bias": FEW, "temperature": 2.0, "seed": 4},
+    "free": {"temperature": 1.0, "seed": 9},
+    "penalised": {"logit_bias": FEW, "frequency_penalty": 0.3, "presence_penalty": 1.0},
+    "stopped": {"logit_bias": FEW, "stop_token_ids": [21], "min_tokens": 20, "temperature": 3.0, "seed": 7},
+}  # fmt: skip
+HEAD: dict[str, Any] = {**OPTIONS, "disk_memory": 0, "drafts": "mtp"}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts in every step, and computes every draft."""
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
+    monkeypatch.setattr(heads, "_PLAIN", 0)
+    monkeypatch.setattr(heads, "_SHORTEST", 0)
+
+
+@pytest.fixture(scope="module", params=by_default(["qwen3.5", "qwen3.5-moe"], 1))
+def model(request: pytest.FixtureRequest) -> Any:
+    raw = with_head(request.param) | {"max_position_embeddings": 512}
+    return checkpoints.model(raw, checkpoints.tensors(raw))
+
+
+def prompt(name: str) -> list[int]:
+    place = list(REQUESTS).index(name)
+    return tokens(40 + 11 * place, seed=90)
+
+
+def texts(session: Session) -> dict[str, list[int]]:
+    """The texts of requests, all at once, and forks of one of them."""
+    handles = {name: session.submit(prompt(name), **LONG | options) for name, options in REQUESTS.items()}
+    found = {name: list(handle.result_sync().token_ids) for name, handle in handles.items()}
+    for place, one in enumerate(session.generate_sync(prompt("drawn"), n=3, **LONG | REQUESTS["drawn"])):
+        found[f"fork {place}"] = list(one.token_ids)
+    session.check_integrity()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[str, list[int]]:
+    with rekindle.open_sync(model, **{**HEAD, "drafts": "none"}) as session:
+        return texts(session)
+
+
+def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[int]]) -> None:
+    assert expected["greedy"] == plain_loop(model, prompt("greedy"), 70)
+    with rekindle.open_sync(model, **HEAD) as session:
+        for turn in range(2):  # the second continues pages and states that the first left
+            assert texts(session) == expected, f"turn {turn}"
+        stats = session.stats()
+        assert 50 < stats.accepted_tokens < stats.drafted_tokens
+        assert {*stats.drafters} == {"mtp"}
+        handle = session.submit(prompt("biased"), **LONG | REQUESTS["biased"])
+        handle.result_sync()
+        assert "drafts of the model's own head were accepted" in str(session.explain(handle))
+
+
+def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prompts that are cut, after cached pages, and after drafts that were accepted or not."""
+    seen: list[tuple[str, int, int]] = []
+    original = HeadDrafter.computed
+
+    def computed(self: HeadDrafter, sequence: Any, row: Any, result: Any) -> None:
+        seen.extend((sequence.id, row.start + row.length, token) for token in DRAFTED.of(result))
+        original(self, sequence, row, result)
+
+    monkeypatch.setattr(HeadDrafter, "computed", computed)
+    with rekindle.open_sync(model, **HEAD) as session:
+        first = [*tokens(150, seed=5)]
+        text = [*first, *session.generate_sync(first, **LONG).token_ids]
+        again = [*text, *tokens(9, seed=6)]  # a next turn, of which pages and a state are there
+        done = session.generate_sync(again, **LONG)
+        assert done.usage.cached_tokens >= 128
+        whole = [*again, *done.token_ids]
+    logits, _ = drafts(model, whole)
+    right, wrong = 0, []
+    for place, (_, end, token) in enumerate(seen):
+        if (end > len(first) and end <= len(text) - 1) or end > len(again):
+            row = logits[end - 1]  # of the pair of the token before `end` and the one at `end`
+            right += 1
+            if row.max() - row[token] > 1e-3 * row.std():
+                wrong.append((place, end, token, int(row.argmax())))
+    assert right > 80
+    assert not wrong
+
+
+def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
+    for name in ("qwen3.5", "llama"):
+        folder = checkpoints.write(tmp_path / name, checkpoints.CASES[name])
+        with pytest.raises(ConfigError, match="needs a head that drafts tokens, and this"):
+            rekindle.open_sync(str(folder), **{**HEAD, "max_model_len": 256})
+
+
+def test_a_folder_is_opened_with_its_head(tmp_path: Path) -> None:
+    raw = with_head("qwen3.5")
+    state = checkpoints.tensors(raw)
+    folder = checkpoints.write(tmp_path, checkpoints.CASES["qwen3.5"], state)
+    with rekindle.open_sync(str(folder), **{**HEAD, "max_model_len": 256}) as session:
+        ids = tokens(20, seed=3)
+        found = session.generate_sync(ids, max_tokens=12, temperature=0.0, ignore_eos=True, logit_bias=FEW)
+        assert session.stats().drafted_tokens > 3
+    assert np.isin(found.token_ids, [*FEW]).all()
+
+
+@pytest.mark.thorough
+def test_preempted_and_cancelled_requests(model: Any, expected: dict[str, list[int]]) -> None:
+    few, more = {**HEAD, "device_pages": 34, "host_memory": 64 << 20}, LONG | {"max_tokens": 200}
+    with rekindle.open_sync(model, **few) as session:
+        handles = {name: session.submit(prompt(name), **more | options) for name, options in REQUESTS.items()}
+        handles["free"].cancel()
+        for name, handle in handles.items():
+            assert name == "free" or list(handle.result_sync().token_ids)[:70] == expected[name]
+        assert texts(session) == expected
+        assert session.stats().preemptions > 0, "there was room for all of them"
+        assert session.stats().accepted_tokens > 50
+
+
+@pytest.mark.thorough
+def test_after_a_restart_and_sleep(model: Any, expected: dict[str, list[int]], tmp_path: Path) -> None:
+    options = {**OPTIONS, "cache_dir": str(tmp_path), "drafts": "mtp"}
+    with rekindle.open_sync(model, **options) as session:
+        assert texts(session) == expected
+        session.sleep().result_sync()
+        session.wake().result_sync()
+        assert texts(session) == expected
+        session.save("texts").result_sync()
+    with rekindle.open_sync(model, **options, restore="texts") as session:
+        before = session.stats()
+        assert texts(session) == expected
+        assert session.stats().accepted_tokens > before.accepted_tokens
+
+
+@pytest.mark.thorough
+def test_programs_made_ahead_are_enough(model: Any, expected: dict[str, list[int]], tmp_path: Path) -> None:
+    options = {**OPTIONS, "cache_dir": str(tmp_path), "drafts": "mtp", "precompile": "all"}
+    with rekindle.open_sync(model, **options) as session:
+        before = session.stats()
+        assert texts(session) == expected
+        stats = session.stats()
+        assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
+        assert stats.accepted_tokens > 50

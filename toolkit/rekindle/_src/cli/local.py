@@ -1,0 +1,89 @@
+"""`rekindle ls`, `pull` and `rm`: the models on this machine, whoever has stored them.
+
+`pull` downloads into the Hub's cache, where other tools find the model as well. `rm` removes what rekindle has made
+of a model, in its own cache; a model in another tool's store is that tool's to remove, and `rm` says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from rekindle._src.cli import cache
+from rekindle._src.core import html
+from rekindle._src.core.config import cache_folder
+from rekindle._src.models.loading.hub import download
+from rekindle._src.models.loading.stores import known
+from rekindle._src.opening.local_models import LocalModel, describe, local_models, size_words
+from rekindle.errors import CheckpointError
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """Print a line for each model: its name, family, size, precision, and why it isn't opened."""
+    if arguments.names:
+        print(*(name for name in [*known.names(), "tiny"] if name.startswith(arguments.begin)), sep="\n")
+        return 0
+    models = [model for model in local_models(arguments.cache_dir) if model.name.startswith(arguments.begin)]
+    if arguments.json:
+        print(json.dumps([_fields(model) for model in models], indent=1))
+        return 0
+    _print(models)
+    refused = sum(not model.opens for model in models)
+    print(f"({html.count(len(models), 'model')}, {refused:,} of them refused; `rekindle chat --model NAME` opens one)")
+    return 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Download a model, and print what it is. What an earlier call has downloaded whole is not downloaded again."""
+    path = download(arguments.model)
+    model = describe(arguments.model, path)
+    print(path)
+    _print([model])
+    return int(not model.opens)
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    """Remove what is kept of models, after showing it; say who can remove the models themselves."""
+    folder = cache_folder(arguments.cache_dir)
+    items, chosen, others = cache.entries(folder), [], []
+    for name in arguments.names:
+        mine = [item for item in items if item.model and item.model in (name, name.removeprefix("hub:"))]
+        words = _owner(name)
+        if not mine and not words:
+            chosen += cache.named(items, [name])  # raises, with the nearest name
+        chosen += [item for item in mine if item not in chosen]
+        others += [words] if words else []
+    status = cache.remove_items(folder, chosen, arguments.yes) if chosen else 0
+    for words in others:
+        print(words, file=sys.stderr)
+    return status if chosen else 1
+
+
+def _owner(name: str) -> str:
+    """Return who else has a model of this name, and how it is removed there; "" if nobody has."""
+    try:
+        store, entry = known.find(name) or (None, None)
+    except CheckpointError:
+        return ""
+    if store is None or entry is None:
+        return ""
+    how = store.REMOVAL.format(entry.name)
+    return f"{entry.name} itself is in {store.TITLE}, which rekindle leaves alone. Remove it with {how}"
+
+
+def _fields(model: LocalModel) -> dict[str, object]:
+    names = ("name", "store", "family", "size", "precision", "opens", "problem")
+    return {**{name: getattr(model, name) for name in names}, "path": str(model.path)}
+
+
+def _print(models: list[LocalModel]) -> None:
+    rows = [
+        (model.name, model.family or "?", size_words(model.size) if model.size else "?", model.precision or "?",
+         model.problem or "opens")
+        for model in models
+    ]  # fmt: skip
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    for name, family, size, precision, words in rows:
+        cells = f"{name:{widths[0]}}  {family:{widths[1]}}  {size:>{widths[2]}}  {precision:{widths[3]}}"
+        print(f"{cells}  {words}")

@@ -1,0 +1,64 @@
+"""The Hub's cache, which huggingface_hub, transformers and newer llama.cpp share.
+
+models--owner--name/refs/main               the commit that "main" was when it was last downloaded
+models--owner--name/snapshots/COMMIT/…      the files of a commit, as links to blobs
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rekindle._src.core.plain_files import read_plain
+from rekindle._src.models.loading.stores.model_store import (
+    ModelStore,
+    StoreEntry,
+    children,
+    home,
+    in_folder,
+    variable,
+)
+
+FOLDER = "models--"  # what the folder of a repository begins with; "--" stands for the slash
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LEVELS = 3  # folders of a repository in which GGUF files are looked for, as in owner/name/BF16/model.gguf
+
+
+class HubCache(ModelStore):
+    """The models that were downloaded from the Hub."""
+
+    PREFIX, TITLE, REMOVAL = "hub", "the Hub's cache", "`hf cache rm model/{}`"
+
+    def folders(self) -> list[Path]:
+        for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            if (own := variable(name)) is not None:
+                return [own]
+        above = variable("HF_HOME") or (variable("XDG_CACHE_HOME") or home() / ".cache") / "huggingface"
+        return [above / "hub"]
+
+    def models(self) -> Iterator[StoreEntry]:
+        for folder in self.folders():
+            yield from repositories(folder)
+
+
+def repositories(folder: Path) -> Iterator[StoreEntry]:
+    """Yield the models of a folder in the form of the Hub's cache."""
+    for path in children(folder):
+        if path.name.startswith(FOLDER):
+            snapshot = _snapshot(path)
+            if snapshot is not None:
+                yield from in_folder(snapshot, path.name.removeprefix(FOLDER).replace("--", "/"), levels=_LEVELS)
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """Return the files of the main branch; else those that were changed last. None if there are none."""
+    snapshots = [path for path in children(repository / "snapshots") if _COMMIT.fullmatch(path.name)]
+    try:
+        commit = read_plain(repository / "refs" / "main", 64).decode().strip()
+    except (OSError, ValueError):
+        commit = ""
+    for path in snapshots:
+        if path.name == commit:
+            return path
+    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,132 @@
+"""A store of another tool: the models that lie in its folders by the names that the tool gives them.
+
+A store is listed from names of files and from the tool's own small manifests; no model is opened for it. Its files are
+a stranger's: names that can't be shown are left out, what is read has a limit, and so has what is listed.
+"""
+
+from __future__ import annotations
+
+import abc
+import difflib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from rekindle._src.models.loading.gguf import files as gguf_files
+from rekindle.errors import CheckpointError
+
+MAX_MODELS = 1000  # of a store
+MAX_ENTRIES = 4096  # of a folder, and of a level of folders
+MAX_NAME = 256  # characters of a file's name
+MOST_NAMED = 5  # models in an error
+
+
+class StoreEntry(NamedTuple):
+    """A model of a store."""
+
+    name: str  # as its tool has it
+    path: Path  # a folder, or the first GGUF file
+    projector: Path | None = None  # the file that reads pictures, where the store says which
+    problem: str = ""  # why it can't be opened, where the store shows it already
+
+
+class ModelStore(abc.ABC):
+    """The models that one tool keeps. `PREFIX` stands before the name of a model, as in `ollama:qwen3:0.6b`."""
+
+    PREFIX: ClassVar[str]
+    TITLE: ClassVar[str]  # whose store it is, in a sentence
+    REMOVAL: ClassVar[str]  # how a model is removed from it; {} is its name
+
+    @abc.abstractmethod
+    def folders(self) -> list[Path]:
+        """Return the folders in which the tool keeps models, whether they exist or not."""
+
+    @abc.abstractmethod
+    def models(self) -> Iterator[StoreEntry]:
+        """Yield the models of all folders."""
+
+    def entries(self) -> list[StoreEntry]:
+        """Return the models sorted by name, at most `MAX_MODELS`; of two with one name the first."""
+        by_name: dict[str, StoreEntry] = {}
+        for entry in self.models():
+            by_name.setdefault(self.key(entry.name), entry)
+            if len(by_name) == MAX_MODELS:
+                break
+        return sorted(by_name.values(), key=lambda entry: entry.name.lower())
+
+    def key(self, name: str) -> str:
+        """Return what two spellings of one model's name have in common."""
+        return name
+
+    def find(self, name: str) -> StoreEntry:
+        """Return a model by its name. Raise `CheckpointError`, with names that are near, if there is none."""
+        entries = self.entries()
+        for entry in entries:
+            if self.key(entry.name) == self.key(name):
+                if entry.problem:
+                    raise CheckpointError(f"{self.PREFIX}:{entry.name} {entry.problem}.")
+                return entry
+        names = [entry.name for entry in entries]
+        near = difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=0.5)
+        if near:
+            fix = f"Did you mean {f'{self.PREFIX}:{near[0]}'!r}?"
+        elif names:
+            more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
+            fix = f"It has {', '.join(names[:MOST_NAMED])}{more}."
+        else:
+            fix = "It is empty. `rekindle ls` lists the models of this machine."
+        where = next((folder for folder in self.folders() if folder.is_dir()), self.folders()[0])
+        raise CheckpointError(f"There is no {name[:MAX_NAME]!r} in {self.TITLE} ({where}). {fix}")
+
+
+def children(folder: Path) -> list[Path]:
+    """Return what lies in a folder, sorted, without hidden files and names that can't be shown; none if it can't be
+    read."""
+    paths: list[Path] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if len(entry.name) <= MAX_NAME and entry.name.isprintable() and not entry.name.startswith("."):
+                    paths.append(folder / entry.name)
+                if len(paths) == MAX_ENTRIES:
+                    break
+    except OSError:
+        return []
+    return sorted(paths)
+
+
+def at_depth(folder: Path, depth: int) -> list[Path]:
+    """Return the paths that lie so many levels below a folder, of each level at most `MAX_ENTRIES`."""
+    level = [folder]
+    for _ in range(depth):
+        level = [*itertools.islice((path for parent in level for path in children(parent)), MAX_ENTRIES)]
+    return level
+
+
+def in_folder(folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
+    """Yield the models of a folder: that of its safetensors, and its GGUF files, several with their own names after
+    the folder's."""
+    below = [path for depth in range(1, levels + 1) for path in at_depth(folder, depth)]
+    names = {path.relative_to(folder).as_posix(): path for path in below if not path.is_dir()}
+    tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
+    if tensors:
+        yield StoreEntry(name, folder)
+    files = gguf_files.models([*names])
+    for file in files:
+        yield StoreEntry(f"{name}/{file}" if tensors or len(files) > 1 else name, names[file])
+
+
+def home() -> Path:
+    """Return the user's home; the current folder where there is none, as in some containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path()
+
+
+def variable(name: str) -> Path | None:
+    """Return the folder that an environment variable names; None if it is not set."""
+    value = os.environ.get(name, "").strip()
+    return Path(os.path.expanduser(value)) if value else None

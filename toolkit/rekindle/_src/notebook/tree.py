@@ -1,0 +1,111 @@
+"""`session.view.tree()`: the prefix cache as an icicle, the text of a bar, and what can be done with it."""
+
+from __future__ import annotations
+
+from rekindle._src.core import html
+from rekindle._src.core.icicle import facts, icicle, rows
+from rekindle._src.notebook.live import CacheLike, Live, NodeLike, button, field
+from rekindle.errors import RekindleError
+
+_CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
+_TEXT = 1200  # characters of a node's text, its end
+
+
+class TreeView(Live):
+    """Shows the tree at the time of drawing; the button draws it again. Type a prompt to see its hits.
+
+    A bar that is pressed shows its text; it can be pinned, so that it stays on the device, and dropped.
+    """
+
+    def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
+        super().__init__(*_CONTROLS)
+        self._cache, self._model, self._limit, self._restored = cache, model, limit, restored
+        self._nodes: tuple[NodeLike, ...] = ()
+        self._marked: NodeLike | None = None
+        self._text = ""  # of the marked node
+        self._pinned: dict[int, NodeLike] = {}  # by this view: those are what it can unpin
+        self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
+        self.refresh()
+
+    def start(self) -> None:
+        """Do nothing: the tree is drawn on request, so it needs no thread."""
+
+    def ask(self, prompt: str) -> str:
+        """Return in words how much of a prompt is cached."""
+        try:
+            answer = str(self._cache.explain(prompt)) if prompt else ""
+        except (RekindleError, ValueError) as error:
+            answer = str(error)
+        self.widget.note = str(html.line(answer))
+        return answer
+
+    def token(self, index: int) -> None:
+        """Mark a bar and show its text; the same one again is no longer marked."""
+        if not 0 <= index < len(self._nodes):
+            return
+        pressed = self._nodes[index]
+        again = self._marked is not None and self._marked.key == pressed.key
+        self._mark(None if again else pressed)
+        self.refresh()
+
+    def press(self, name: str) -> None:
+        if name in ("pin", "unpin", "drop", "back") and self._marked is not None:
+            self._act(name, self._marked)
+            self.refresh()
+        else:
+            super().press(name)
+
+    def _act(self, name: str, node: NodeLike) -> None:
+        if name == "pin":
+            covered = self._cache.pin(node)
+            self._pinned[node.key] = node
+            self._say(f"{html.count(covered, 'token')} stay on the device until they are unpinned")
+        elif name == "unpin" and self._pinned.pop(node.key, None) is not None:
+            self._cache.unpin(node)
+            self._say("unpinned")
+        elif name == "drop":
+            left = self._cache.drop(node)
+            self._say(f"{html.count(left, 'page')} left the device; what is in use or pinned stays")
+        self._mark(node if name in ("pin", "unpin") else None)
+
+    def _say(self, words: str) -> None:
+        self.widget.note = str(html.line(words))
+
+    def _mark(self, node: NodeLike | None) -> None:
+        self._text = "" if node is None else self._cache.text(node)[-_TEXT:]
+        self._marked = node
+        acts = []
+        if node is not None:
+            pinned = node.key in self._pinned
+            acts = [
+                button("unpin", "Unpin") if pinned else button("pin", "Pin", title="Keep it and all before it"),
+                button("drop", "Drop", title="Forget it and all after it", disabled=pinned),
+                button("back", "Close", title="Mark nothing"),
+            ]
+        self.widget.controls = [*_CONTROLS, *acts]
+
+    def draw(self) -> str:
+        tree = self._cache.tree(limit=self._limit, restored=self._restored)
+        self._nodes = tuple(tree.nodes)
+        keys = [node.key for node in self._nodes]
+        marked = None
+        if self._marked is not None and self._marked.key in keys:
+            marked = keys.index(self._marked.key)
+            self._marked = self._nodes[marked]
+        return html.block(
+            html.line(html.count(tree.total_pages, "page"), "press a bar for its text"),
+            icicle(self._nodes, pressed=True, marked=marked),
+            "" if tree.total_pages else html.text("The cache is empty."),
+            "" if marked is None else _detail(self._nodes[marked], self._text),
+            *map(html.line, tree.rest()),
+            rows(self._nodes),
+            title="Prefix cache",
+        )
+
+    def __repr__(self) -> str:
+        return f"<TreeView of {self._model}>"
+
+
+def _detail(node: NodeLike, text: str) -> html.Markup:
+    """Return a node's facts and its text."""
+    return html.block(html.line(facts(node)), html.text(text or node.text))

@@ -1,0 +1,111 @@
+"""The model's own head that drafts tokens, in a step: what it keeps of every token, and a draft after each row.
+
+The entry of a token is made of its hidden state and of the token after it: the one that the row chose, or the next one
+of the prompt. It lies in the head's layer of the pages, at the place of the first of the two, so that pages that are
+shared, moved or stored have the head's part with them. Another text may follow a shared page than the one that filled
+it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token depends on that.
+
+Entries cost a small part of a layer. Everything else, attention, MLP and the vocabulary, is computed for the rows'
+last tokens alone, in steps that have a row which drafts.
+
+Axes: R decode rows, T prefill tokens, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from rekindle._src.core.records import IntArray, Request, Row
+from rekindle._src.core.report_kinds import DRAFTED
+from rekindle._src.models.base import Model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
+from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention, write_kv
+
+NONE = -1  # no token
+
+
+def _drafts(row: Row) -> int:
+    return int(RowFlag.DRAFTING) if row.drafting else 0
+
+
+class DraftedTokens(Feature):
+    """The draft after each row: an integer of the row, the token after it in the prompt if there is one, and a column
+    of the result."""
+
+    bits, row_ints, width, follows = int(RowFlag.DRAFTING), 1, 1, True
+    inside = True  # it needs pages after the choice, which programs made of parts have given away
+
+    def row_flags(self, request: Request) -> Callable[[Row], int]:
+        return _drafts
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        out[0] = row.following + 1
+
+    def unpack(self, columns: Columns) -> Array:
+        following: Array = columns.row_ints[:, 0] - 1
+        return following
+
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        if not read.columns.shape[1]:
+            return  # the step ran as two programs, without the head
+        for row, token, place, report in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
+            if row.drafting and token is not None:
+                DRAFTED.put(report, int(read.columns[place, 0]))
+
+
+def drafted(
+    model: Model,
+    hidden: Array,
+    inputs: StepInputs,
+    following: Array,
+    tokens: Array,
+    kv: paged.KV,
+    sample: Callable[[Array], Array],
+    *,
+    implementation: str | None,
+    deterministic: bool,
+) -> tuple[paged.KV, Array]:
+    """Return the pages with the head's entries, and the draft [N] after each row; NONE in steps without drafts.
+
+    `hidden` [R + T, E] are the model's hidden states, `following` the tokens [N] after rows as the prompt has them, and
+    `tokens` [N] those that rows chose. `sample` chooses tokens by the logits of drafts.
+    """
+    head: ModelConfig | None = model.config.draft_head
+    assert head is not None, "the model has a head"
+    after = _tokens_after(inputs, jnp.where(following >= 0, following, tokens), model.config.vocab_size)
+    entries = model.draft_entries(after, hidden, inputs.positions, inputs.rope_lengths)
+    layer = kv[-1]
+    assert layer.pages is not None, "the head has pages"
+    pages = write_kv(layer.pages, entries.k, entries.v, inputs.page_ids, inputs.offsets)
+    (spec,) = head.attention
+    options = AttentionOptions(
+        inputs.flags.shape[0], spec.scale, spec.sliding_window, spec.soft_cap, deterministic=deterministic
+    )
+
+    # Attention reads nothing of rows without a length. It is not under the condition, which would copy the pages.
+    drafting, (x, queries, gate) = inputs.flag(RowFlag.DRAFTING), entries.of(inputs.last)
+    lengths, no_prompts = jnp.where(drafting, inputs.lengths, 0), jnp.zeros(1, jnp.int32)
+    call = AttentionInputs(queries, pages, inputs.page_table, lengths, no_prompts, no_prompts[0], None, None)
+    attended = paged_attention(call, options, implementation=implementation)
+
+    def drafts() -> Array:
+        numbers = jnp.arange(1, inputs.flags.shape[0] + 1, dtype=jnp.int32)
+        needed = jnp.max(numbers, initial=0, where=drafting)
+        return sample(model.logits(model.draft(x, attended, gate), needed))
+
+    none = jnp.full(inputs.flags.shape, NONE, jnp.int32)
+    wanted = inputs.any_flags & int(RowFlag.DRAFTING) != 0
+    return (*kv[:-1], layer._replace(pages=pages)), branch(wanted, drafts, lambda: none)
+
+
+def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:
+    """Return the token after each of a step's tokens [R + T], where `last` [N] are those after rows."""
+    count = inputs.tokens.shape[0]
+    places = jnp.where(inputs.lengths > 0, inputs.last, count)
+    after = jnp.roll(inputs.tokens, -1).at[places].set(last, mode="drop")
+    return jnp.clip(after, 0, vocab_size - 1)  # places of pictures have no token of the vocabulary
