@@ -42,11 +42,11 @@ def test_ls(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [
-        "hub:owner/name", "ollama:cloud:latest", "ollama:qwen3:0.6b", "tiny",
+        "hub:owner/name", "ollama:cloud:latest", "ollama:qwen3:0.6b", "tiny", "tiny-vision",
     ]  # fmt: skip
     assert lines[0].split()[1:] == ["qwen3", *lines[0].split()[2:4], "float32", "opens"]
     assert "has no weights on this machine" in lines[1]
-    assert lines[-1].startswith("(4 models, 1 of them refused")
+    assert lines[-1].startswith("(5 models, 1 of them refused")
     assert main(["ls", "ollama:", "--json"]) == 0
     models = json.loads(capsys.readouterr().out)
     assert [(model["name"], model["opens"]) for model in models] == [
@@ -54,7 +54,7 @@ def test_ls(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("ollama:qwen3:0.6b", True),
     ]
     assert main(["ls", "--names"]) == 0
-    assert capsys.readouterr().out.split() == ["hub:owner/name", "ollama:qwen3:0.6b", "tiny"]
+    assert capsys.readouterr().out.split() == ["hub:owner/name", "ollama:qwen3:0.6b", "tiny", "tiny-vision"]
 
 
 def test_a_model_of_ollama_answers(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_what_is_on_the_machine(filled: Path) -> None:
     models = rekindle.local_models()
     assert models.names == [
         "hub:owner/another", "hub:owner/awq", "hub:owner/cut", "hub:owner/name", "ollama:cloud:latest",
-        "ollama:qwen3:0.6b", "tiny",
+        "ollama:qwen3:0.6b", "tiny", "tiny-vision",
     ]  # fmt: skip
     whole = models["hub:owner/name"]
     assert (whole.family, whole.precision, whole.opens) == ("qwen3", "bfloat16", True)
@@ -59,15 +59,15 @@ def test_what_is_on_the_machine(filled: Path) -> None:
 
 def test_every_listed_model_that_opens_is_opened_by_its_name(filled: Path) -> None:
     for model in rekindle.local_models():
-        if model.opens and model.name not in ("tiny", "hub:owner/awq"):
+        if model.opens and model.name not in ("tiny", "tiny-vision", "hub:owner/awq"):
             assert checkpoint.describe(model.name).graph.config.model_type == "qwen3"
 
 
 def test_a_table_and_a_mapping(filled: Path) -> None:
     models = rekindle.local_models()
-    assert models[-1].name == "tiny"
+    assert [model.name for model in models[-2:]] == ["tiny", "tiny-vision"]
     assert [model.name for model in models[:1]] == ["hub:owner/another"]
-    assert repr(models) == "<LocalModels: 7 models, 4 of them open>"
+    assert repr(models) == "<LocalModels: 8 models, 5 of them open>"
     assert models._ipython_key_completions_() == models.names
     page = models._repr_html_()
     assert "hub:owner/name" in page
@@ -96,7 +96,11 @@ def test_kept_weights_are_listed(home: Path, tmp_path: Path, monkeypatch: pytest
     folder, cache = checkpoints.write(tmp_path / "hf", CASE), tmp_path / "cache"
     checkpoint.load(folder, cache_dir=cache, quantize="int8")
     assert prepared.wait(60)
-    kept = [model for model in rekindle.local_models(cache) if model.store == "rekindle" and model.name != "tiny"]
+    kept = [
+        model
+        for model in rekindle.local_models(cache)
+        if model.store == "rekindle" and not model.name.startswith("tiny")
+    ]
     assert [(model.name, model.family, model.precision) for model in kept] == [("hf", "qwen3", "int8")]
     assert "were made of" in kept[0].problem
     assert kept[0].size > 0

@@ -9,6 +9,7 @@ import argparse
 import shlex
 
 from rekindle._src.cli.usage import Parser
+from rekindle._src.models.loading.hub import EMBEDDED
 from rekindle._src.models.loading.stores import known
 
 BASH = """_rekindle() {
@@ -51,5 +52,5 @@ def following(root: Parser, line: str) -> list[str]:
     except ValueError:  # within quotes, where a text is written
         return []
     last = words.pop() if words and not line[-1].isspace() else ""
-    choices = root.completions(words[1:], models=lambda: [*known.names(), "tiny"])
+    choices = root.completions(words[1:], models=lambda: [*known.names(), *EMBEDDED])
     return sorted({word for word in choices if word.startswith(last) and (last or not word.startswith("-"))})

@@ -13,7 +13,7 @@ import sys
 from rekindle._src.cli import cache
 from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
-from rekindle._src.models.loading.hub import download
+from rekindle._src.models.loading.hub import EMBEDDED, download
 from rekindle._src.models.loading.stores import known
 from rekindle._src.opening.local_models import LocalModel, describe, local_models, size_words
 from rekindle.errors import CheckpointError
@@ -22,7 +22,7 @@ from rekindle.errors import CheckpointError
 def ls(arguments: argparse.Namespace) -> int:
     """Print a line for each model: its name, family, size, precision, and why it isn't opened."""
     if arguments.names:
-        print(*(name for name in [*known.names(), "tiny"] if name.startswith(arguments.begin)), sep="\n")
+        print(*(name for name in [*known.names(), *EMBEDDED] if name.startswith(arguments.begin)), sep="\n")
         return 0
     models = [model for model in local_models(arguments.cache_dir) if model.name.startswith(arguments.begin)]
     if arguments.json:

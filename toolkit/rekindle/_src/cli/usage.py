@@ -151,7 +151,7 @@ def check_model(model: str | Path) -> None:
 
 def check_pull(arguments: argparse.Namespace) -> None:
     """Check that the model to pull is a hub id, and that the hub's package is there."""
-    from rekindle._src.models.loading.hub import hub_id
+    from rekindle._src.models.loading.hub import EMBEDDED, hub_id
     from rekindle._src.models.loading.stores.known import store_of
 
     store = store_of(arguments.model)
@@ -159,7 +159,7 @@ def check_pull(arguments: argparse.Namespace) -> None:
         problem = f"is in {store.TITLE}, which its own tool fills"
         raise ConfigError("model", arguments.model, problem, "Pass a hub id such as owner/name")
     arguments.model = arguments.model.removeprefix("hub:")
-    if arguments.model == "tiny" or hub_id(arguments.model) is None:
+    if arguments.model in EMBEDDED or hub_id(arguments.model) is None:
         raise ConfigError("model", arguments.model, "is on this machine", "Pass a hub id such as owner/name")
     check_model(arguments.model)
 

@@ -22,6 +22,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import known_models, stored, tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.gguf import header as gguf
+from rekindle._src.models.loading.hub import EMBEDDED
 from rekindle._src.models.loading.stores.known import HUB, STORES
 from rekindle._src.models.loading.stores.model_store import MAX_MODELS, StoreEntry, children
 from rekindle._src.models.registry import config_from_hf
@@ -115,7 +116,7 @@ def local_models(cache_dir: str | Path | None = None) -> LocalModels:
         _described(f"{store.PREFIX}:{entry.name}", store.PREFIX, entry) for store in STORES for entry in store.entries()
     ]
     gguf.forget_headers()
-    models.append(_described("tiny", OWN, StoreEntry("tiny", tiny.folder())))
+    models += [_described(name, OWN, StoreEntry(name, Path(tiny.located(name)))) for name in EMBEDDED]
     names = {name for model in models for name in (model.name, model.name.removeprefix("hub:"))}
     return LocalModels([*models, *kept_models(cache_folder(None if cache_dir is None else str(cache_dir)), names)])
 
