@@ -32,7 +32,7 @@ IMAGE, AROUND, GLOBAL = "<image>", "<fake_token_around_image>", "<global-img>"
 ADDED = (AROUND, GLOBAL, IMAGE)  # after the tokens of the embedded model
 LENGTH = 96  # tokens of a window
 TEXTS = 0.12  # share of windows that are texts of the corpus
-MIXED, NOISE = 0.25, 0.15  # the most of another word, and of noise, in a token of a picture
+MIXED, NOISE = 0.4, 0.2  # the most of another word, and of noise, in a token of a picture
 
 
 class Windows(NamedTuple):

@@ -51,8 +51,8 @@ class Schedule:
         return jnp.float32(share * self.matrix_rate), jnp.float32(share * self.other_rate)
 
 
-ENCODER = Schedule(steps=1000, size=64, matrix_rate=0.02, other_rate=0.003, decay=0.5)
-READER = Schedule(steps=640, size=12, matrix_rate=0.008, other_rate=0.001, warmup=15)
+ENCODER = Schedule(steps=1400, size=64, matrix_rate=0.02, other_rate=0.003, decay=0.5)
+READER = Schedule(steps=840, size=12, matrix_rate=0.008, other_rate=0.001, warmup=15)
 SAVED_EVERY = 50  # steps
 Report = Callable[[str], None]
 
