@@ -104,7 +104,7 @@ READERS["reasoning in pieces"] = replies("hermes", piece=16, opened=True)
 
 @reader("Markdown", ("", ""), ("# ", ""), ("a | b\n", ""), ("```", ""), ("> ", ""), ("- a\n", ""))
 def _(_: Path) -> Read:
-    return lambda text: bubbles.message("assistant", text)
+    return lambda text: bubbles.turn("assistant", bubbles.body("assistant", text))
 
 
 # Checkpoints.

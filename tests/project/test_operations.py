@@ -12,7 +12,7 @@ import pytest
 from rekindle._src.cli.main import parser
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading import fingerprint, prepared
-from rekindle._src.notebook import chat
+from rekindle._src.notebook import transcripts
 from rekindle._src.programs import store
 from rekindle._src.session import opening
 from rekindle_kernels.private_files import KINDS
@@ -40,7 +40,7 @@ def test_bounds_and_folders_are_those_of_the_code() -> None:
     days, disk = int(store.MAX_AGE / 86400), EngineConfig().disk_memory >> 30
     assert f"1 GiB; {days} days since" in table
     assert f"{prepared.MAX_ENTRIES} sets |" in table and f"`disk_memory`, {disk} GiB" in table
-    assert f"| {chat.MOST} |" in table
+    assert f"| {transcripts.MOST} |" in table
     rest = opening.OTHER_MEMORY >> 30
     assert f"and {rest} GiB\nfor the rest, {disk + rest} GiB by default" in PAGE
     assert f"more than {fingerprint.SMALL >> 20} MiB" in PAGE

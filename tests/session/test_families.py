@@ -210,8 +210,6 @@ def test_a_page_has_the_bytes_of_the_layers_that_keep_some() -> None:
 @pytest.mark.parametrize(
     ("case", "options", "reason"),
     [
-        ("qwen3.5", {"prompt_lookup": 3}, "prompt_lookup=3: can't be had, since the states"),
-        ("qwen3.5", {"drafts": "suffix"}, "drafts='suffix': can't be had, since the states"),
         ("deepseek-v2", {"deterministic": True}, "deterministic=True.*(latent pages|experts)"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_session_draws_its_chats_and_nothing_else(tmp_path: Path) -> None:
     said = [{"role": "user", "content": "Hello"}]
     with rekindle.open_sync(folder, precompile="lazy", **options) as session:
         assert session.sampling == session.generate("x").sampling == Sampling()
-        assert session.chat_sampling == CHAT and "chats with temperature 0.8" in session._repr_html_()
+        assert session.chat_sampling == CHAT and "temperature 0.8" in session._repr_html_().partition("chats with")[2]
         assert session.chat(said, max_tokens=9).sampling == replace(CHAT, max_tokens=9)
         assert session.chat(said, temperature=0, max_tokens=9).sampling.greedy
         assert session.chat(said, Sampling(max_tokens=9)).sampling == Sampling(max_tokens=9)

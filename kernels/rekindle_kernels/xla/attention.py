@@ -306,13 +306,14 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
 
 
 def prefill(
-    inputs: AttentionInputs, options: AttentionOptions, *, blocks: Blocks = BLOCKS, read: ReadBlock = read_block
+    inputs: AttentionInputs, options: AttentionOptions, *, blocks: Blocks | None = None, read: ReadBlock | None = None
 ) -> Array:
     """Attend with chunks of prompts.
 
     q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V]. `blocks` and `read` are
-    the sizes of an iteration, and how it reads its keys and values.
+    the sizes of an iteration, and how it reads its keys and values, by default those of this module.
     """
+    blocks, read = blocks or BLOCKS, read or read_block
     R, kv, cu_q_lens, num_prefills = options.decode_rows, inputs.kv, inputs.cu_q_lens, inputs.num_prefills
     q, page_table, kv_lens, sinks = inputs.q[R:], inputs.page_table[R:], inputs.kv_lens[R:], inputs.sinks
     T, H, D = q.shape

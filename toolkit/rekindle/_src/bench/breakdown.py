@@ -223,8 +223,9 @@ PARTS = {
     "idle": "the host's work and the program's start, before the step",
 }
 KERNELS = {
-    "matvec": "products", "gemm": "products", "int4": "products", "int6groups": "products", "int8groups": "products",
-    "codebook": "products", "adapter": "products", "adaptergate": "products",
+    "matvec": "products", "gemm": "products", "int4": "products", "int4of16": "products", "int6groups": "products",
+    "int8groups": "products", "codebook": "products", "codebookof16": "products", "adapter": "products",
+    "adaptergate": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
