@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 from rekindle._src.images import Picture, processor_of_files
-from rekindle._src.models.loading.tensor_files import read_json
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.registry import vision_config
 from rekindle._src.models.vision.tower import abstract_tower, encoder_of, pack_images
@@ -46,10 +46,11 @@ def test_scenes_are_told_by_facts_questions_and_both_kinds_of_pictures() -> None
 
 def test_the_training_sees_the_pixels_and_computes_the_rows_of_the_shipped_encoder() -> None:
     """Its own forward pass and its own cutting are those of a session."""
-    config = read_json(FOLDER / "config.json")
-    processor = processor_of_files(
-        read_json(FOLDER / "preprocessor_config.json"), read_json(FOLDER / "processor_config.json"), config
+    config, pictures, whole = (
+        json.loads((FOLDER / f"{name}.json").read_text())
+        for name in ("config", "preprocessor_config", "processor_config")
     )
+    processor = processor_of_files(pictures, whole, config)
     rng = Random(0)
     drawn = [draw(scene(rng), rng) for _ in range(3)]
     codes = encoder.patches(np.stack([square(pixels, encoder.SIDE) for pixels in drawn]))
