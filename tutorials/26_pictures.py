@@ -15,7 +15,7 @@
 #
 # $$\mathrm{rows} = \frac{H}{p\,m} \cdot \frac{W}{p\,m}$$
 #
-# `"tiny-vision"` is the embedded model with an encoder of 1.7 MB. It was trained on drawings of shapes, digits, bars and lines, and
+# `"tiny-vision"` is the embedded model with a small encoder. It was trained on drawings of shapes, digits, bars and lines, and
 # knows nothing else. Models that read photographs work in the same way, with encoders two hundred times as large and more.
 
 # %%

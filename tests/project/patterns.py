@@ -295,4 +295,5 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "check_values")},
     "toolkit/rekindle/_src/text/tokenizer.py": {"json.loads": STRANGER("a tokenizer, or its config", "MAX_FILE")},
+    "toolkit/workshop/tiny_vision/train.py": {"json.loads": US("the embedded model's config", "a file")},
 }
