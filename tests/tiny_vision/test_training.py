@@ -96,7 +96,7 @@ def test_windows_have_rows_for_the_tokens_of_pictures_and_learn_answers_alone() 
 @pytest.mark.thorough
 def test_both_parts_train_resume_and_become_a_folder(tmp_path: Path) -> None:
     lines = list[str]()
-    small = dataclasses.replace(train.ENCODER, steps=22, size=4, warmup=4)
+    small = dataclasses.replace(train.ENCODER, steps=22, size=24, warmup=4)
     train.train_encoder(small, tmp_path, lines.append, until=11)
     weights = train.train_encoder(small, tmp_path, lines.append)
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
