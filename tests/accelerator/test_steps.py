@@ -97,7 +97,7 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
 
 def test_a_t4_runs_a_step_without_triton_as_one_graph(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     if compilers.folder("gpu") is None:
-        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+        pytest.skip(f"the compiler for GPUs is not installed: {compilers.FETCH}")
     monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
     start = time.perf_counter()
     with compilers.target("gpu", "t4"), deprecated.known():

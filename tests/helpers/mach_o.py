@@ -1,4 +1,4 @@
-"""What a Mach-O library says of itself: how it is loaded, which symbols it has and lacks, and whether it is signed.
+"""Read the header of a Mach-O library: its load commands, its exported and undefined symbols, and its signature.
 
 Read as Apple's `mach-o/loader.h` and `kern/cs_blobs.h` describe it: 64 bits, the lowest byte first.
 """

@@ -51,7 +51,7 @@ _last_error = 0
 
 
 class Kernel32:
-    """What `windows.py` calls of kernel32, over POSIX."""
+    """A stand-in for the functions of kernel32 that `windows.py` calls, implemented with POSIX calls."""
 
     GlobalMemoryStatusEx: Any
     limits: Any = None

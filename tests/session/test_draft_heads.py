@@ -19,19 +19,11 @@ from rekindle._src.scheduling.drafting import heads
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.heads import HeadDrafter
 from rekindle.errors import ConfigError
+from session.test_drafts_of_states import FEW, REQUESTS
 from session.test_state_cache import OPTIONS, tokens
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-FEW = dict.fromkeys((20, 21, 22), 60.0)
 LONG: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True, "temperature": 0.0}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "biased": {"logit_bias": FEW},
-    "drawn": {"logit_bias": FEW, "temperature": 2.0, "seed": 4},
-    "free": {"temperature": 1.0, "seed": 9},
-    "penalised": {"logit_bias": FEW, "frequency_penalty": 0.3, "presence_penalty": 1.0},
-    "stopped": {"logit_bias": FEW, "stop_token_ids": [21], "min_tokens": 20, "temperature": 3.0, "seed": 7},
-}  # fmt: skip
 HEAD: dict[str, Any] = {**OPTIONS, "disk_memory": 0, "drafts": "mtp"}
 
 
@@ -78,7 +70,7 @@ def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[in
         stats = session.stats()
         assert 50 < stats.accepted_tokens < stats.drafted_tokens
         assert {*stats.drafters} == {"mtp"}
-        handle = session.submit(prompt("biased"), **LONG | REQUESTS["biased"])
+        handle = session.submit(prompt("repeating"), **LONG | REQUESTS["repeating"])
         handle.result_sync()
         assert "drafts of the model's own head were accepted" in str(session.explain(handle))
 

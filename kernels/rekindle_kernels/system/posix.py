@@ -85,7 +85,7 @@ def end_lease(descriptor: int) -> None:
 def nameless_file(size: int) -> int:
     """Return a descriptor of memory that stays of this size, and that another process may open by its number.
 
-    Raise OSError where there is no such memory.
+    Raise OSError on systems without `memfd_create`.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):  # a Python made with an older C library lacks it
         raise OSError(errno.ENOSYS, "this system has no files without a name")

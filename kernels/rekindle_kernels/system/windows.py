@@ -145,7 +145,7 @@ def try_lease(descriptor: int) -> bool:
 
 
 def is_lease_breaking(descriptor: int) -> bool:
-    """Return True, as for a lease that nobody holds."""
+    """Return True: Windows has no leases, so any file may be written to by another process."""
     return True
 
 
@@ -159,7 +159,7 @@ def nameless_file(size: int) -> int:
 
 
 def open_nameless(process: int, file: int, size: int) -> int:
-    """Raise OSError: there is no such memory."""
+    """Raise OSError: Windows has no memory that another process opens by a descriptor."""
     raise OSError(errno.ENOSYS, "this system has no files without a name")
 
 
@@ -270,7 +270,7 @@ def limit_memory(more: int) -> None:
 
 
 def forbid_core_dumps() -> None:
-    """Have this process show no window and wait for nobody if it crashes."""
+    """Suppress the error dialog and the crash report of this process, which would wait for a user."""
     _kernel32().SetErrorMode(0x0001 | 0x0002)  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX
 
 

@@ -144,6 +144,7 @@ def read_block(
     return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
 
 
+Attend = Callable[[AttentionInputs, AttentionOptions], Array]
 ReadBlock = Callable[[LayerKV, Array, Array, bool, int | None, Array | None], KeyBlock]  # as `read_block`
 
 
@@ -374,7 +375,9 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros((*q.shape[:-1], V), jnp.float32))[:T]
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
+def paged_attention(
+    inputs: AttentionInputs, options: AttentionOptions, *, decode: Attend = decode, prefill: Attend = prefill
+) -> Array:
     """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
     q, R = inputs.q, options.decode_rows
     parts = [decode(inputs, options)] if R else []

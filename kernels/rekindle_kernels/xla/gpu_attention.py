@@ -127,15 +127,11 @@ def read_block(
     return KeyBlock(keys, values, masked[0], masked[parts - 1])
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
-    """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
-    q, rows = inputs.q, options.decode_rows
-    parts = [decode(inputs, options)] if rows else []
-    if q.shape[0] > rows:
-        read = functools.partial(read_block, narrow=q.dtype)
-        parts.append(blocks_of_keys.prefill(inputs, options, blocks=BLOCKS, read=read))
-    parts = [part.astype(q.dtype) for part in parts]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
+    """Attend with chunks of prompts -> float32 [T, H, V]."""
+    read = functools.partial(read_block, narrow=inputs.q.dtype)
+    return blocks_of_keys.prefill(inputs, options, blocks=BLOCKS, read=read)
 
 
+paged_attention = functools.partial(blocks_of_keys.paged_attention, decode=decode, prefill=prefill)
 ATTENTION = Implementation("xla_gpu", paged_attention, anything)
