@@ -46,6 +46,7 @@ MIXED = {"decode": (1, 17, 0, 40), "prefill": ((5, 5), (16, 33), (1, 20)), "idle
 CASES = (
     Case("decode_lengths_around_page_borders", decode=(1, 2, 15, 16, 17, 31, 32, 33)),
     Case("decode_single_row", decode=(9,)),
+    Case("decode_and_tokens_of_no_prompt", decode=(5, 17), padding=8),
     Case("decode_all_rows_empty", decode=(0, 0)),
     Case("decode_empty_rows_between", decode=(0, 7, 0, 48, 0)),
     Case("decode_wide_table", decode=(3, 50), table_width=40),
