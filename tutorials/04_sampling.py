@@ -178,7 +178,7 @@ session.view.distribution(logits)
 #
 # <details><summary>Answer</summary>
 #
-# Less than **20**: the likeliest has 12 %, and few have a tenth of that.
+# Less than **20**: the likeliest has some 12 %, and few have a tenth of that.
 #
 # </details>
 
@@ -203,7 +203,7 @@ if smollm2:
         print(f"temperature {temperature}: top_p=0.9 keeps {nucleus_size:,} tokens, min_p=0.1 keeps {min_p_size}")
     assert done.text == " Rome", "SmolLM2 knows the capital of Italy"
     assert nucleus_size > 1000, "at temperature 1.5 the tail has more than a tenth of the probability"
-    assert round(p[0], 2) == 0.12, "the likeliest token is not likely at this temperature"
+    assert abs(p[0] - 0.12) < 0.02, "the likeliest token is not likely at this temperature"
     assert min_p_size < 20, "min_p measures against the likeliest token, whatever the tail has"
 figure
 

@@ -38,7 +38,7 @@ ALL_CASES = ["paged_attention"]  # whose slow ones need kernels that no others d
 NEWER = {
     "armv8.2-dotprod": [
         "gemm_int8",
-        *(name for name in ALL if name.startswith(("int4_", "int6groups_", "int8groups_", "codebook_"))),
+        *(name for name in ALL if name.startswith(("int4", "int6groups_", "int8groups_", "codebook"))),
     ],
     "armv8.6-i8mm-bf16": ["gemm_int8", "gemm_bfloat16"],
 }
