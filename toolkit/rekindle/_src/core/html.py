@@ -71,6 +71,11 @@ PAGES = (
 SLOTS = "Each request that runs has a slot of the batch; others wait"
 
 
+def share(part: float) -> str:
+    """Return a share of a whole in percent; one that would be rounded to none says so."""
+    return f"{part:.1%}" if part >= 5e-4 or not part else "<0.1%"
+
+
 def with_hint(text: str, meaning: str) -> Markup:
     """Return text that shows its meaning on hover."""
     return Markup(f'<span title="{escape(meaning)}">{escape(text)}</span>')
@@ -181,10 +186,17 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, named: bool = True) -> Markup:
+def bar(
+    parts: Mapping[str, float],
+    *,
+    rest: str = "",
+    width: int = 320,
+    named: bool = True,
+    colours: Sequence[str] = style.SERIES,
+) -> Markup:
     """Return shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is drawn in grey."""
     total = sum(parts.values()) or 1.0
-    colours = [style.GREY if name == rest else style.SERIES[index % 8] for index, name in enumerate(parts)]
+    colours = [style.GREY if name == rest else colours[index % len(colours)] for index, name in enumerate(parts)]
     cells = "".join(
         f'<span title="{escape(name)}: {escape(number(value))}" style="height:10px;'
         f'width:{100 * value / total:.2f}%;background:{colour};opacity:{0.3 if name == rest else 1}"></span>'
