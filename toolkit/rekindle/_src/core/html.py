@@ -58,6 +58,9 @@ def escape(value: object) -> str:
     return value if isinstance(value, Markup) else html.escape(str(value))
 
 
+_RUNNING = "white-space:pre-wrap;overflow-wrap:anywhere"  # of text as it is; a long word is broken
+
+
 def line(*parts: object) -> Markup:
     """Return a line of small text with its parts separated by dots."""
     content = " · ".join(escape(part) for part in parts if part != "")
@@ -313,21 +316,19 @@ def _image(entry: ImageLike) -> str:
 
 def code(value: str) -> Markup:
     """Return a line of code."""
-    return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
+    return Markup(f'<div style="margin:4px 0"><code style="{_RUNNING}">{escape(value)}</code></div>')
 
 
 def text(value: str) -> Markup:
     """Return running text with its line breaks."""
-    return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
+    return Markup(f'<div style="{_RUNNING};max-width:80ch;margin:4px 0">{escape(value)}</div>')
 
 
 def tokens(entries: Iterable[Token]) -> Markup:
     """Return text whose background shows how unlikely each token was: clear where it was sure, orange where it
     surprises. Hovering tells more; forced ones are underlined.
     """
-    return Markup(
-        f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>'
-    )
+    return Markup(f'<div style="{_RUNNING};max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>')
 
 
 def _token(token: Token) -> str:

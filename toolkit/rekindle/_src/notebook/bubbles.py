@@ -146,7 +146,7 @@ _MARK = f"background:{style.shade(style.ORANGE, 0.9)};outline:2px solid {style.O
 
 
 def _clickable(pieces: list[tuple[str, int]], marked: int | None, complete: bool) -> Iterator[str]:
-    yield '<div data-tokens="" style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
+    yield '<div data-tokens="" style="white-space:pre-wrap;overflow-wrap:anywhere;max-width:80ch;margin:4px 0">'
     index = 0
     for text, tokens in pieces:
         highlighted = marked is not None and 0 <= marked - index < tokens

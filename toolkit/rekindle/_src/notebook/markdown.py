@@ -54,7 +54,7 @@ class _Html:
         return "".join(parts)
 
     def paragraph(self, lines: Sequence[str]) -> str:
-        return f'<div style="margin:4px 0">{"<br>".join(lines)}</div>'
+        return f'<div style="overflow-wrap:anywhere;margin:4px 0">{"<br>".join(lines)}</div>'
 
     def heading(self, level: int, text: str) -> str:
         return f'<div style="font-weight:600;font-size:{_SIZES[level - 1]};margin:8px 0 4px">{text}</div>'

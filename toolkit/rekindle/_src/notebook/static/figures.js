@@ -11,7 +11,8 @@ function slider(label, least, most, step, value, changed) {
 function steps(el, { steps }) {
   const slots = Math.max(1, ...steps.map((step) => Math.max(0, ...step.rows.map((row) => row.slot + 1))));
   const width = 640, height = slots * 22 + 4, each = width / steps.length;
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block",
+    role: "img", "aria-label": `${steps.length} steps of a batch, a line for each slot` });
   const names = new Map();
   steps.forEach((step, at) => {
     for (const row of step.rows) {
@@ -33,7 +34,7 @@ function steps(el, { steps }) {
     for (const earlier of steps.slice(0, at + 1)) {
       for (const row of earlier.rows) texts.set(row.id, (texts.get(row.id) ?? "") + row.text);
     }
-    words.replaceChildren(...step.rows.map((row) => make("div", { style: "font-family:monospace;font-size:85%;white-space:pre-wrap" },
+    words.replaceChildren(...step.rows.map((row) => make("div", { style: "font-family:monospace;font-size:85%;white-space:pre-wrap;overflow-wrap:anywhere" },
       make("span", { style: `display:inline-block;width:.8em;height:.8em;margin-right:.5em;background:${COLOURS[names.get(row.id) % COLOURS.length]}` }),
       `${row.id} ${row.kind} ${row.stop - row.start > 1 ? `${row.start}–${row.stop - 1}` : row.start}${row.ended ? `, ended by ${row.ended}` : ""}: …${texts.get(row.id).slice(-60)}`)));
   }
@@ -61,7 +62,8 @@ function run(el, { names, steps }) {
   const slots = 1 + Math.max(...steps.flatMap(([, , , , , rows]) => rows.map(([slot]) => slot)));
   const width = 640, above = 44, height = above + slots * 12 + 4, end = steps.at(-1)[0], span = Math.max(end / 25, 1);
   const x = (time) => (width * time) / end;
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block",
+    role: "img", "aria-label": `${names.length} requests in ${steps.length} steps, a line for each slot, below the tokens per second` });
   const last = names.map(() => 0); // when each request had its last step
   for (const [at, took, , , moved, rows] of steps) {
     for (const [slot, name, prefill] of rows) {
