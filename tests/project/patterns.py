@@ -208,9 +208,11 @@ CALLS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/cli/chat.py": {
         "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
-        "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },
     "toolkit/rekindle/_src/cli/completion.py": {"shlex.split": USER("a command line", "an argument")},
+    "toolkit/rekindle/_src/cli/screen.py": {
+        "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
+    },
     "toolkit/rekindle/_src/cli/usage.py": {
         "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
     },

@@ -1,4 +1,4 @@
-"""What is said below an answer, and the settings of the next one: the same in a notebook and in a terminal."""
+"""The words below an answer, and the settings of the next one: the same in a notebook and in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUGGESTIONS: Final = (
 CHOICES: Final = 5  # tokens that could stand at another one's place, the likeliest
 
 
-class Range(NamedTuple):
+class Setting(NamedTuple):
     """A setting that is a number: its least and most value, a step between two, and its meaning."""
 
     least: float
@@ -34,9 +34,9 @@ class Preset(NamedTuple):
 
 
 RANGES: Final = {
-    "temperature": Range(0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
-    "top_p": Range(0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
-    "max_tokens": Range(1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
+    "temperature": Setting(0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
+    "top_p": Setting(0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
+    "max_tokens": Setting(1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
 }
 AS_OPENED: Final = "as opened"  # the preset of the settings that a chat begins with
 AS_OPENED_MEANING: Final = "What the session and the checkpoint ask for"

@@ -57,7 +57,7 @@ class ItemBlock(NamedTuple, Generic[P, B]):
     inner: tuple[B, ...]
 
 
-class Block(NamedTuple, Generic[B]):
+class MarkdownBlock(NamedTuple, Generic[B]):
     """A block as it is drawn, and its lines [start, stop)."""
 
     drawn: B
@@ -70,7 +70,7 @@ def has_markup(text: str) -> bool:
     return any(_is_marked(line) or _has_inline(line) for line in text.split("\n"))
 
 
-def read(text: str, look: Look[P, B]) -> Iterator[Block[B]]:
+def read(text: str, look: Look[P, B]) -> Iterator[MarkdownBlock[B]]:
     """Yield the blocks of a text."""
     return _Reader(look).blocks(text.split("\n"), 0)
 
@@ -79,7 +79,7 @@ class _Reader(Generic[P, B]):
     def __init__(self, look: Look[P, B]) -> None:
         self._look = look
 
-    def blocks(self, lines: list[str], depth: int) -> Iterator[Block[B]]:
+    def blocks(self, lines: list[str], depth: int) -> Iterator[MarkdownBlock[B]]:
         index, look = 0, self._look
         while index < len(lines):
             line = lines[index]
@@ -111,7 +111,7 @@ class _Reader(Generic[P, B]):
             else:
                 end = _while(lines, index + 1, _goes_on)
                 drawn, index = look.paragraph([self._inline(line) for line in lines[index:end]]), end
-            yield Block(drawn, start, min(index, len(lines)))
+            yield MarkdownBlock(drawn, start, min(index, len(lines)))
 
     def _items(self, lines: list[str], depth: int) -> Iterator[ItemBlock[P, B]]:
         """Yield items with the lines indented below them."""

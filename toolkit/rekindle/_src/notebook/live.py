@@ -70,7 +70,7 @@ class NodeLike(RunLike, Protocol):
 
 
 class PrefixLike(Protocol):
-    """What a prompt would hit; see `PrefixExplanation`. Its words are `str` of it."""
+    """The pages that a prompt would hit; see `PrefixExplanation`. Its words are `str` of it."""
 
     @property
     def cached_tokens(self) -> int: ...
