@@ -159,12 +159,12 @@ def left_alone_by_the_collector(compiled_programs: CompiledPrograms) -> Iterator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_ = "run the tests of half of the files, drawn by the name of a change; all of them without a name"
-    parser.addoption("--half-of", metavar="CHANGE", default="", help=help_)
+    help_ = "run the tests of a third of the files, drawn by the name of a change; all of them without a name"
+    parser.addoption("--third-of", metavar="CHANGE", default="", help=help_)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    change = config.getoption("--half-of")
+    change = config.getoption("--third-of")
     if change:
         from helpers.thorough import drawn, file_of
 
