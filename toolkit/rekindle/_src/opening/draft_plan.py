@@ -62,7 +62,9 @@ class DraftPlan(NamedTuple):
         for token_id in range(min(own.vocab_size, model.vocab_size)):
             mine, theirs = own.token(token_id), model.token(token_id)
             if mine is not None and theirs is not None and mine != theirs:
-                problem = f"has another tokenizer: token {token_id} is {mine[:_FEW]!r} there, and {theirs[:_FEW]!r} here"
+                problem = (
+                    f"has another tokenizer: token {token_id} is {mine[:_FEW]!r} there, and {theirs[:_FEW]!r} here"
+                )
                 raise ConfigError("drafts", self.name, problem, "Use a model with the same tokenizer")
 
 

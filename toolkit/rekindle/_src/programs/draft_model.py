@@ -3,10 +3,10 @@
 The small model has pages of its own, as many as the model, and finds those of a request by the same page table. So a
 request needs no further page, and pages that requests share are shared here, too.
 
-A call drafts for all rows, up to `DRAFTS` tokens each. A row brings the last one or two tokens of its text: after a step
-in which all drafts were accepted, the small model has seen neither the last of them nor the token after it. They are
-rows of their own; then each drafted token is the input of the next row. Tokens are drawn with the noise of the request
-at their positions, so that the model is likely to draw the same ones.
+A call drafts for all rows, up to `DRAFTS` tokens each. A row brings the last one or two tokens of its text: after a
+step in which all drafts were accepted, the small model has seen neither the last of them nor the token after it. They
+are rows of their own; then each drafted token is the input of the next row. Tokens are drawn with the noise of the
+request at their positions, so that the model is likely to draw the same ones.
 
 Axes: N rows, T tokens, W pages of the longest sequence, V vocabulary of the model.
 """
@@ -284,5 +284,3 @@ def _fitted(logits: Array, vocab_size: int) -> Array:
     if missing <= 0:
         return logits[:, :vocab_size]
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-
-

@@ -177,7 +177,9 @@ class ModelDrafter(Drafter):
             # All but the last draft were inputs. Of these it has those that are the text.
             inputs = [int(row.token_ids[0]) for row in drafts.rows[:-1] if row.token_ids is not None]
             since, drafts.rows = drafts.since, ()
-            right = _common(np.array(inputs, np.int32), sequence.tokens(since, min(sequence.known, since + len(inputs))))
+            right = _common(
+                np.array(inputs, np.int32), sequence.tokens(since, min(sequence.known, since + len(inputs)))
+            )
             self._note(sequence, drafts, since, since + right)
         full = len(drafts.pages)
         full = _common(drafts.pages, ids[:full])
