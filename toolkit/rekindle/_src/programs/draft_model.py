@@ -244,6 +244,7 @@ class DraftRecipes:
     def _forward(self, model: Any, kv: paged.KV, step: _Pass) -> tuple[paged.KV, Array]:
         """Run the small model over tokens; return its pages with their entries, and the hidden states."""
         size, config = self.config.page_size, self.shapes.graph.config
+        assert size is not None, "resolved"
         pages = step.table[step.owners, step.positions // size]
         paging = paged.Paging(
             jnp.where(step.valid, pages, 0), jnp.where(step.valid, step.positions % size, 0), step.table, step.lengths,

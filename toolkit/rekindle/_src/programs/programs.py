@@ -55,7 +55,7 @@ from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
-from rekindle._src.programs.partitioning import Partitioning
+from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
@@ -465,21 +465,29 @@ class Programs:
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        drafts = isinstance(key, Helper) and key in self._draft_keys
-        recipe = self.drafting.recipe(key) if self.drafting is not None and drafts else self._recipes.recipe(key)
+        recipe = self._recipe(key)
         counted = self._counted(recipe.function)
         # Only models call kernels that can be joined, and `fuse` may compile the kernel that joins them.
         implementation = self.graph.precision.implementation
-        joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) or drafts else counted
+        joined = fuse(counted, implementation=implementation) if self._runs_a_model(key) else counted
         with deprecated.known(), self.parts.tracing():
             whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
             return whole.lower(*self.parts.arguments(recipe))
+
+    def _recipe(self, key: Key) -> Recipe:
+        if self.drafting is not None and isinstance(key, Helper) and key in self._draft_keys:
+            return self.drafting.recipe(key)
+        return self._recipes.recipe(key)
+
+    def _runs_a_model(self, key: Key) -> bool:
+        """True if a program is a step, or one of the small model's."""
+        return isinstance(key, Bucket) or key in self._draft_keys
 
     def compile(self, key: Key, traced: TracedProgram | None = None) -> Compiled:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
-            options = self._recipes.step_options if isinstance(key, Bucket) or key in self._draft_keys else {}
+            options = self._recipes.step_options if self._runs_a_model(key) else {}
             compiled = compiled_with(lowered, options or compiler_options() or {})
         self._count_compiled()
         return compiled

@@ -36,14 +36,14 @@ _WITH_DRAFTS = 2  # tokens that the call which drafts computes, too
 
 
 class PageContent(NamedTuple):
-    """What the small model has computed in a page."""
+    """The tokens whose entries a page of the small model has."""
 
     before: int  # the key of the tokens before it
     tokens: IntArray  # at its beginning
 
 
 class ModelDrafts(RequestDrafts):
-    """What the small model has of a request, and how often its drafts were right."""
+    """The part of a request that the small model has, and how often its drafts were right."""
 
     __slots__ = ("acceptance", "contents", "drafter", "epoch", "keys", "near", "pages", "rows", "since")
     words = "drafts of the small model"
