@@ -1,6 +1,6 @@
 """Clients that leave at any byte, close half of a connection, read or write slowly, while streams with known texts run.
 
-pytest -m soak -s tests/soak/test_drops.py                                # 10,000 requests at a session, as many at a fleet
+pytest -m soak -s tests/soak/test_drops.py                                # 10,000 at a session, and at a fleet
 pytest -m slow -s tests/soak/test_drops.py                                # 400
 REKINDLE_DROPS=2000 pytest -m slow -s tests/soak/test_drops.py
 """
@@ -247,7 +247,9 @@ def test_clients_that_leave_at_any_byte_change_no_answer_and_leave_nothing_behin
             gc.collect()
             live.append(live_bytes())
             descriptors.append(process.num_fds())
-            held = f"{live[-1] >> 20} MiB live, {process.memory_info().rss >> 20} resident, {descriptors[-1]} descriptors"
+            held = (
+                f"{live[-1] >> 20} MiB live, {process.memory_info().rss >> 20} resident, {descriptors[-1]} descriptors"
+            )
             said = f"{counts.finished} streams of others, at most {counts.longest_gap:.2f} s between two events"
             print(f"{count // 4} requests: {dict(sorted(seen.items()))}; {said}; {held}", flush=True)
             assert counts.finished > 0

@@ -67,7 +67,7 @@ def on_disk(model: str | Path) -> ModelPlace | None:
     except (OSError, RuntimeError) as error:  # too long, in a closed folder, or in the home of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{str(model)[:_WIDTH]!r} can't be looked at ({reason}). Pass the path of a folder or file that you can read."
+            f"{str(model)[:_WIDTH]!r} can't be looked at ({reason}). Pass the path of one that you can read."
         ) from error
     entry = known.entry_of(model)
     return None if entry is None else ModelPlace(entry.path, entry.projector)
