@@ -1,7 +1,7 @@
 """Clients that leave at any byte, close half of a connection, read or write slowly, while streams with known texts run.
 
 pytest -m soak -s tests/soak/test_drops.py                                # 10,000 at a session, and at a fleet
-pytest -m slow -s tests/soak/test_drops.py                                # 400
+pytest -m slow -s tests/soak/test_drops.py                                # 200
 REKINDLE_DROPS=2000 pytest -m slow -s tests/soak/test_drops.py
 """
 
@@ -35,7 +35,7 @@ from soak.test_http import FEATURES, live_bytes
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
 
 DROPS = int(os.environ.get("REKINDLE_DROPS", "0"))
-LEAST, MANY = 400, 10_000
+LEAST, MANY = 200, 10_000
 AT_ONCE, NEIGHBOURS = 12, 2
 PATIENCE = 240.0  # seconds for an answer on a busy machine
 GROWTH = 64 << 20  # live bytes that the second half may add
