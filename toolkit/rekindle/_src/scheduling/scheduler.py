@@ -266,6 +266,7 @@ class Scheduler:
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
         self._waited = plan.drafted
         self._flights.append(_Flight(plan, (*decode, *prefill)))
+        self._drafts.entered(self._flights[-1].sequences, plan)
         self._step += 1
         return plan
 

@@ -55,6 +55,7 @@ class Drafts:
         # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
+        self._has_head = any(isinstance(one, HeadDrafter) for one in self._drafters)
         self._most = limits.prompt_lookup or _MOST
         self._costs = StepCosts()
         self._waits = -1  # the step whose plan waited for drafts
@@ -97,6 +98,12 @@ class Drafts:
             self._waits = step
         for drafter in self._drafters:
             drafter.planned(step)
+
+    def entered(self, sequences: Items[Sequence], plan: StepPlan) -> None:
+        """Note of which tokens the model's own head has entries after a step."""
+        if self._has_head and plan.enters:
+            for sequence, row in zip(sequences, plan.rows, strict=True):
+                sequence.entered = row.start + row.length
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
