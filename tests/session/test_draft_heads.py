@@ -128,6 +128,25 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(model: Any, monkeypatch: pyt
     assert plain > 150 > others > 0
 
 
+@pytest.mark.parametrize("drafts_pay", [False, True])
+def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
+    model: Any, monkeypatch: pytest.MonkeyPatch, drafts_pay: bool
+) -> None:
+    """Of as many requests as there are rows, no step has room for a draft."""
+    monkeypatch.setattr(heads, "_SHORTEST", 4)
+    if not drafts_pay:
+        monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: 0)
+    with rekindle.open_sync(model, **HEAD) as session:
+        session.generate_sync(
+            [tokens(20, seed=place) for place in range(4 if drafts_pay else 3)], **LONG | {"max_tokens": 180}
+        )
+        stats = session.stats()
+    assert not stats.drafted_tokens
+    drafting = sum(count for name, count in stats.programs.items() if name.endswith("t0+drafts"))
+    assert 2 < drafting < 20, "or they never try again"
+    assert max(stats.programs, key=stats.programs.__getitem__).endswith("t0")
+
+
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
     for name in ("qwen3.5", "llama"):
         folder = checkpoints.write(tmp_path / name, checkpoints.CASES[name])

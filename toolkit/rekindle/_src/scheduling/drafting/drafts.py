@@ -73,6 +73,10 @@ class Drafts:
         largest = max(self._limits.max_requests, SMALLEST_ROWS)
         room = min(budget, largest - len(rows))
         if room <= 0:
+            for sequence in sequences:
+                for drafts in sequence.drafting.values():
+                    if drafts.ready:
+                        drafts.declined()
             return
         proposals = self._proposals(sequences)
         if not proposals:
