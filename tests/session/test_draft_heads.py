@@ -104,9 +104,14 @@ def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatc
     assert not wrong
 
 
-def test_a_head_that_rested_drafts_as_if_it_had_not(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a head that rests are those without one, and what it missed is made up for before it drafts again, or
-    when there is no room for more of it."""
+    when there is no room for more of it. The head's attention is made so strong that each entry counts."""
+    raw = with_head("qwen3.5") | {"max_position_embeddings": 512}
+    state = checkpoints.tensors(raw)
+    for name in ("mtp.layers.0.self_attn.v_proj.weight", "mtp.layers.0.self_attn.o_proj.weight"):
+        state[name] = 20.0 * state[name]
+    model = checkpoints.model(raw, state)
     seen: dict[int, int] = {}
     original = HeadDrafter.computed
 

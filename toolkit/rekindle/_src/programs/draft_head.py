@@ -40,7 +40,7 @@ def _drafts(row: Row) -> int:
     return int(RowFlag.DRAFTING) if row.drafting else 0
 
 
-class HeadInputs(NamedTuple):
+class DraftHeadInputs(NamedTuple):
     """The integers of each row."""
 
     following: Array  # [N]: the token after it in the prompt; NONE if there is none
@@ -73,8 +73,8 @@ class DraftedTokens(Feature):
     def write_row(self, row: Row, out: IntArray) -> None:
         out[:] = row.following + 1, min(row.behind, HIDDEN_KEPT)
 
-    def unpack(self, columns: Columns) -> HeadInputs:
-        return HeadInputs(columns.row_ints[:, 0] - 1, columns.row_ints[:, 1])
+    def unpack(self, columns: Columns) -> DraftHeadInputs:
+        return DraftHeadInputs(columns.row_ints[:, 0] - 1, columns.row_ints[:, 1])
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
         if not read.columns.shape[1]:
@@ -89,7 +89,7 @@ def drafted(
     hidden: Array,
     inputs: StepInputs,
     state: RequestState,
-    own: HeadInputs,
+    own: DraftHeadInputs,
     tokens: Array,
     kv: paged.KV,
     sample: Callable[[Array], Array],

@@ -25,7 +25,7 @@ from jax import Array, lax
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.draft_head import HeadInputs, drafted
+from rekindle._src.programs.draft_head import DraftHeadInputs, drafted
 from rekindle._src.programs.draft_rows import recording
 from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
@@ -206,7 +206,7 @@ def _drafted(
     computed: ModelOutput,
     inputs: StepInputs,
     state: RequestState,
-    own: HeadInputs,
+    own: DraftHeadInputs,
     tokens: Array,
     kv: paged.KV,
 ) -> tuple[paged.KV, Array]:
