@@ -105,6 +105,8 @@ async def texts(session: Session) -> dict[str, Any]:
             max_tokens=60, **drawing,
         )  # fmt: skip
         found[f"tool {place}"] = list(reply.token_ids)
+    alone = await session.generate("Alone:", max_tokens=40, temperature=0.0, ignore_eos=True)
+    found["alone"] = list(alone.token_ids)
     session.check_integrity()
     return found
 
@@ -119,4 +121,4 @@ async def test_tokens_are_those_without_drafts(folder: str, kind: str) -> None:
         stats = session.stats()
     assert stats.drafters["forced"].accepted > 20, stats.drafters
     if kind == "mtp":
-        assert stats.drafters["mtp"].drafted > 20
+        assert stats.drafters["mtp"].drafted > 20, stats.drafters
