@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs, describe_end
 from rekindle._src.core.repetition import repetition
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
@@ -103,7 +102,7 @@ class ChatView(Live):
         sampling = Sampling.of(session.chat_sampling, drawn)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
-        self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
+        self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
         self._written: list[Message] = []

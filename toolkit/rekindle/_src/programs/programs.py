@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import units_for
@@ -284,7 +284,7 @@ class Programs:
     @classmethod
     def open(cls, plan: ProgramPlan) -> Programs:
         """Return the programs of a plan, those that earlier sessions stored in the cache too. None is made yet."""
-        kept = ExecutableStore(cache_folder(plan.config.cache_dir) / "programs")
+        kept = ExecutableStore(plan.config.cache_folder / "programs")
         name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
         return cls(
             plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
