@@ -62,8 +62,8 @@ def on_disk(model: str | Path) -> ModelPlace | None:
     path = Path(model).expanduser()
     if path.exists():
         return ModelPlace(path)
-    entry = known.entry_of(model)
-    return None if entry is None else ModelPlace(entry.path, entry.projector)
+    found = known.find(model)
+    return None if found is None else ModelPlace(found[1].path, found[1].projector)
 
 
 def locate(model: str | Path) -> ModelPlace:
