@@ -90,7 +90,7 @@ class ChatView(Live):
         system: str | None = None,
         restore: str | None = None,
         suggestions: Sequence[str] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__()
         suggestions = SUGGESTIONS if suggestions is None else suggestions
@@ -206,7 +206,7 @@ class ChatView(Live):
             return FinishReason.ABORTED
         return next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
 
-    def continue_answer(self, **options: Any) -> None:
+    def continue_answer(self, **options: object) -> None:
         """Continue an answer that was cut or stopped."""
         handle = self._handle
         if handle is None or not self.can_continue:
@@ -235,7 +235,7 @@ class ChatView(Live):
                 raise
             self.widget.fill("say", "")
 
-    def attach(self, picture: Any) -> None:
+    def attach(self, picture: object) -> None:
         """Attach a picture, in any form that `session.chat` takes, to the next message."""
         self._attached.add(picture, self._contents())
         self._mark(self._marked)
@@ -250,7 +250,7 @@ class ChatView(Live):
         if self._handle is not None:
             self._handle.cancel()
 
-    def again(self, at: int | None = None, **options: Any) -> None:
+    def again(self, at: int | None = None, **options: object) -> None:
         """Request another answer to the last message, with another seed if the temperature is above 0.
 
         `at` is the place of an earlier answer in `messages`. The answer stays as another version, and so does all that
@@ -312,7 +312,7 @@ class ChatView(Live):
         self.messages = self.messages[:at]
         self._drop()
 
-    def fork(self, at: int, edit: str = "", **options: Any) -> None:
+    def fork(self, at: int, edit: str = "", **options: object) -> None:
         """Continue from token `at` of the last answer, with `edit` in place of the tokens there.
 
         Without `edit`, the rest is sampled again with another seed; a greedy answer then repeats itself.
@@ -385,7 +385,7 @@ class ChatView(Live):
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
 
-    def file(self, value: Mapping[str, Any]) -> None:
+    def file(self, value: Mapping[str, object]) -> None:
         if value.get("at") == 0:
             self.widget.note = ""  # what was wrong with one of several stays while the others come
         self._attached.add_file(value, self._contents())

@@ -122,7 +122,7 @@ class Ledger:
         self.ready: dict[Key, Compiled] = {}
         self.least = Form.WHOLE  # the form that is enough for now
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
-        self._replaced: list[Compiled] = []  # steps in flight may run in them
+        self._replaced: list[Compiled | None] = []  # steps in flight may run in them
         self._soon: set[Key] = set()
         self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
@@ -226,7 +226,7 @@ class Programs:
         self,
         model: ModelConfig,
         graph: Graph,
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         config: EngineConfig,
         *,
         processors: Sequence[LogitsProcessor] = (),
@@ -536,6 +536,7 @@ class Programs:
     def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
+        compiled: Compiled
         with self._lock:
             self._compiling[key] = None
         try:

@@ -175,7 +175,7 @@ def _listed(name: str, entries: Any, kind: str) -> tuple[Any, ...]:
         raise ConfigError(name, entries, "is not a list", fix) from None
 
 
-def named_changes(steering: Any) -> dict[str, tuple[Steer, ...]]:
+def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
     """Return the changes of each name. Raise ConfigError for anything else."""
     if steering is None:
         return {}
