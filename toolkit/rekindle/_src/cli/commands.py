@@ -137,7 +137,7 @@ def _lost(error: BaseException) -> None:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a GGUF file or as a folder of safetensors."""
-    from rekindle._src.session.exporting import export
+    from rekindle._src.opening.exporting import export
 
     target = export(arguments.model, arguments.out, type=arguments.type, progress=Progress("exporting"))
     size = sum(path.stat().st_size for path in (target.rglob("*") if target.is_dir() else [target]))
