@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rekindle._src.cli.main import parser
 from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import foreign_names
-from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.config import DraftSource, EngineConfig, OpenOptions
 from rekindle._src.core.dtypes import DTypeLike, KVDTypeLike, Quantize
 from rekindle._src.core.options import Place, options_of, words_of
 from rekindle._src.core.sampling import Sampling, SamplingOptions
@@ -42,6 +42,7 @@ WIDER = {
     "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
     "projector": str | os.PathLike[str] | None,
+    "drafts": DraftSource | str | os.PathLike[str] | None,
     "shared_cache": str | os.PathLike[str] | None,
     "quantize": Quantize | None,
     "dtype": DTypeLike | None,

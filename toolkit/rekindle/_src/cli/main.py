@@ -346,8 +346,8 @@ _ENGINE: dict[str, dict[str, Any]] = {
         "metavar": "N", "help": "speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
     },
     "drafts": {
-        "help": "where draft tokens come from: auto (default), none, suffix for all texts of the session, or mtp for "
-        "the model's own head",
+        "help": "where draft tokens come from: auto (default), none, suffix for all texts of the session, mtp for "
+        "the model's own head, or a small model: a folder, a GGUF file or a name",
     },
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},

@@ -58,7 +58,7 @@ class OpenOptions(TypedDict, total=False):
     max_adapter_rank: int | None
     prefix_cache: bool | None
     prompt_lookup: int | None
-    drafts: DraftSource | None
+    drafts: DraftSource | str | os.PathLike[str] | None
     deterministic: bool | None
     kernels: str | None
     seed: int | None
@@ -150,7 +150,8 @@ class EngineConfig(html.Record):
         prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
         drafts ("auto"): where drafts come from: "suffix" is all texts of the session, 7 tokens at a time unless
             prompt_lookup says how many; "mtp" is the model's own head that drafts a token in each step, if it has one;
-            "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
+            a folder, a GGUF file, a hub id or "tiny" is a small model with the same tokenizer; "auto" is prompt_lookup
+            and what grammars force; "none" is no drafts at all.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
         kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".
@@ -190,7 +191,7 @@ class EngineConfig(html.Record):
     max_adapter_rank: int = option(64, Whole(1), also=("serve", "warm"))
     prefix_cache: bool = option(True, Flag())
     prompt_lookup: int = option(0, Whole(0), also=("command",))
-    drafts: DraftSource = option("auto", Word(get_args(DraftSource)), also=("command",))
+    drafts: DraftSource | str = option("auto", Text(path=True), also=("command",))
     deterministic: bool = option(False, Flag(), also=("serve", "warm"))
     kernels: str | None = option(None, Text(), also=("warm",))
     seed: int | None = option(None, Whole(0))
@@ -206,6 +207,11 @@ class EngineConfig(html.Record):
     if TYPE_CHECKING:
 
         def __init__(self, **options: Unpack[OpenOptions]) -> None: ...
+
+    @property
+    def draft_model(self) -> str | None:
+        """The folder, file or name of the small model that drafts; None without one."""
+        return None if self.drafts in get_args(DraftSource) else self.drafts
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.pictures import PicturePatch, patches_of
+from rekindle._src.core.pictures import PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -231,7 +231,9 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
-    drafting: bool = False  # the model's own head drafts the token after the one that it samples
+    # A drafter waits for its result: the model's own head drafts the token after the one that it samples, or a small
+    # model will.
+    drafting: bool = False
     following: int = -1  # the token after its last one, if it does not sample that
 
 
@@ -250,6 +252,19 @@ class PageCopy(NamedTuple):
     page: int
 
 
+class DraftTask(NamedTuple):
+    """The work of a small model before a step: tokens of a request that it has not seen, and drafts after them.
+
+    The tokens that it drafts are written into those of the rows `drafts`.
+    """
+
+    request: Request
+    pages: IntArray  # the page table of the request's rows, long enough for the drafts
+    start: int  # the place of the first token
+    tokens: IntArray
+    drafts: tuple[Row, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step. Order on the device: offload reads, then restore writes, then copies, then the rows."""
@@ -263,6 +278,7 @@ class StepPlan:
     sides_in: tuple[PageMove, ...] = ()  # and to fill as `restore`
     loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
+    tasks: tuple[DraftTask, ...] = ()  # of a small model that drafts, before the rows run
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -553,7 +569,7 @@ class Completion:
 
         `done.captured.select(positions=list(done.patches))` is what was captured of them.
         """
-        return patches_of(self.image_runs, [image.grids for image in self.images])
+        return patches_of(picture_runs(self.image_runs, [image.grids for image in self.images]))
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:

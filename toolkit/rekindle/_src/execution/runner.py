@@ -24,6 +24,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
+from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfers, PayloadStore, prefault
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -60,7 +61,9 @@ class Runner:
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
         recorder: CallRecorder | None = None,
+        drafter: DraftModel | None = None,
     ) -> None:
+        """Make pages and state. `drafter` is the small model that drafts, which its owner closes."""
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
@@ -84,6 +87,7 @@ class Runner:
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
         self._late = LateSteps(programs, self._calls)
+        self._drafter = drafter
         self._last_read = self._late_before = 0.0  # when a result was read, and the seconds of late steps until then
         self._closed = self._asleep = False
 
@@ -99,6 +103,7 @@ class Runner:
             raise RekindleError("The session sleeps, so that no step can run. Await session.wake() first")
         start = time.perf_counter()
         self._poll(start)
+        idle_before = self._draft(plan, start)
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
         self._transfers.copy(plan.copies)
@@ -127,12 +132,22 @@ class Runner:
         else:
             step.output = self._calls.step(bucket, programs[0], upload)
         now = time.perf_counter()
-        step.idle_seconds = idle = self._idle(now)
-        step.dispatched, step.host_seconds = now if idle else dispatched, now - start
+        step.idle_seconds = idle = self._idle(now) if idle_before is None else idle_before
+        began = now if idle else dispatched
+        step.dispatched, step.host_seconds = began if idle_before is None else start, now - start
         self._latest, self._seen_running = step, now
         if isinstance(step.choice, ChoiceCall) and not self._late.needs_unread_token(ran_plan):
             self._late.choose(step)
         return step
+
+    def _draft(self, plan: StepPlan, start: float) -> float | None:
+        """Let the small model do its tasks of a step. If it drafts, wait for the tokens, and return how long the device
+        was idle before: the step is taken to begin with the drafts, which it pays for."""
+        if not plan.tasks:
+            return None
+        assert self._drafter is not None, "only a small model has tasks"
+        idle = self._idle(start)
+        return idle if self._drafter.work(plan.tasks) else None
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
@@ -301,6 +316,8 @@ class Runner:
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
         self._late.release_gate(self._latest)
+        if self._drafter is not None:
+            self._drafter.renew()
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):

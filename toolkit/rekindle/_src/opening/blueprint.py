@@ -21,11 +21,13 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
+from rekindle._src.opening.draft_plan import DraftPlan, draft_plan
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
+from rekindle._src.programs.draft_model import page_bytes
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
@@ -58,6 +60,7 @@ class Blueprint:
     caches: tuple[CachePlan, ...]  # pages first
     taps: TapFacts | None  # None if nothing can be tapped
     pictures: PicturesPlan | None = None  # None if it reads text alone
+    drafter: DraftPlan | None = None  # the small model that drafts, if there is one
 
     @property
     def model(self) -> ModelConfig:
@@ -124,6 +127,7 @@ class Blueprint:
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "pictures": None if self.pictures is None else self.pictures.identity.hex(),
+            "drafter": None if self.drafter is None else self.drafter.checkpoint.fingerprint,
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
             if self.taps
@@ -140,9 +144,16 @@ class Blueprint:
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
     graph, (options, placement) = source.graph, source.placed(request.config)
-    pictures = source.pictures(options)
+    pictures, drafter = source.pictures(options), draft_plan(options, graph.config, placement)
     weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
-    config = resolve(options, graph.config, weight_bytes=weight_bytes, placement=placement)
+    weight_bytes += 0 if drafter is None else drafter.device_bytes
+    config = resolve(
+        options,
+        graph.config,
+        weight_bytes=weight_bytes,
+        placement=placement,
+        drafter=None if drafter is None else drafter.graph,
+    )
     if config.deterministic:
         graph = deterministic(graph, config)
     programs = ProgramPlan(
@@ -157,6 +168,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT)
         | (PLAIN_VARIANT if pictures is None else ProgramVariant.PICTURES),
         name="" if source.folder is None else readable_name(source.folder),
+        drafter=None if drafter is None else drafter.shapes,
     )
     precompile = precompiles(config.precompile)
     if precompile == "background" and graph.config.only_embeds:
@@ -171,6 +183,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         _caches(config, programs),
         _taps(request, graph.config, config),
         pictures,
+        drafter,
     )
 
 
@@ -184,7 +197,10 @@ def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...
     page = paged.page_bytes(local, config.page_size, config.kv_dtype, slots=slots_of(sides))
     host -= sum(plan.host_bytes for plan in sides)
     pages = CachePlan("pages", config.device_pages, page, host, disk)
-    return (pages, *(CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides))
+    kinds = [CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides]
+    if programs.drafter is not None:  # below the device there are none: a small model computes them again
+        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(programs.drafter.graph, config), 0, 0))
+    return pages, *kinds
 
 
 def _taps(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:

@@ -21,6 +21,7 @@ from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
+from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -67,6 +68,7 @@ def build(request: OpenRequest) -> Front:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
+        drafter = _drafter(plan, programs, cache, request, owners)
         runner = Runner(
             weights.model,
             programs.all.config,
@@ -75,15 +77,18 @@ def build(request: OpenRequest) -> Front:
             programs=programs.all,
             prefer_ready=plan.precompile == "background",
             recorder=others,
+            drafter=drafter,
         )
         scheduler = cache.schedule(programs, runner.program_wait)
         cache.restore(runner, programs, request.show)
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
+        if plan.drafter is not None:
+            plan.drafter.check_tokens(tokenizer)
         pictures = _pictures(plan, tokenizer, owners)
         request.show("programs")
         programs.opened()
-        sleepers = () if pictures is None else (pictures,)
+        sleepers = [one for one in (pictures, drafter) if one is not None]
         device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers)
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
@@ -91,6 +96,22 @@ def build(request: OpenRequest) -> Front:
         )
         device.owners = owners.pop_all()
         return front
+
+
+def _drafter(
+    plan: Blueprint,
+    programs: SessionPrograms,
+    cache: SessionCache,
+    request: OpenRequest,
+    owners: contextlib.ExitStack,
+) -> DraftModel | None:
+    """Return the small model that drafts, with its weights; None without one."""
+    small = plan.drafter
+    if small is None:
+        return None
+    request.show("weights of the small model that drafts")
+    drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
+    return owners.enter_context(closing(drafter))
 
 
 def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStack) -> SessionPictures | None:

@@ -110,6 +110,11 @@ class SessionCache:
         for tree in () if self._tree is None else trees(self._tree):
             tree.drop_altered(digest, None if self.tiers is None else self.tiers.host.discard)
 
+    def lose_drafts(self) -> None:
+        """Let drafters know that what they have on the device was lost."""
+        for drafter in self.drafters:
+            drafter.lost()
+
     def close(self) -> None:
         for each in self.all_tiers:
             each.close()
@@ -194,4 +199,5 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         limits,
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
+        draft_positions=0 if plan.drafter is None else plan.drafter.positions,
     )

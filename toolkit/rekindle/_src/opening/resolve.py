@@ -21,6 +21,7 @@ from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import family
+from rekindle._src.programs import draft_model
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
 from rekindle._src.programs.side_caches import KINDS
@@ -36,9 +37,15 @@ CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per run
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement = ALONE
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    weight_bytes: int = 0,
+    placement: Placement = ALONE,
+    drafter: Graph | None = None,
 ) -> EngineConfig:
-    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load."""
+    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load; `drafter`
+    is the small model that drafts, which has as many pages."""
     platform = jax.default_backend()
     dtype = resolve_dtype(config.dtype, model)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -94,7 +101,8 @@ def resolve(
         prefix_cache=config.prefix_cache and not model.is_bidirectional and _shareable(model, length),
         mesh=config.mesh if placement.divided else None,
     )
-    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement))
+    more = 0 if drafter is None else draft_model.page_bytes(drafter, resolved)
+    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement, more))
 
 
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
@@ -154,14 +162,17 @@ def _kind(platform: str) -> str:
 
 
 def _pages(
-    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement
+    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement, more: int
 ) -> dict[str, Any]:
-    """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device."""
+    """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device.
+
+    Each page has `more` bytes in addition, of another model.
+    """
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
     local, requests = placement.local_config(model), config.max_requests // placement.data
     sizes = [(kind, kind.slot_size(local, config)) for kind in KINDS if kind.slots_for(model, config, placement, 1)]
-    size = page_bytes(local, config.page_size, config.kv_dtype, {kind.name: 1 for kind, _ in sizes})
+    size = page_bytes(local, config.page_size, config.kv_dtype, {kind.name: 1 for kind, _ in sizes}) + more
 
     def side_bytes(pages: int, *, shared: bool) -> int:
         """Return the bytes of side caches next to so many pages: of those that share `device_memory` with them, or of

@@ -30,6 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
 from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, TokenPlaces, drawing_flags
 from rekindle._src.programs.features import PLAIN, Features
@@ -314,6 +315,11 @@ def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array |
     return tables.at[slots, places].set(pages, mode="promise_in_bounds")
 
 
+def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
+    """Return the floats of the options by which a token is drawn."""
+    return min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p
+
+
 class Constants:
     """Values that are constant while a request has its slot, in arrays by slot, so that a step gathers them at once."""
 
@@ -331,7 +337,7 @@ class Constants:
         halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
         ints, floats = self._features.constants(request)
         self.ints[row.slot] = (request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves, *ints)
-        self.floats[row.slot] = (min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p, *floats)
+        self.floats[row.slot] = (*drawing_floats(sampling), *floats)
         self.flags[row.slot] = drawing_flags(sampling) | self._features.flags(request)
         self.row_flags[row.slot] = self._features.row_flags(request)
 

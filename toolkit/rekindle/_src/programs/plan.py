@@ -12,6 +12,7 @@ from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
+from rekindle._src.programs.draft_model import DraftShapes
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.user_functions import LogitsProcessor, Tap
 
@@ -29,6 +30,7 @@ class ProgramPlan:
     taps: tuple[Tap, ...] = ()
     ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
+    drafter: DraftShapes | None = None  # the small model that drafts, if there is one
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:
@@ -55,5 +57,6 @@ class ProgramPlan:
             "spare": {plan.name: plan.spare for plan in self.sides if plan.spare},
             "processors": [processor.key for processor in self.processors],
             "taps": [tap.key for tap in self.taps],
+            **({} if self.drafter is None else {"drafter": self.drafter.facts()}),
             **self.placement.key(),
         }

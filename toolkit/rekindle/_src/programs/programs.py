@@ -50,11 +50,12 @@ from rekindle._src.programs.buckets import (
     StepPart,
 )
 from rekindle._src.programs.draft_head import DraftedTokens
+from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
-from rekindle._src.programs.partitioning import Partitioning
+from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
@@ -235,10 +236,12 @@ class Programs:
         ahead: ProgramVariant = buckets.PLAIN_VARIANT,
         store: Executables | None = None,
         placement: Placement = ALONE,
+        drafter: DraftShapes | None = None,
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `ahead` are variants whose programs are made ahead although most sessions make them as needed.
+        `ahead` are variants whose programs are made ahead although most sessions make them as needed; `drafter` is the
+        small model that drafts.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
@@ -260,6 +263,7 @@ class Programs:
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
+        self.drafting = None if drafter is None else DraftRecipes(drafter, config, model.vocab_size)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
         self.width, self.page_size, self.parts = self._recipes.width, self._recipes.page_size, self._recipes.parts
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
@@ -289,6 +293,7 @@ class Programs:
         return cls(
             plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
             ahead=plan.ahead, store=ProgramStore(kept, name, plan.key, devices), placement=plan.placement,
+            drafter=plan.drafter,
         )  # fmt: skip
 
     @property
@@ -311,7 +316,13 @@ class Programs:
         copies = (COPY,) if self.config.prefix_cache and shared else ()
         tree = self.sides if sizes and self.config.prefix_cache else ()
         entries = [key for plan in tree for key in (plan.read_out, plan.fill)]
-        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *entries)
+        fills = self.fills if sizes else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self._draft_keys)
+
+    @property
+    def _draft_keys(self) -> tuple[Helper, ...]:
+        """The programs of the small model that drafts."""
+        return () if self.drafting is None else self.drafting.keys
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -454,20 +465,29 @@ class Programs:
 
     def build(self, key: Key) -> jax.stages.Lowered:
         """Trace and lower one program."""
-        recipe = self._recipes.recipe(key)
+        recipe = self._recipe(key)
         counted = self._counted(recipe.function)
-        # Only steps call kernels that can be joined, and `fuse` may compile the kernel that joins them.
+        # Only models call kernels that can be joined, and `fuse` may compile the kernel that joins them.
         implementation = self.graph.precision.implementation
-        joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
+        joined = fuse(counted, implementation=implementation) if self._runs_a_model(key) else counted
         with deprecated.known(), self.parts.tracing():
             whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
             return whole.lower(*self.parts.arguments(recipe))
+
+    def _recipe(self, key: Key) -> Recipe:
+        if self.drafting is not None and isinstance(key, Helper) and key in self._draft_keys:
+            return self.drafting.recipe(key)
+        return self._recipes.recipe(key)
+
+    def _runs_a_model(self, key: Key) -> bool:
+        """True if a program is a step, or one of the small model's."""
+        return isinstance(key, Bucket) or key in self._draft_keys
 
     def compile(self, key: Key, traced: TracedProgram | None = None) -> Compiled:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
-            options = self._recipes.step_options if isinstance(key, Bucket) else {}
+            options = self._recipes.step_options if self._runs_a_model(key) else {}
             compiled = compiled_with(lowered, options or compiler_options() or {})
         self._count_compiled()
         return compiled

@@ -13,7 +13,10 @@ sessions, and views.
   so that kernels read both tables alike. At places that the window has passed the table names the scratch page, which
   no kernel reads there.
 
-Two more, on paper:
+The pages of a small model that drafts are no kind: they lie at the ids of the model's pages, and are computed again
+where they lack a text (`scheduling.drafting.models`).
+
+One more, on paper:
 
     class EncoderOutputs(DevicePlan):      # of pictures, as rows of the residual stream
         name = "encodings"                 # stored as ", encodings of "
@@ -23,16 +26,6 @@ Two more, on paper:
         # slots: two of the most tokens of an input for each request; step, span: nodes have none and need none
         # leaves: one input's rows, [tokens, hidden]; content: digest of the encoder's weights and preprocessing
         # feature: one integer for each prefill token, its place among the slots; embeddings are replaced there
-
-    class DraftPages(DevicePlan):          # of a drafter that is another model
-        name = "drafts"                    # stored as ", drafts of "
-        keying = Keying.PAGES              # as many in a row as the drafter sees: all of them, or its window
-        share, costs = 8, "measured"       # a drafter's tokens are cheap to compute
-        moved, divided = FEW, PAYLOAD
-        # slots: `device_pages`, or those of the drafter's window; span: the same in pages, or 0: a prompt continues
-        # without them, since drafts are only worse then
-        # leaves: a page over the drafter's layers; content: the drafter's fingerprint
-        # feature: `PageTables`, as those of windows
 
 `CONTENT` is the one thing to add: entries that no node has, held by the sequences whose next rows read them. It is a
 subclass of `SideCache` that finds entries by digest, and a `SideRule` that admits, covers and releases them.

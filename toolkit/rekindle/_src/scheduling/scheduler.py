@@ -252,6 +252,7 @@ class Scheduler:
             decode_rows = [self._row(sequence, 1) for sequence in decode]
         if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
+        tasks = self._drafts.tasks(decode, decode_rows)
         self._ready_rows.end()
         if not decode and not prefill:
             return None
@@ -262,6 +263,7 @@ class Scheduler:
             *self._ledger.moves(),
             self._running_set.adapters.loads(),
             self._ledger.copies(self._step),
+            tasks,
         )
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
         self._waited = plan.drafted

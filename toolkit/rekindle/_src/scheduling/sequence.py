@@ -53,7 +53,8 @@ class Limits:
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
-    drafts: DraftSource = "auto"  # where drafts come from
+    drafts: DraftSource | str = "auto"  # where drafts come from
+    draft_positions: int = 0  # that the small model has which drafts; 0: there is none
 
     @classmethod
     def of(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from rekindle._src.core.records import IntArray, Row, RowResult
+from rekindle._src.core.records import DraftTask, IntArray, Row, RowResult
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -65,6 +65,13 @@ class Drafter:
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         """Return a proposal for each row, the tokens after `skip` others; None where it has none."""
         raise NotImplementedError
+
+    def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
+        """Return what a small model computes before a step, whose decode `rows` are those of `sequences`."""
+        return ()
+
+    def lost(self) -> None:
+        """Note that what it has on the device was lost. Called in the device thread."""
 
     def planned(self, step: int) -> None:
         """Note that a step is planned."""

@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from rekindle._src.core.records import Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import DraftTask, Row, RowResult, StepPlan, StepResult
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
 from rekindle._src.scheduling.drafting.heads import HeadDrafter
+from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
 from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
@@ -44,6 +45,8 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
         past = (LookupDrafter(),)
     if limits.drafts == "mtp":
         past = (*past, HeadDrafter())
+    if limits.draft_positions:
+        past = (*past, ModelDrafter(limits.page_size, limits.draft_positions))
     return ForcedDrafter(), *past
 
 
@@ -54,6 +57,7 @@ class Drafts:
         self._limits, self._ledger = limits, ledger
         # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
+        self._working = tuple(one for one in self._drafters if type(one).tasks is not Drafter.tasks)
         self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
         self._most = limits.prompt_lookup or _MOST
         self._costs = StepCosts()
@@ -88,6 +92,10 @@ class Drafts:
                 drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
+
+    def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
+        """Return what drafters compute on the device before a step, whose decode `rows` are those of `sequences`."""
+        return tuple(task for drafter in self._working for task in drafter.tasks(sequences, rows))
 
     def planned(self, step: int, *, alone: bool, waited: bool) -> None:
         """Note that a step was planned `alone`, while none ran, and if that is because it `waited` for drafts."""

@@ -37,6 +37,11 @@ class Acceptance:
         if self._seen > _REMEMBERED:
             self._right, self._seen = 0.5 * self._right, 0.5 * self._seen
 
+    def doubt(self, most: float) -> None:
+        """Let what was seen count for `most` drafts: it may not hold any more."""
+        if self._seen > most:
+            self._right, self._seen = self._right * most / self._seen, most
+
     def chance(self, expected: float) -> float:
         """Return the chance of the next draft, which is taken to be `expected` before any was seen."""
         return (self._right + _PRIOR * expected) / (self._seen + _PRIOR)

@@ -25,7 +25,8 @@ class RequestDrafts:
 
     @property
     def asks(self) -> bool:
-        """True if the request's next row shall compute a draft: the model itself does, in `rows` that ask for it."""
+        """True if the next step shall be planned with the result of the request's next row: the model's own head drafts
+        in that row, or a small model needs its token."""
         return False
 
     def declined(self) -> None:

@@ -1,0 +1,287 @@
+"""The programs of a small model that drafts tokens: one that computes tokens of a text, and one that drafts.
+
+The small model has pages of its own, as many as the model, and finds those of a request by the same page table. So a
+request needs no further page, and pages that requests share are shared here, too.
+
+A call drafts for all rows, up to `DRAFTS` tokens each. A row brings the last one or two tokens of its text: after a
+step in which all drafts were accepted, the small model has seen neither the last of them nor the token after it. They
+are rows of their own; then each drafted token is the input of the next row. Tokens are drawn with the noise of the
+request at their positions, so that the model is likely to draw the same ones.
+
+Axes: N rows, T tokens, W pages of the longest sequence, V vocabulary of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import DraftTask
+from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.models.base import Graph, merge
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
+from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
+from rekindle._src.programs.packing import drawing_floats
+from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
+from rekindle._src.programs.sampling import choose
+from rekindle_kernels import Choice, greedy, zeros
+
+DRAFTS = 7  # tokens of a row, at most
+FILLS = 16, 256  # tokens of a call that drafts none
+_ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
+_HEAD, _COLUMNS = 3, 7
+
+
+class DraftShapes(NamedTuple):
+    """The small model of a session, as its programs see it."""
+
+    graph: Graph
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    def facts(self) -> list[Any]:
+        """Return all that its programs depend on."""
+        leaves = zip(self.graph.paths, self.leaves, strict=True)
+        return [self.graph.config.digest(), [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]]
+
+
+def page_bytes(graph: Graph, config: EngineConfig) -> int:
+    """Return the bytes of one of its pages, over all of its layers. The config is resolved."""
+    assert config.page_size is not None, "resolved"
+    return paged.page_bytes(graph.config, config.page_size, config.kv_dtype)
+
+
+def row_sizes(most: int) -> tuple[int, ...]:
+    """Return for how many rows there is a program, the fewest first."""
+    sizes = []
+    size = 1
+    while size < most:
+        sizes.append(size)
+        size *= _ROWS_STEP
+    return (*sizes, most)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """The buffers of a call that drafts for `rows`, on the host and on the device."""
+
+    rows: int
+    width: int  # pages of the longest sequence
+
+    @property
+    def ints(self) -> int:
+        return _HEAD + self.rows * (_COLUMNS + self.width)
+
+    @property
+    def floats(self) -> int:
+        return 3 * self.rows
+
+    def sections(self, ints: Any) -> tuple[Any, Any, Any]:
+        """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
+        end = _HEAD + self.rows * _COLUMNS
+        return (
+            ints[:_HEAD],
+            ints[_HEAD:end].reshape(self.rows, _COLUMNS),
+            ints[end:].reshape(self.rows, self.width),
+        )
+
+    def pack(self, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of a call, for tasks that bring one or two tokens and have drafts."""
+        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array([0, 1, 0], np.float32), (self.rows, 1))
+        head, columns, table = self.sections(ints)
+        flags = 0
+        for place, task in enumerate(tasks):
+            sampling, end = task.request.sampling, task.start + len(task.tokens)
+            flags |= drawing_flags(sampling)
+            before = int(task.tokens[-2]) if len(task.tokens) > 1 else -1
+            halves = np.array([(sampling.seed or 0) >> 32, (sampling.seed or 0) & 0xFFFFFFFF], np.uint32)
+            columns[place] = (
+                before, task.tokens[-1], end, len(task.drafts), min(sampling.top_k, 2**31 - 1), *halves.view(np.int32),
+            )  # fmt: skip
+            floats[place] = drawing_floats(sampling)
+            table[place, : len(task.pages)] = task.pages[: self.width]
+        head[:] = max(len(task.drafts) for task in tasks), len(tasks), flags
+        return ints, floats.reshape(-1)
+
+
+def pack_fill(tokens: int, width: int, task: DraftTask) -> np.ndarray:
+    """Return the buffer of a call that computes up to so many tokens of a text."""
+    ints = np.zeros(2 + tokens + width, np.int32)
+    count = len(task.tokens)
+    ints[:2] = count, task.start + count
+    ints[2 : 2 + count] = task.tokens
+    ints[2 + tokens :][: len(task.pages)] = task.pages[:width]
+    return ints
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRecipes:
+    """The recipes of the small model's programs."""
+
+    shapes: DraftShapes
+    config: EngineConfig  # resolved
+    vocab_size: int  # the model's
+
+    @functools.cached_property
+    def kv(self) -> paged.KV:
+        """The shapes of its pages."""
+        assert self.config.device_pages is not None, "resolved"
+        assert self.config.page_size is not None, "resolved"
+        return paged.abstract(
+            self.shapes.graph.config, self.config.device_pages, self.config.page_size, self.config.kv_dtype
+        )
+
+    @property
+    def width(self) -> int:
+        assert self.config.max_model_len is not None, "resolved"
+        assert self.config.page_size is not None, "resolved"
+        return pages_for(self.config.max_model_len, self.config.page_size)
+
+    @functools.cached_property
+    def memory(self) -> Helper:
+        """The program that makes its pages."""
+        return Helper("draft-memory")
+
+    @functools.cached_property
+    def fills(self) -> dict[int, Helper]:
+        """The programs that compute tokens, by how many, the fewest first."""
+        return {tokens: Helper(f"draft-prompt{tokens}") for tokens in FILLS}
+
+    @functools.cached_property
+    def drafts(self) -> dict[int, Helper]:
+        """The programs that draft, by their rows, the fewest first."""
+        return {rows: Helper(f"draft{rows}") for rows in row_sizes(self.config.max_requests)}
+
+    @property
+    def keys(self) -> tuple[Helper, ...]:
+        return (self.memory, *self.fills.values(), *self.drafts.values())
+
+    def recipe(self, key: Helper) -> Recipe:
+        """Return the recipe of one of `keys`."""
+        if key == self.memory:
+            return Recipe(lambda: zeros(self.kv), (), (), (), PAGES)
+        for tokens, name in self.fills.items():
+            if key == name:
+                ints = jax.ShapeDtypeStruct((2 + tokens + self.width,), jnp.int32)
+                fill = functools.partial(self._fill, tokens)
+                return Recipe(fill, (self.shapes.leaves, self.kv, ints), (1,), (WEIGHTS, PAGES, ROWS), PAGES)
+        layout = DraftLayout(next(rows for rows, name in self.drafts.items() if name == key), self.width)
+        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
+        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
+        draft = functools.partial(self._draft, layout)
+        arguments = (self.shapes.leaves, self.kv, ints, floats)
+        return Recipe(draft, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS), (PAGES, ROWS))
+
+    def _fill(self, most: int, leaves: Sequence[Array], kv: paged.KV, ints: Array) -> paged.KV:
+        """Compute the entries of a text's tokens. Nothing else is read of it, so that nothing else is computed."""
+        count, end, tokens, pages = ints[0], ints[1], ints[2 : 2 + most], ints[2 + most :]
+        # As in steps, rows of one token come first: these are empty.
+        rows = SMALLEST_ROWS
+        places = lax.iota(jnp.int32, most)
+        positions = jnp.where(places < count, end - count + places, 0)
+        empty = jnp.zeros(rows, jnp.int32)
+        table = jnp.zeros((rows + 1, len(pages)), jnp.int32).at[rows].set(pages)
+        cu_lengths = jnp.stack([jnp.zeros((), jnp.int32), count])
+        pass_ = _Pass(
+            tokens=jnp.concatenate([empty, tokens]),
+            positions=jnp.concatenate([empty, positions]),
+            valid=jnp.concatenate([empty > 0, places < count]),
+            owners=jnp.concatenate([lax.iota(jnp.int32, rows), jnp.full(most, rows, jnp.int32)]),
+            table=table,
+            lengths=jnp.concatenate([empty, end[None]]),
+            cu_lengths=cu_lengths,
+            num_prefills=jnp.ones((), jnp.int32),
+            rows=rows,
+        )
+        kv, _ = self._forward(merge(self.shapes.graph, leaves), kv, pass_)
+        return kv
+
+    def _draft(
+        self, layout: DraftLayout, leaves: Sequence[Array], kv: paged.KV, ints: Array, floats: Array
+    ) -> tuple[paged.KV, Array]:
+        """Draft tokens [N, DRAFTS] for all rows. Those beyond a row's number are undefined."""
+        head, columns, table = layout.sections(ints)
+        steps, used, flags = head
+        before, latest, lengths, counts = (columns[:, column] for column in range(4))
+        temperature, top_p, min_p = floats.reshape(-1, 3).T
+        seed = lax.bitcast_convert_type(columns[:, 5:7], jnp.uint32)
+        choice = Choice(temperature, columns[:, 4], top_p, min_p, seed, lengths)
+        model = merge(self.shapes.graph, leaves)
+
+        def chosen(hidden: Array, lengths: Array) -> Array:
+            logits = _fitted(model.logits(hidden, used), self.vocab_size)
+            at, kernels = choice._replace(position=lengths), self.shapes.graph.precision.implementation
+            return branch(
+                flags & RowFlag.DRAWS == 0,
+                lambda: greedy(logits, implementation=kernels),
+                lambda: choose(logits, at, flags, implementation=kernels),
+            )
+
+        both = jnp.stack([before, latest], axis=1).reshape(-1)
+        ends = jnp.stack([jnp.where(before >= 0, lengths - 1, 0), lengths], axis=1).reshape(-1)
+        kv, hidden = self._forward(model, kv, _Pass.of_rows(both, ends, jnp.repeat(table, 2, axis=0)))
+        tokens = chosen(hidden[1::2], lengths)
+        drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32).at[:, 0].set(tokens)
+
+        def another(place: Array, carry: tuple[paged.KV, Array, Array]) -> tuple[paged.KV, Array, Array]:
+            kv, tokens, drafts = carry
+            ends = jnp.where(place < counts, lengths + place, 0)  # other rows have no pages there
+            kv, hidden = self._forward(model, kv, _Pass.of_rows(tokens, ends, table))
+            tokens = chosen(hidden, lengths + place)
+            return kv, tokens, drafts.at[:, place].set(tokens)
+
+        kv, _, drafts = lax.fori_loop(1, steps, another, (kv, tokens, drafts))
+        return kv, drafts
+
+    def _forward(self, model: Any, kv: paged.KV, step: _Pass) -> tuple[paged.KV, Array]:
+        """Run the small model over tokens; return its pages with their entries, and the hidden states."""
+        size, config = self.config.page_size, self.shapes.graph.config
+        assert size is not None, "resolved"
+        pages = step.table[step.owners, step.positions // size]
+        paging = paged.Paging(
+            jnp.where(step.valid, pages, 0), jnp.where(step.valid, step.positions % size, 0), step.table, step.lengths,
+            step.cu_lengths, step.num_prefills, {},
+        )  # fmt: skip
+        attend = paged.PagedAttention(config, kv, paging, step.rows, self.config.kernels)
+        tokens = jnp.clip(step.tokens, 0, config.vocab_size - 1)
+        hidden = model(tokens, step.positions, attend, lengths=step.positions + 1)
+        return tuple(attend.kv), hidden
+
+
+class _Pass(NamedTuple):
+    """One pass over tokens, as `StepInputs` has them."""
+
+    tokens: Array
+    positions: Array
+    valid: Array
+    owners: Array
+    table: Array
+    lengths: Array
+    cu_lengths: Array
+    num_prefills: Array
+    rows: int
+
+    @classmethod
+    def of_rows(cls, tokens: Array, lengths: Array, table: Array) -> _Pass:
+        """Return the pass over one token of each row, the last of `lengths`; 0 is an empty row."""
+        rows = lax.iota(jnp.int32, len(tokens))
+        none = jnp.zeros((), jnp.int32)
+        return cls(
+            tokens, jnp.maximum(lengths - 1, 0), lengths > 0, rows, table, lengths, none[None], none, len(tokens)
+        )
+
+
+def _fitted(logits: Array, vocab_size: int) -> Array:
+    """Return logits over the model's vocabulary: what is padding in one of both is never drafted."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)

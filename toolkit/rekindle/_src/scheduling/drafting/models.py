@@ -1,0 +1,220 @@
+"""Drafts of a small model with the same vocabulary, for all rows of a step in one call.
+
+The step that checks drafts is planned before they are made: how many are worth it follows from how often those at each
+place were right, and from what such steps took. The small model drafts them on the device before the rows run.
+
+It has pages of its own at the ids of the model's, in which it keeps what it computed of a text. `contents` says for
+each page of which text that is; so the pages of a prefix that requests share are computed once, and a page that came
+back from memory or disk, or belongs to another text by now, is known to lack it. Tokens that are missing are computed
+before the first draft, some hundred in a step. Nothing is computed while drafts don't pay: the drafter rests then, and
+tries again after a pause that grows.
+
+It proposes for a row whose tokens are all known. So a request asks for the result of its step to be read before the
+next one is planned, while drafts pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+
+from rekindle._src.core.records import DraftTask, IntArray, Row
+from rekindle._src.programs.draft_model import DRAFTS
+from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
+from rekindle._src.scheduling.drafting.heads import Acceptance
+from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.sequence import Sequence
+
+_SHORTEST, _LONGEST, _LONGER = 32, 8192, 4  # steps of a pause, and by how much the next one is longer
+_PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
+_EXPECTED = 0.6  # the chance of a draft before any was seen
+_DOUBTED = 2.0  # observations that count after a pause
+_FILLED = 256  # tokens that are computed in addition before one step
+_WITH_DRAFTS = 2  # tokens that the call which drafts computes, too
+
+
+class PageContent(NamedTuple):
+    """The tokens whose entries a page of the small model has."""
+
+    before: int  # the key of the tokens before it
+    tokens: IntArray  # at its beginning
+
+
+class ModelDrafts(RequestDrafts):
+    """The part of a request that the small model has, and how often its drafts were right."""
+
+    __slots__ = ("acceptance", "contents", "drafter", "epoch", "keys", "near", "pages", "rows", "since")
+    words = "drafts of the small model"
+
+    def __init__(self, drafter: ModelDrafter) -> None:
+        super().__init__()
+        self.drafter, self.acceptance = drafter, Acceptance()
+        self.near = False  # it can draft in the next step
+        self.keys = [0]  # of the text before each page
+        self.contents: dict[int, PageContent] | None = None  # those by which `pages` were looked at
+        self.epoch = 0
+        self.pages: IntArray = np.empty(0, np.int32)  # full ones that have the request's text
+        self.rows: tuple[Row, ...] = ()  # the latest drafts, whose tokens are known when they were checked
+        self.since = 0  # the place of the first of them
+
+    @property
+    def asks(self) -> bool:
+        return self.near and self.drafter.awake
+
+    def declined(self) -> None:
+        self.drafter.declined += 1
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        super().learn(drafted, accepted)
+        for place in range(min(accepted + 1, drafted)):
+            self.acceptance.add(place < accepted)
+            self.drafter.places[place].add(place < accepted)
+
+    def chances(self, count: int) -> list[float]:
+        """Return how likely each of its next drafts is right if those before it are."""
+        return [self.acceptance.chance(place.chance(_EXPECTED)) for place in self.drafter.places[:count]]
+
+
+class ModelDrafter(Drafter):
+    """Plans the work of a small model, which the runner does before the rows of a step."""
+
+    name = "model"
+
+    def __init__(self, page_size: int, positions: int) -> None:
+        """`positions` are those that the small model has."""
+        self._size, self._positions = page_size, positions
+        self.places = [Acceptance() for _ in range(DRAFTS)]  # of all requests
+        self.contents: dict[int, PageContent] = {}
+        self.declined = self._taken = 0  # proposals of the step being planned
+        self._pause, self._rest = _SHORTEST, 0
+        self._measures = True  # nothing is drafted, so that plain steps are timed
+
+    @property
+    def awake(self) -> bool:
+        """True while it drafts."""
+        return not self._rest and not self._measures
+
+    def begin(self, sequence: Sequence) -> RequestDrafts | None:
+        text = sequence.text()
+        return ModelDrafts(self) if not len(text) or text.min() >= 0 else None  # pictures are no text
+
+    def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
+        if not self.awake:
+            return [None] * len(rows)
+        room, proposals = _FILLED, list[Proposal | None]()
+        for sequence, skip, most in rows:
+            drafts = self._of(sequence)
+            count = min(most, DRAFTS, self._positions - sequence.known)
+            missing = sequence.known - self._computed(sequence, drafts) - _WITH_DRAFTS
+            if skip or count <= 0 or missing > room:
+                proposals.append(None)
+                continue
+            room -= max(0, missing)
+            proposals.append(Proposal([0] * count, drafts.chances(count)))  # the small model writes the tokens
+        return proposals
+
+    def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
+        drafted: dict[Sequence, list[Row]] = {}
+        tables: dict[Sequence, IntArray] = {}
+        for sequence, row in zip(sequences, rows, strict=True):
+            chain, tables[sequence] = drafted.setdefault(sequence, []), row.pages
+            if row.draft and sequence.drafter == self.name:
+                chain.append(row)
+        tasks, room = list[DraftTask](), _FILLED
+        for sequence, chain in drafted.items():
+            drafts = sequence.drafting.get(self.name)
+            if not isinstance(drafts, ModelDrafts):
+                continue
+            known, computed = sequence.known, self._computed(sequence, drafts)
+            missing = known - computed
+            if chain:
+                self._taken += 1
+                end = known
+            elif not self.awake or known >= self._positions:
+                drafts.near = False
+                continue
+            else:
+                end = computed if missing <= _WITH_DRAFTS else computed + min(missing, room)
+            room -= max(0, end - computed - (_WITH_DRAFTS if chain else 0))
+            drafts.near = known - end <= _WITH_DRAFTS
+            if end > computed:
+                tokens = sequence.tokens(computed, end)
+                tasks.append(DraftTask(sequence.request, tables[sequence], computed, tokens, tuple(chain)))
+                self._note(sequence, drafts, computed, end)
+                drafts.rows, drafts.since = tuple(chain), end
+        return tuple(tasks)
+
+    def planned(self, step: int) -> None:
+        self._measures = step % _PERIOD < _PLAIN
+        if self._taken:
+            self._pause = _SHORTEST
+        elif self.declined:
+            self._rest, self._pause = self._pause, min(_LONGER * self._pause, _LONGEST)
+        elif self._rest:
+            self._rest -= 1
+            if not self._rest:
+                for place in self.places:
+                    place.doubt(_DOUBTED)
+        self._taken = self.declined = 0
+
+    def lost(self) -> None:
+        self.contents = {}
+
+    def _of(self, sequence: Sequence) -> ModelDrafts:
+        drafts = sequence.drafting[self.name]
+        assert isinstance(drafts, ModelDrafts), f"{sequence.id} has drafts of another kind"
+        return drafts
+
+    def _computed(self, sequence: Sequence, drafts: ModelDrafts) -> int:
+        """Return how many tokens of a request's text the small model has in its pages."""
+        size, contents, ids = self._size, self.contents, sequence.pages
+        if drafts.contents is not contents or drafts.epoch != sequence.epoch:
+            drafts.contents, drafts.epoch = contents, sequence.epoch
+            drafts.pages, drafts.rows = drafts.pages[:0], ()
+        if drafts.rows:
+            # All but the last draft were inputs. Of these it has those that are the text.
+            inputs = [int(row.token_ids[0]) for row in drafts.rows[:-1] if row.token_ids is not None]
+            since, drafts.rows = drafts.since, ()
+            right = _common(
+                np.array(inputs, np.int32), sequence.tokens(since, min(sequence.known, since + len(inputs)))
+            )
+            self._note(sequence, drafts, since, since + right)
+        full = len(drafts.pages)
+        full = _common(drafts.pages, ids[:full])
+        while full * size < sequence.known:
+            content = contents.get(int(ids[full])) if full < len(ids) else None
+            if content is None or content.before != self._key(sequence, drafts, full):
+                break
+            text = sequence.tokens(full * size, min(sequence.known, (full + 1) * size))
+            count = _common(content.tokens, text)
+            if count < size:
+                drafts.pages = ids[:full].copy()
+                return full * size + count
+            full += 1
+        if full != len(drafts.pages):
+            drafts.pages = ids[:full].copy()
+        return full * size
+
+    def _note(self, sequence: Sequence, drafts: ModelDrafts, start: int, end: int) -> None:
+        """Note that the small model computes the tokens from `start` to `end` of a request's text."""
+        size, ids = self._size, sequence.pages
+        for page in range(start // size, -(-end // size) if end > start else 0):
+            tokens = sequence.tokens(page * size, min(end, (page + 1) * size)).copy()
+            self.contents[int(ids[page])] = PageContent(self._key(sequence, drafts, page), tokens)
+
+    def _key(self, sequence: Sequence, drafts: ModelDrafts, page: int) -> int:
+        """Return the key of the text before a page."""
+        keys, size = drafts.keys, self._size
+        while len(keys) <= page:
+            place = len(keys) - 1
+            keys.append(hash((keys[-1], sequence.tokens(place * size, (place + 1) * size).tobytes())))
+        return keys[page]
+
+
+def _common(one: IntArray, other: IntArray) -> int:
+    """Return how many leading numbers of two arrays are the same."""
+    count = min(len(one), len(other))
+    differing = np.flatnonzero(one[:count] != other[:count])
+    return int(differing[0]) if len(differing) else count
