@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import units_for
@@ -123,7 +123,7 @@ class Ledger:
         self.ready: dict[Key, Compiled] = {}
         self.least = Form.WHOLE  # the form that is enough for now
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
-        self._replaced: list[Compiled] = []  # steps in flight may run in them
+        self._replaced: list[Compiled | None] = []  # steps in flight may run in them
         self._soon: set[Key] = set()
         self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
@@ -227,7 +227,7 @@ class Programs:
         self,
         model: ModelConfig,
         graph: Graph,
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         config: EngineConfig,
         *,
         processors: Sequence[LogitsProcessor] = (),
@@ -290,7 +290,7 @@ class Programs:
     @classmethod
     def open(cls, plan: ProgramPlan) -> Programs:
         """Return the programs of a plan, those that earlier sessions stored in the cache too. None is made yet."""
-        kept = ExecutableStore(cache_folder(plan.config.cache_dir) / "programs")
+        kept = ExecutableStore(plan.config.cache_folder / "programs")
         name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
         return cls(
             plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
@@ -558,6 +558,7 @@ class Programs:
     def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
+        compiled: Compiled
         with self._lock:
             self._compiling[key] = None
         try:

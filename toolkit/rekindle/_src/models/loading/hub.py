@@ -69,8 +69,8 @@ def on_disk(model: str | Path) -> ModelPlace | None:
         raise CheckpointError(
             f"{str(model)[:_WIDTH]!r} can't be looked at ({reason}). Pass the path of one that you can read."
         ) from error
-    entry = known.entry_of(model)
-    return None if entry is None else ModelPlace(entry.path, entry.projector)
+    found = known.find(model)
+    return None if found is None else ModelPlace(found[1].path, found[1].projector)
 
 
 def locate(model: str | Path) -> ModelPlace:
