@@ -19,7 +19,7 @@ from rekindle._src.cli.main import main
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
 from rekindle._src.models.loading.gguf import header
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle.errors import CheckpointError, ConfigError

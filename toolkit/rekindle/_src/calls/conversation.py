@@ -178,7 +178,7 @@ class Conversation:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Any = None,
+        images: object = None,
         **options: Unpack[SamplingOptions],
     ) -> Turn:
         """Await it for the model's answer to `text`. Both then belong to the conversation.
@@ -194,7 +194,7 @@ class Conversation:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Any = None,
+        images: object = None,
         **options: Unpack[SamplingOptions],
     ) -> Turn:
         """Iterate over it with `async for` for the deltas of the model's answer to `text`, and `images` as in `say`."""
@@ -203,7 +203,7 @@ class Conversation:
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def answer(
         self,
-        results: Sequence[Mapping[str, Any]],
+        results: Sequence[Mapping[str, object]],
         sampling: Sampling | None = None,
         /,
         **options: Unpack[SamplingOptions],
@@ -427,9 +427,9 @@ class Turn(Call[Completion]):
     def __init__(
         self,
         conversation: Conversation,
-        asked: Sequence[Mapping[str, Any]],
+        asked: Sequence[Mapping[str, object]],
         sampling: Sampling | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)  # none if the last answer is continued
         self._conversation, self._sampling, self._options = conversation, sampling, options

@@ -23,7 +23,6 @@ from rekindle._src.core.answers import (
     stop_of,
 )
 from rekindle._src.core.branches import Branch, Branches, Place
-from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs
 from rekindle._src.core.repetition import repetition
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
@@ -84,7 +83,7 @@ class ChatView(Live):
         system: str | None = None,
         restore: str | None = None,
         suggestions: Sequence[str] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__()
         suggestions = SUGGESTIONS if suggestions is None else suggestions
@@ -96,7 +95,7 @@ class ChatView(Live):
         sampling = Sampling.of(session.chat_sampling, drawn)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
-        self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
+        self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
         self._written: list[Message] = []
@@ -191,7 +190,7 @@ class ChatView(Live):
             return FinishReason.ABORTED
         return next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
 
-    def continue_answer(self, **options: Any) -> None:
+    def continue_answer(self, **options: object) -> None:
         """Continue an answer that was cut or stopped."""
         handle = self._handle
         if handle is None or not self.can_continue:
@@ -220,7 +219,7 @@ class ChatView(Live):
                 raise
             self.widget.fill("say", "")
 
-    def attach(self, picture: Any) -> None:
+    def attach(self, picture: object) -> None:
         """Attach a picture, in any form that `session.chat` takes, to the next message."""
         self._attached.add(picture, self._contents())
         self._mark(self._marked)
@@ -235,7 +234,7 @@ class ChatView(Live):
         if self._handle is not None:
             self._handle.cancel()
 
-    def again(self, at: int | None = None, **options: Any) -> None:
+    def again(self, at: int | None = None, **options: object) -> None:
         """Request another answer to the last message, with another seed if the temperature is above 0.
 
         `at` is the place of an earlier answer in `messages`. The answer stays as another version, and so does all that
@@ -297,7 +296,7 @@ class ChatView(Live):
         self.messages = self.messages[:at]
         self._drop()
 
-    def fork(self, at: int, edit: str = "", **options: Any) -> None:
+    def fork(self, at: int, edit: str = "", **options: object) -> None:
         """Continue from token `at` of the last answer, with `edit` in place of the tokens there.
 
         Without `edit`, the rest is sampled again with another seed; a greedy answer then repeats itself.
@@ -369,7 +368,7 @@ class ChatView(Live):
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
 
-    def file(self, value: Mapping[str, Any]) -> None:
+    def file(self, value: Mapping[str, object]) -> None:
         if value.get("at") == 0:
             self.widget.note = ""  # what was wrong with one of several stays while the others come
         self._attached.add_file(value, self._contents())

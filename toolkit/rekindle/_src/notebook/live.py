@@ -439,7 +439,7 @@ class Live:
 class StreamView(Live):
     """`StreamView(session, prompt, **options)`. The request runs once the view is made; `handle` is its handle."""
 
-    def __init__(self, session: SessionLike, prompt: Any, **options: Any) -> None:
+    def __init__(self, session: SessionLike, prompt: object, **options: object) -> None:
         super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
         self.handle: RequestLike = session.submit(prompt, **options)
         self._shown_deltas = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class OpeningProgress:
     """The state of one opening. The threads that work on it write; the one that draws reads."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         self._name = Path(model).name if isinstance(model, str | Path) else "model"
         self.stage: str = "importing JAX"
         self.hidden: bool = False  # something else shows its own progress
