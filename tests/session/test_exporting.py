@@ -165,7 +165,7 @@ def test_what_can_not_be_written_is_refused_and_leaves_nothing(out: str, kind: s
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rekindle._src.session import exporting
+    from rekindle._src.opening import exporting
 
     def fail(*arguments: Any) -> None:
         arguments[0].write_bytes(b"half")
