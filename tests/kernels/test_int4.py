@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -161,22 +162,32 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
 @pytest.mark.parametrize("implementation", ["xla", None])
-@pytest.mark.parametrize("rows", by_default([3, 1, 30]))
 def test_a_product_is_that_of_the_values(
-    rows: int, implementation: str | None, bits: int | str, group: int, kind: str, minimums: bool
+    implementation: str | None, bits: int | str, group: int, kind: str, minimums: bool
 ) -> None:
     (weight, scale, minimum), values = matrix(96, 256, group, kind, minimums, bits)
-    x = RANDOM.standard_normal((rows, 256), np.float32)
-    multiply = partial(linear, options=LinearOptions("int4"), implementation=implementation)
-    got = np.asarray(jax.jit(multiply)(x, weight, scale=scale, minimum=minimum))
-    expected = x.astype(np.float64) @ values.T
-    # Six standard deviations of what it changes to round rows to eight bits.
-    rounding = 6 / 127 / 12**0.5 * np.abs(x).max(1, keepdims=True) * np.linalg.norm(values, axis=1)
-    allowed = 1e-5 * np.abs(expected).max() if implementation == "xla" else rounding
-    assert (np.abs(got - expected) <= allowed).all()
-    narrow = linear(x.astype(jnp.bfloat16), weight, scale=scale, minimum=minimum, options=LinearOptions("int4"))
-    assert narrow.dtype == jnp.bfloat16
-    assert (np.abs(np.asarray(narrow, np.float64) - expected) <= 1.2 * rounding + np.abs(expected) / 128).all()
+
+    @jax.jit
+    def multiply(inputs: list[jax.Array], weight: jax.Array, **scales: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        options = {**scales, "options": LinearOptions("int4")}
+        return [
+            (
+                linear(x, weight, implementation=implementation, **options),
+                linear(x.astype(jnp.bfloat16), weight, **options),
+            )
+            for x in inputs
+        ]
+
+    inputs = [RANDOM.standard_normal((rows, 256), np.float32) for rows in (3, 1, 30)]
+    for x, (got, narrow) in zip(inputs, multiply(inputs, weight, scale=scale, minimum=minimum), strict=True):
+        expected = x.astype(np.float64) @ values.T
+        # Six standard deviations of what it changes to round rows to eight bits.
+        rounding = 6 / 127 / 12**0.5 * np.abs(x).max(1, keepdims=True) * np.linalg.norm(values, axis=1)
+        allowed = 1e-5 * np.abs(expected).max() if implementation == "xla" else rounding
+        assert (np.abs(np.asarray(got) - expected) <= allowed).all(), f"{len(x)} rows"
+        assert narrow.dtype == jnp.bfloat16
+        beyond = 1.2 * rounding + np.abs(expected) / 128
+        assert (np.abs(np.asarray(narrow, np.float64) - expected) <= beyond).all(), f"{len(x)} rows"
 
 
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [*FORMS, (None, 0, "", False)])
@@ -189,17 +200,23 @@ def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
     else:
         (weight, scale, minimum), _ = matrix(96, 256, group, kind, minimums, bits)
     options = LinearOptions("int8" if bits is None else "int4")
-    multiply = jax.jit(partial(linear, options=options, implementation=implementation))
-    for rows in (2, 3, 40):
-        x = RANDOM.standard_normal((rows, 256), np.float32)
-        expected = np.asarray(multiply(x, weight, scale=scale, minimum=minimum))
-        for bad in (np.nan, -np.nan, np.inf, -np.inf, np.uint32(0x7FFFFFFF).view(np.float32)):
-            for at in (0, 33, 255):
-                broken = x.copy()
-                broken[1, at] = bad
-                got = np.asarray(multiply(broken, weight, scale=scale, minimum=minimum))
-                assert not np.isfinite(got[1]).any(), (rows, bad, at)
-                np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(expected, 1, 0))
+    multiply = partial(linear, options=options, implementation=implementation)
+
+    @jax.jit
+    def several(inputs: list[jax.Array], weight: jax.Array, **scales: jax.Array) -> list[jax.Array]:
+        return [multiply(x, weight, **scales) for x in inputs]
+
+    product = partial(several, weight=weight, scale=scale, minimum=minimum)
+    inputs = [RANDOM.standard_normal((rows, 256), np.float32) for rows in (2, 3, 40)]
+    expected = [np.asarray(each) for each in product(inputs)]
+    for bad in (np.nan, -np.nan, np.inf, -np.inf, np.uint32(0x7FFFFFFF).view(np.float32)):
+        for at in (0, 33, 255):
+            broken = [x.copy() for x in inputs]
+            for x in broken:
+                x[1, at] = bad
+            for got, want in zip(map(np.asarray, product(broken)), expected, strict=True):
+                assert not np.isfinite(got[1]).any(), (len(got), bad, at)
+                np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(want, 1, 0))
 
 
 @needs_numba
@@ -216,15 +233,15 @@ def test_rows_of_eight_bits_are_multiplied_exactly(
     random = np.random.default_rng(group)  # the same rows whatever other tests have drawn
     x = random.standard_normal((203, shape[1]), np.float32) * random.random((203, 1), np.float32) * 10
     x[7], x[:, 32:64] = 0, 0  # an empty row, and empty groups
-    multiply = jax.jit(products.multiply_int4)
-    whole = np.asarray(multiply(x, *packed))
+    counts = (203, 1, 3, 4, 5, 11, 12, 13, 100)
+    results = jax.jit(lambda inputs: [products.multiply_int4(rows, *packed) for rows in inputs])
+    whole, *fewer = map(np.asarray, results([x[:rows] for rows in counts]))
     stored, certain = rounded(x, group)
     assert certain.mean() > 0.9
     expected = (stored @ values.T)[certain]
     np.testing.assert_allclose(whole[certain], expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max())
-    for rows in (1, 3, 4, 5, 11, 12, 13, 100):  # each compiles a program
-        got = multiply(x[:rows], *packed)
-        np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows differ from all together")
+    for got in fewer:
+        np.testing.assert_array_equal(got, whole[: len(got)], err_msg=f"{len(got)} rows differ from all together")
 
 
 @needs_numba
@@ -233,11 +250,10 @@ def test_six_bits_give_what_eight_give_to_the_last_bit(minimums: bool) -> None:
     (six, scale, minimum), _ = matrix(112, 768, 16, "int8", minimums, 6)
     eight = jnp.asarray(int4.pack(int4.unpack(np.asarray(six)), 8))
     x = RANDOM.standard_normal((50, 768), np.float32)
-    multiply = jax.jit(products.multiply_int4)
-    for rows in (1, 2, 4, 14, 50):
-        np.testing.assert_array_equal(
-            multiply(x[:rows], six, scale, minimum), multiply(x[:rows], eight, scale, minimum)
-        )
+    inputs = [x[:rows] for rows in (1, 2, 4, 14, 50)]
+    both = jax.jit(lambda x: [products.multiply_int4(x, weight, scale, minimum) for weight in (six, eight)])
+    for each in inputs:
+        np.testing.assert_array_equal(*both(each))
 
 
 @pytest.mark.parametrize("kind", int4.CODEBOOKS)
@@ -280,56 +296,77 @@ def test_codebooks_give_what_their_values_give_in_eight_bits_to_the_last_bit(gat
     eight = jnp.asarray(int4.pack(values, 8))
     wide = int4.numbers(scale, 768) if kind == int4.EXPONENTS else scale
     x = RANDOM.standard_normal((50, 768), np.float32)
-    multiply = jax.jit(partial(products.multiply_int4, gated=gated))
+    multiply = partial(products.multiply_int4, gated=gated)
+
+    @jax.jit
+    def four(x: jax.Array, expert: jax.Array) -> list[tuple[jax.Array, ...]]:
+        """Return ours and theirs of one matrix, and of one of the stack."""
+        ours, theirs = (codes, scale), (eight, wide)
+        alone = tuple(multiply(x, q[0], scales[0]) for q, scales in (ours, theirs))
+        return [alone, tuple(multiply(x, *pair, expert=expert) for pair in (ours, theirs))]
+
     for rows in (1, 2, 4, 12, 16, 40, 50):
-        for expert in (None, jnp.int32(1)):
-            ours, theirs = (
-                multiply(x[:rows], *(pair if expert is not None else (pair[0][0], pair[1][0])), expert=expert)
-                for pair in ((codes, scale), (eight, wide))
-            )
-            np.testing.assert_array_equal(ours, theirs, err_msg=f"{rows} rows, expert {expert}")
+        for got, want in four(x[:rows], np.int32(1)):
+            np.testing.assert_array_equal(got, want, err_msg=f"{rows} rows")
 
 
 @needs_numba
-@pytest.mark.parametrize("rows", [1, 3, 16, 47, 199])
 @pytest.mark.parametrize("minimums", [False, True, None])
-def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, minimums: bool | None) -> None:
+def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(minimums: bool | None) -> None:
     """With None, of a codebook."""
     if minimums is None:
         packed, _ = matrix(224, 128, 32, int4.EXPONENTS, bits=int4.CODES)
     else:
         packed, _ = matrix(224, 128, 32, minimums=minimums)
-    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
-    norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
-    residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
-    multiply = jax.jit(partial(products.multiply_int4, eps=1.0), static_argnames="gated")
-    wide = multiply(products.rms_norm(x, norm, 1.0), *packed)
-    np.testing.assert_allclose(multiply(x, *packed, norm=norm), wide, rtol=1e-4, atol=1e-4)
-    want = jax.nn.silu(wide[:, :112]) * wide[:, 112:]
-    for added in (None, residual):
-        got = multiply(x, *packed, added, norm=norm, gated=True)
-        np.testing.assert_allclose(got, want if added is None else want + added, rtol=1e-4, atol=1e-3)
     assert packed[1] is not None
     half = tuple(None if array is None else array[:7] for array in packed)
-    got, want = multiply(x, *half, residual), multiply(x, *half) + residual
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+    norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
+    multiply = partial(products.multiply_int4, eps=1.0)
+
+    @jax.jit
+    def every_way(x: jax.Array, residual: jax.Array) -> dict[str, jax.Array]:
+        normed = jax.lax.optimization_barrier(products.rms_norm(x, norm, 1.0))
+        return {
+            "wide": multiply(normed, *packed),
+            "normed on the way": multiply(x, *packed, norm=norm),
+            "gated": multiply(x, *packed, norm=norm, gated=True),
+            "gated and added": multiply(x, *packed, residual, norm=norm, gated=True),
+            "narrow": multiply(x, *half),
+            "added": multiply(x, *half, residual),
+        }
+
+    for rows in (1, 3, 16, 47, 199):
+        x = RANDOM.standard_normal((rows, 128), np.float32) * 6
+        residual = RANDOM.standard_normal((rows, 112), np.float32) * 10
+        got = {name: np.asarray(result) for name, result in every_way(x, residual).items()}
+        gates, ups = np.split(got["wide"], 2, axis=1)
+        want = gates / (1 + np.exp(-gates)) * ups
+        check = partial(np.testing.assert_allclose, err_msg=f"{rows} rows")
+        check(got["normed on the way"], got["wide"], rtol=1e-4, atol=1e-4)
+        check(got["gated"], want, rtol=1e-4, atol=1e-3)
+        check(got["gated and added"], want + residual, rtol=1e-4, atol=1e-3)
+        check(got["added"], got["narrow"] + residual, rtol=1e-6, atol=1e-4)
 
 
 @needs_numba
 @pytest.mark.skipif(not has_feature("amx-int8"), reason="this processor has no AMX")
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
-@pytest.mark.parametrize("gated", [False, True])
 def test_amx_changes_nothing(
-    gated: bool, bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
+    bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, _ = matrix(96, 1280, group, kind, minimums, bits)
-    x = RANDOM.standard_normal((150, 1280), np.float32)
-    found = []
-    for there in (True, False):
-        monkeypatch.setattr(products, "has_amx", lambda there=there: there)
-        multiply = jax.jit(partial(products.multiply_int4, gated=gated))
-        found.append(np.asarray(multiply(x, *packed)))
-    np.testing.assert_array_equal(*found)
+
+    @jax.jit
+    def products_of(x: jax.Array) -> list[jax.Array]:
+        results = []
+        for gated, there in itertools.product((False, True), (True, False)):
+            monkeypatch.setattr(products, "has_amx", lambda there=there: there)  # it is asked while this is traced
+            results.append(products.multiply_int4(x, *packed, gated=gated))
+        return results
+
+    with_amx, without, gated, gated_without = products_of(RANDOM.standard_normal((150, 1280), np.float32))
+    np.testing.assert_array_equal(with_amx, without)
+    np.testing.assert_array_equal(gated, gated_without)
 
 
 @needs_numba
@@ -340,7 +377,9 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
     multiply = jax.jit(products.multiply_int4)
     whole = np.asarray(multiply(x, *packed))
     for count in (0, 1, rows // 2, rows - 1):
-        got = multiply(x.at[count:].set(jnp.nan), *packed, count=jnp.array(count, jnp.int32))
+        poisoned = np.array(x)
+        poisoned[count:] = np.nan
+        got = np.asarray(multiply(poisoned, *packed, count=np.int32(count)))
         np.testing.assert_array_equal(got[:count], whole[:count])
 
 
@@ -349,13 +388,17 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
 def test_one_matrix_of_a_stack_is_read_in_place(bits: int | str, group: int, kind: str, minimums: bool) -> None:
     each = [matrix(96, 256, group, kind, minimums, bits)[0] for _ in range(3)]
     arrays = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True)]
-    multiply = jax.jit(partial(products.multiply_int4, eps=1.0), static_argnames="gated")
-    for rows, gated in ((1, True), (50, False)):  # each compiles two programs
-        x = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32))
-        alone = [np.asarray(multiply(x, *parts, gated=gated)) for parts in each]
-        assert not np.array_equal(alone[0], alone[1])
+
+    @partial(jax.jit, static_argnames="gated")
+    def alone_and_in_place(x: jax.Array, index: jax.Array, gated: bool) -> tuple[list[jax.Array], jax.Array]:
+        multiply = partial(products.multiply_int4, x, eps=1.0, gated=gated)
+        return [multiply(*parts) for parts in each], multiply(*arrays, expert=index)
+
+    for rows, gated in ((1, True), (50, False)):  # each compiles a program
+        x = RANDOM.standard_normal((rows, 256), np.float32)
         for index in INDICES:
-            got = multiply(x, *arrays, expert=jnp.int32(index), gated=gated)
+            alone, got = alone_and_in_place(x, np.int32(index), gated)
+            assert not np.array_equal(alone[0], alone[1])
             np.testing.assert_array_equal(got, alone[clamped(index)], err_msg=f"expert {index}, {rows} rows")
 
 

@@ -239,14 +239,16 @@ def test_a_step_is_fused_only_where_there_is_something_to_fuse(monkeypatch: pyte
     assert (fuse(step) is not step) == available
     without = frozenset({"int4", "int8-weight"})  # XLA multiplies int8 by int8 as it is
     unpacks = frozenset() if available else without
-    assert traits() == Traits(single_rows=available, skips_padding=available, unpacks=unpacks)
+    assert traits() == Traits(
+        single_rows=available, skips_padding=available, unpacks=unpacks, fast_bfloat16=cpu.has_amx()
+    )
     for same in (fuse(step, platform="gpu"), fuse(step, implementation="xla")):
         assert same is step
-    assert traits("xla") == Traits(single_rows=False, skips_padding=False, unpacks=without)
+    assert traits("xla") == Traits(single_rows=False, skips_padding=False, unpacks=without, fast_bfloat16=cpu.has_amx())
     assert traits(platform="tpu") == Traits(single_rows=False, skips_padding=False)
     monkeypatch.setenv("REKINDLE_CHAIN", "0")
     assert fuse(step) is step
-    assert traits() == Traits(single_rows=available, skips_padding=False, unpacks=unpacks)
+    assert traits() == Traits(single_rows=available, skips_padding=False, unpacks=unpacks, fast_bfloat16=cpu.has_amx())
     assert environment() == {"native": available, "chains": False, **machine_code.identity()}
 
 

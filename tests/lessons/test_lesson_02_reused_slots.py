@@ -33,7 +33,7 @@ async def test_lesson_02_every_request_in_a_reused_slot_gets_its_own_tokens_and_
     prompts = [prompt(seed, 2 + seed % 5) for seed in range(24)]
     # Every other one ends by a token value, which the host learns when the next step is on its way.
     stops = [(ending(ids, 2 + seed % 4),) if seed % 2 else () for seed, ids in enumerate(prompts)]
-    async with opening(max_requests=at_once) as session:
+    async with opening(max_requests=at_once, precompile="lazy") as session:
         handles = [
             session.submit(ids, max_tokens=NEW, stop_token_ids=stop) for ids, stop in zip(prompts, stops, strict=True)
         ]
@@ -52,7 +52,7 @@ async def test_lesson_02_every_request_in_a_reused_slot_gets_its_own_tokens_and_
 @pytest.mark.anyio
 async def test_lesson_02_an_aborted_occupant_leaves_nothing_to_the_next_one() -> None:
     """Cancelled while a step with it is in flight; the next request takes over its slot."""
-    async with opening(max_requests=1) as session:
+    async with opening(max_requests=1, precompile="lazy") as session:
         for seed in range(6):
             ids, other = prompt(seed, 9), prompt(100 + seed, 5)
             victim = session.submit(ids, max_tokens=50, ignore_eos=True)

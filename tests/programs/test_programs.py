@@ -42,6 +42,22 @@ def programs_of(**changes: Any) -> Programs:
     return Programs(CONFIG, GRAPH, LEAVES, tiny_config(), **changes)
 
 
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """All programs of `programs_of()`, by their names."""
+    store = DictStore()
+    warm(programs_of(store=store))
+    return store.kept
+
+
+@pytest.fixture
+def store(compiled: dict[str, Any]) -> DictStore:
+    """A store that has all programs."""
+    store = DictStore()
+    store.kept.update(compiled)
+    return store
+
+
 def test_a_program_compiles_without_weights_and_only_once() -> None:
     programs = programs_of()
     assert not programs.ready(SMALL)
@@ -154,9 +170,7 @@ def test_copies_are_compiled_only_where_pages_are_shared_in_part() -> None:
 
 
 @pytest.mark.thorough
-def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
-    store = DictStore()
-    warm(programs_of(store=store))
+def test_warming_in_the_background_gets_everything_and_can_be_stopped(store: DictStore) -> None:
     programs = programs_of(store=store)
     background = Warming(programs, "background")
     background.opened()
@@ -167,11 +181,13 @@ def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
     assert programs.compilations == 0
 
 
-def test_all_programs_are_ready_when_the_session_is_open() -> None:
-    programs = programs_of()
+def test_all_programs_are_ready_when_the_session_is_open(store: DictStore) -> None:
+    del store.kept["r2t32"]  # is compiled
+    programs = programs_of(store=store)
     warming = Warming(programs, "all")
     warming.opened()
     assert len(programs.manifest()) == len(programs.keys)
+    assert programs.compilations == 1
 
 
 @pytest.mark.thorough
@@ -185,9 +201,9 @@ def test_a_program_that_has_to_be_ready_and_does_not_compile_fails_the_opening()
 
 
 @pytest.mark.parametrize("restoring", by_default([False, True]))
-def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(restoring: bool) -> None:
-    store = DictStore()
-    warm(programs_of(store=store))
+def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
+    restoring: bool, store: DictStore
+) -> None:
     programs = programs_of(store=store)
     Warming(programs, "lazy", restoring=restoring).stop(timeout=60)  # before the weights were read
     decode = f"r{min(programs.lattice).rows}t0"
@@ -222,10 +238,8 @@ def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_op
 
 
 @pytest.mark.parametrize("mode", by_default(["lazy", "background"]))
-def test_a_session_that_restores_opens_with_the_programs_of_its_first_request(mode: str) -> None:
+def test_a_session_that_restores_opens_with_the_programs_of_its_first_request(mode: str, store: DictStore) -> None:
     """Even where loading them has hardly begun: two threads share it, from both ends."""
-    store = DictStore()
-    warm(programs_of(store=store))
     programs = programs_of(store=store)
     names = [key.name for key in needed_after_restart(programs)]
     begun, go = threading.Event(), threading.Event()

@@ -89,28 +89,22 @@ def _edges() -> Iterator[Edge]:
         return name if name in known else None
 
     for source, path in known.items():
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        nodes = list(ast.walk(ast.parse(text)))  # once: all modules have a million
         typing_only = {
             id(inner)
-            for node in ast.walk(tree)
+            for node in (nodes if "TYPE_CHECKING" in text else ())
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
             for inner in ast.walk(node)
         }
-        docstrings = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in ast.walk(tree):
+        for node in nodes:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno} imports relatively"
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a docstring is a sentence
                 names = [node.value] if _NAME.fullmatch(node.value) and node.value in known else []
             for name in names:
                 target = resolve(name)

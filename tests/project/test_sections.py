@@ -22,7 +22,7 @@ from helpers.thorough import drawn
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/run"
-# Of these each case is run, thorough ones and those of accelerators at every second change or so; of slow tests, many
+# Of these each case is run, thorough ones and those of accelerators at every third change or so; of slow tests, many
 # of which have dozens of cases, one case of each function.
 ALL_CASES = ("thorough", "browser", "accelerator")
 # Those that slow.yml alone runs, on Saturdays: variants of what the sections run, some of which take minutes. The list
@@ -217,42 +217,48 @@ def collected() -> dict[str, list[str]]:
     return {"files": sorted(files), "missing": unselected(plugin.items, found)}
 
 
-def test_each_change_draws_half_of_the_files_and_no_file_is_never_drawn() -> None:
+def test_each_change_draws_a_third_of_the_files_and_no_file_is_never_drawn() -> None:
     files = [f"tests/core/test_{number}.py" for number in range(200)]
     changes = [f"{number:040x}" for number in range(32)]
-    halves = [{file for file in files if drawn(file, change)} for change in changes]
-    assert all(60 < len(half) < 140 for half in halves)
-    assert set().union(*halves[:16]) == {*files} and not set.intersection(*halves[:16])
-    halved = "thorough tests in two sections, accelerators and tutorials"
-    assert SCRIPT.read_text().count('--half-of="$change" -m') == 4, halved
+    thirds = [{file for file in files if drawn(file, change)} for change in changes]
+    assert all(40 < len(third) < 95 for third in thirds)
+    assert set().union(*thirds) == {*files} and not set.intersection(*thirds[:16])
+    partly = "thorough tests in two sections, starts, accelerators, tutorials, and browsers with a second try"
+    assert SCRIPT.read_text().count('--third-of="$change" -') == 7, partly
 
 
-def test_each_change_draws_half_of_the_sections_that_few_changes_touch() -> None:
+def test_each_change_draws_one_of_three_groups_of_sections_that_few_changes_touch() -> None:
     script = SCRIPT.read_text()
-    start = script.index("sometimes=")
+    start = script.index("groups=(")
     functions = script[start : script.index("\n}\n", start) + 3]
-    names = functions.split('"')[1].split()
+    groups = [set(names.split()) for names in re.findall(r'^ +"([^"$]+)"', functions, re.M)]
+    names = sorted(set().union(*groups))
+    assert len(groups) == 3 and len(names) == sum(map(len, groups))
     assert all(re.search(rf"^{name}\(\) {{", script, re.M) for name in names)
+    started = re.findall(r"if drawn (\w+);", script) + re.findall(r"^for name in (.*); do$", script, re.M)[0].split()
+    assert {*names} <= {*started}, "a group has a section that is never started"
     loop = f'{functions}for name in {" ".join(names)} kernels; do if drawn "$name"; then echo "$name"; fi; done'
     bash = shutil.which("bash")
     assert bash is not None
-    found = [
-        set(
-            subprocess.run([bash, "-c", f"change={number:040x}; {loop}"], capture_output=True, text=True).stdout.split()
-        )
-        for number in range(16)
-    ]
-    assert all("kernels" in each for each in found)
-    assert set().union(*found) == {*names, "kernels"} and set.intersection(*found) == {"kernels"}
+    found = []
+    for number in range(16):
+        command = [bash, "-c", f"change={number:040x}; {loop}"]
+        printed = {*subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()}
+        assert "kernels" in printed and printed - {"kernels"} in groups
+        found.append(printed)
+    assert set().union(*found) == {*names, "kernels"}
 
 
 @pytest.mark.thorough
-def test_a_half_is_run() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "", "--half-of=a change", "tests/images"]
+def test_a_third_is_run() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "", "--third-of=a change", "tests/images"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/images/")}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/images").glob("test_*.py")}
     assert found == {file for file in files if drawn(file, "a change")} and found < files
+    file = min(files - found)
+    none = subprocess.run([*command[:-1], file], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert file not in none.stdout, "nothing is drawn, and that is no failure"
 
 
 @pytest.mark.thorough

@@ -223,5 +223,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = pytest.mark.timeout(900)(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -82,7 +82,7 @@ def test_a_long_queue_is_searched_for_newly_come_short_prompts() -> None:
     assert order(loop).index("short") <= 4
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(20, 80),

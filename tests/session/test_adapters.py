@@ -75,7 +75,13 @@ async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders:
         whole = await session.generate(prompts[0], adapter="a0", logprobs=40, **GREEDY)  # letters have one order
         same(whole, folders[0], prompts[0])
         session.check_integrity()
-    # A long prompt is computed unit by unit, a short one by whole chunks: see `programs.adapters`.
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_long_prompts_are_computed_unit_by_unit(folders: list[Path]) -> None:
+    """Short ones are by whole chunks: see `programs.adapters`."""
+    names = {f"a{index}": folder for index, folder in enumerate(folders)}
     async with opening(adapters=names, max_adapters=8, max_tokens_per_step=128, max_model_len=128) as session:
         ids = prompt(3, 100)
         many = [session.submit(ids, adapter=name, max_tokens=2) for name in (*names, None)]
@@ -147,7 +153,7 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
         await session.load_adapter("a", folders[0])
         versions = {"a": folders[0]}
         running: list[tuple[Any, Path | None, list[int]]] = []
-        for round_ in range(24):
+        for round_ in range(12):
             name = str(rng.choice(["a", "b", "c"]))
             match int(rng.integers(4)):
                 case 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from helpers import checkpoints
 from helpers.sessions import eventually
 from rekindle import Capture, Captured, Session
 from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
-from rekindle._src.core.tapped import Backlog
+from rekindle._src.core.pictures import PictureRun, TokenGrid
+from rekindle._src.core.tapped import Backlog, CapturedPart, RequestTaps
 from rekindle._src.dispatch import captures
 from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
@@ -135,6 +137,49 @@ def _other_folder(folder: Path) -> None:
     _elsewhere(folder)
     folder.mkdir()
     (folder / "norm.safetensors").mkdir()
+
+
+def files_of(into: Path, pictures: tuple[PictureRun, ...]) -> CaptureFiles:
+    """The files of a request that captures "norm", with the lines of positions 0 to 19 in them."""
+    files = CaptureFiles(RequestTaps(keys=("norm",), layers=2, into=str(into)), 20, pictures)
+    files.begin()
+    files.add(CapturedPart(np.arange(20, dtype=np.int32), {"norm": np.zeros((20, 4), np.float32)}))
+    return files
+
+
+def test_a_folder_says_which_positions_are_pictures(tmp_path: Path) -> None:
+    whole = PictureRun(2, 8, 0, TokenGrid(2, 3))
+    tiles = [PictureRun(first, first + 2, 1, TokenGrid(1, 2, (0, column))) for column, first in enumerate((10, 13))]
+    files_of(tmp_path, (whole, *tiles)).finish(14)
+    captured = Captured.load(tmp_path / "00000")
+    assert {position: str(patch) for position, patch in captured.patches.items()} == {
+        2: "picture 0, row 0, column 0 of 2 × 3", 3: "picture 0, row 0, column 1 of 2 × 3",
+        4: "picture 0, row 0, column 2 of 2 × 3", 5: "picture 0, row 1, column 0 of 2 × 3",
+        6: "picture 0, row 1, column 1 of 2 × 3", 7: "picture 0, row 1, column 2 of 2 × 3",
+        10: "picture 1, tile 0, 0, row 0, column 0 of 1 × 2", 11: "picture 1, tile 0, 0, row 0, column 1 of 1 × 2",
+        13: "picture 1, tile 0, 1, row 0, column 0 of 1 × 2",
+    }  # fmt: skip
+    assert [*captured.select(positions=[1, 7, 13]).patches] == [7, 13]
+    assert [*captured.select(layers=0).before(4).patches] == [2, 3]
+    assert "14 positions, 9 of them of pictures" in captured._repr_html_()
+    files_of(tmp_path, ()).finish(14)
+    assert Captured.load(tmp_path / "00001").patches == {}
+    files_of(tmp_path, (whole,)).discard()
+    assert sorted(names_in(tmp_path)) == ["00000", "00001", "norm.safetensors", "norm.safetensors", "pictures.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[", "{}1", "[1]", '[{"picture": 0}]', "null", '"text"', *(
+        json.dumps([{"picture": 0, "start": 2, "stop": 8, "rows": 2, "columns": 3, "tile": None} | change])
+        for change in ({"stop": 9}, {"rows": 0}, {"picture": -1}, {"columns": 3.0}, {"tile": [1]}, {"start": True})
+    )],
+)  # fmt: skip
+def test_a_damaged_list_of_pictures_is_refused_by_the_folder(tmp_path: Path, content: str) -> None:
+    files_of(tmp_path, (PictureRun(2, 8, 0, TokenGrid(2, 3)),)).finish(20)
+    (tmp_path / "00000" / "pictures.json").write_text(content)
+    with pytest.raises(InvalidRequest, match=r"damaged pictures\.json"):
+        Captured.load(tmp_path / "00000")
 
 
 EXCHANGES = [_file, _dangling, shutil.rmtree, _elsewhere, _other_folder]

@@ -90,7 +90,7 @@ def tokens_of(plain: Plain, prompt: list[int]) -> list[int]:
 
 @anyio_test
 async def test_taps_are_those_of_a_plain_forward_whatever_runs_beside(session: Session) -> None:
-    for prompt in PROMPTS[1:]:  # the second is cut into chunks
+    for prompt in PROMPTS[2:]:  # which is cut into chunks
         wants: dict[str, Any] = {
             "clip": "clip", "no mlp": ["no mlp"], "no attention": "no attention", "plain": (), "wave": "wave"
         }  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models as small
-from rekindle import Capture, Session
+from rekindle import Capture, Captured, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 
 pillow = pytest.importorskip("PIL.Image")
@@ -219,13 +219,21 @@ async def test_forks_go_on_after_the_same_pictures(session: Session) -> None:
 
 @pytest.mark.thorough
 @anyio_test
-async def test_captures_the_lens_and_attention_name_the_patches_of_pictures(session: Session) -> None:
+async def test_captures_the_lens_and_attention_name_the_patches_of_pictures(session: Session, tmp_path: Path) -> None:
     pixels = small.picture(1, 96, 64)
     done = await session.generate(
         "What <image> is it?", images=pixels, capture=Capture({"residual": 0}, "prompt"), **GREEDY
     )
     assert done.captured is not None
     assert done.captured.select(positions=list(done.patches))["residual", 0].shape == (6, 64)
+    assert done.captured.patches == done.patches
+    into = Capture({"residual": 0}, "prompt", into=tmp_path / "captures")
+    written = await session.generate("What <image> is it?", images=pixels, capture=into, **GREEDY)
+    assert written.captured is not None and written.captured.folder is not None
+    for captured in (written.captured, Captured.load(written.captured.folder)):
+        assert captured.patches == done.patches
+    rest = await session.fork(written, at=2, capture=Capture({"residual": 0}), max_tokens=4)
+    assert rest.captured is not None and rest.captured.patches == done.patches
     lens = await session.view.lens("What <image> is it?", images=pixels)
     assert [text for text in lens.tokens if "▦" in text] == ["▦0,0", "▦0,1", "▦0,2", "▦1,0", "▦1,1", "▦1,2"]
     assert "▦1,2" in lens._repr_html_()

@@ -21,7 +21,7 @@ from helpers.thorough import by_default
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 from rekindle.models import merge
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
 IDS = prompt(1, 30)
 
 

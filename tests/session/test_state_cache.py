@@ -125,6 +125,7 @@ def test_a_cancelled_request_leaves_states_that_are_right(session: Session, mode
     assert ask(session, model, prompt).usage.cached_tokens == 128
 
 
+@pytest.mark.thorough  # by default: test_families.py preempts requests of such models
 def test_preempted_requests_continue_what_the_tree_kept(model: Any) -> None:
     options = {**OPTIONS, "disk_memory": 0, "device_pages": 34, "host_memory": 64 << 20}
     prompts = [tokens(count, seed=20 + count) for count in (70, 130, 150, 33)]

@@ -173,6 +173,7 @@ async def test_free_rows_keep_their_tokens_beside_guided_ones(session: Session) 
     assert [done.token_ids for done in results[1:]] == [done.token_ids for done in alone]
 
 
+@trio_in_ci
 @anyio_test
 @pytest.mark.parametrize(
     "options",

@@ -109,6 +109,7 @@ async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(
         session.check_integrity()
 
 
+@pytest.mark.thorough  # by default: test_families.py, of a model with windows
 def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, programs: str) -> None:
     options = {**OPTIONS, "device_pages": 50, "host_memory": 1 << 24, "disk_memory": 0, "cache_dir": programs}
     prompts = [tokens(count, seed=20 + count) for count in (70, 130, 150, 33)]

@@ -167,6 +167,11 @@ def on_arm() -> bool:
     return has_feature("neon")
 
 
+def has_amx() -> bool:
+    """True if products of many rows may use AMX; Linux gives it to a process that asks."""
+    return has_feature("amx-int8") and has_feature("amx-bf16") and sys.platform == "linux"
+
+
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
     features = _used() if level is None else level.features

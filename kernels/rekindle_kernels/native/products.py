@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -16,7 +15,7 @@ from rekindle_kernels import int4
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
-from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
+from rekindle_kernels.native.cpu import has_amx, multiplies_many, multiplies_widened
 from rekindle_kernels.native.kernel_table import (
     ACTIVATIONS,
     ADAPTED,
@@ -84,11 +83,6 @@ def multiplies_int4(weight: Array, scale: str, group: int) -> bool:
         scales = int4.STORED_SMALLEST.get(stored, scales)
     known = weight.ndim == 2 and scale in scales
     return known and builds(grouped(stored, group).variant(scale).name)
-
-
-def has_amx() -> bool:
-    """True if products of many rows may use AMX; Linux gives it to a process that asks."""
-    return has_feature("amx-int8") and has_feature("amx-bf16") and sys.platform == "linux"
 
 
 def multiply_int4(

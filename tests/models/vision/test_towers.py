@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from helpers.towers import MODELS, QWEN, SmallEncoder, config_of, random_picture, random_tensors
 from rekindle._src.models.vision import attention
+from rekindle._src.models.vision import steps as vision_steps
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import (
     ImagePatches,
@@ -34,6 +36,7 @@ from rekindle._src.models.vision.steps import (
     tower_steps,
 )
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
+from rekindle_kernels import traits
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
 
@@ -190,6 +193,28 @@ def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share
     assert sorted(small_steps(two_layers(), ((4, 6), (4, 4)), StepSizes(8, 16))) == STEPS
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("fast", [False, True])
+def test_small_steps_with_sixteen_bit_matrices_come_close(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products of 16 bits are fast, attention's are such, too."""
+    for module in (attention, vision_steps):
+        monkeypatch.setattr(module, "traits", lambda: dataclasses.replace(traits(), fast_bfloat16=fast))
+    config = two_layers()
+    state, pictures = random_tensors(config), [random_picture(config, 4, 6), random_picture(config, 4, 4, seed=1)]
+    exact, _ = SmallEncoder(config, state)(pictures)
+    encoder, dtypes = SmallEncoder(config, state, "bfloat16"), set[str]()
+
+    def run(step: TowerStep) -> Any:
+        dtypes.update(str(one.dtype) for one in step.arguments[1:3] if step.name == "attend" and hasattr(one, "dtype"))
+        return jax.jit(step.function)(*step.arguments)
+
+    chunks = chunks_of(pack_images(pictures, config), 16)
+    tokens = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, StepSizes(8, 16)), run).tokens
+    rounded = np.concatenate(tokens)[: len(exact)]
+    assert 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
+    assert dtypes == {"bfloat16" if fast else "float32"}
+
+
 def test_shapes_of_a_chunk_meet_every_program() -> None:
     config = two_layers()
     tower, met = abstract_tower(config), dict[str, set[str]]()
@@ -247,7 +272,7 @@ QWEN_2B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("operations", "most"), [(2e9, 512), (1e11, 2048), (1e12, 1 << 16)])
+@pytest.mark.parametrize(("operations", "most"), [(8e9, 512), (16e9, 512), (1e11, 2048), (1e12, 1 << 16)])
 def test_the_work_of_a_step_is_bounded_whatever_the_size_of_a_picture(operations: float, most: int) -> None:
     """Of an encoder as large as that of Qwen3-VL 2B: a step's shapes are the same for all pictures."""
     config = vision_config(QWEN_2B)

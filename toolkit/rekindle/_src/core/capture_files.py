@@ -3,6 +3,7 @@
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
 the array, whose lines are appended as they arrive, followed by their positions. The header is written last, into room
 that was left for it; once all of it is on disk the file gets its name: one that ends in ".safetensors" is whole.
+Where pictures stand in the prompt is in a file of its own, which comes before them.
 All of this waits for a disk, so `dispatch/capture_writer.py` does it in a thread of the request's own.
 
 `read_changes` reads steering, too, from files of this format.
@@ -24,8 +25,9 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import close_each
+from rekindle._src.core.pictures import PictureRun
 from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, RequestTaps
-from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
+from rekindle._src.core.taps import HEADER, PICTURES, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
 from rekindle_kernels import private_files, system
 
@@ -42,10 +44,12 @@ def name_of(key: Key) -> str:
 class CaptureFiles:
     """The files of one request's captures. Every method may wait for the disk."""
 
-    def __init__(self, tapped: RequestTaps, length: int, *, quiet: bool = True) -> None:
-        """Make nothing yet. `length` are the positions that the request has at most."""
+    def __init__(
+        self, tapped: RequestTaps, length: int, pictures: Sequence[PictureRun] = (), *, quiet: bool = True
+    ) -> None:
+        """Make nothing yet. `length` are the positions that the request has at most, `pictures` those of its prompt."""
         assert tapped.into is not None, "the request names no folder"
-        self.into, self._layers = Path(tapped.into), tapped.layers
+        self.into, self._layers, self._pictures = Path(tapped.into), tapped.layers, tuple(pictures)
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
         self._folder: Path | None = None
         self._files: dict[Key, _GrowingFile] = {}
@@ -84,6 +88,8 @@ class CaptureFiles:
         if not self._files:  # nothing was computed
             self.discard()
             return Captured(positions, {}, self._layers)
+        if self._pictures:
+            _write_pictures(self._folder / PICTURES, self._pictures)
         for key in tuple(self._files):
             self._files[key].finish(positions, name_of(key), {"layers": str(self._layers)})
             del self._files[key]
@@ -95,16 +101,34 @@ class CaptureFiles:
         """Close and remove the files that are not complete, and the folder if nothing else is in it. Never raises."""
         files, self._files = tuple(self._files.values()), {}
         closings = [closing for file in files for closing in (file.close, file.remove)]
+        if files and self._pictures:
+            closings.append(self._remove_pictures)
         close_each(f"a capture in {self.into}", self._activity.stop, *closings)
         if self._folder is not None:
             with contextlib.suppress(OSError):  # there are complete files in it, or another one took its place
                 self._folder.rmdir()
+
+    def _remove_pictures(self) -> None:
+        """Remove what was written of pictures, unless there are complete files that need it."""
+        assert self._folder is not None, "files are in it"
+        if not any(self._folder.glob(f"*{SUFFIX}")):
+            for name in (PICTURES, PICTURES + PARTIAL):
+                (self._folder / name).unlink(missing_ok=True)
 
     def look(self) -> State:
         """Return the progress as one line, and the share of positions that are written."""
         size = html.mebibytes(sum(file.nbytes for file in tuple(self._files.values())))
         share = self._written / self._expected if self._expected else None
         return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self.into}", share)
+
+
+def _write_pictures(path: Path, runs: Sequence[PictureRun]) -> None:
+    """Write the places of a prompt's pictures, for `Captured.load`."""
+    entries = [{"picture": run.picture, "start": run.start, "stop": run.stop, **run.grid._asdict()} for run in runs]
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_text(json.dumps(entries))
+    private_files.sync(partial)
+    system.replace(partial, path)
 
 
 class _GrowingFile:

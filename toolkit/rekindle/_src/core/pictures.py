@@ -68,14 +68,31 @@ class PicturePatch(NamedTuple):
         return f"picture {self.picture}, {tile}row {self.row}, column {self.column} {of}"
 
 
-def patches_of(runs: Sequence[tuple[int, int]], grids: Sequence[Sequence[TokenGrid]]) -> dict[int, PicturePatch]:
-    """Return the place of each token, by its position, from the runs of positions and the grids of each picture."""
+class PictureRun(NamedTuple):
+    """Neighbouring positions of a prompt, [start, stop), whose tokens are those of a picture, or of a tile of it."""
+
+    start: int
+    stop: int
+    picture: int  # of the prompt, from 0 on
+    grid: TokenGrid
+
+    def patch(self, position: int) -> PicturePatch:
+        """Return the place in the picture of the token at this position."""
+        row, column = divmod(position - self.start, self.grid.columns)
+        return PicturePatch(self.picture, row, column, self.grid)
+
+
+def picture_runs(runs: Sequence[tuple[int, int]], grids: Sequence[Sequence[TokenGrid]]) -> tuple[PictureRun, ...]:
+    """Return the runs of a prompt from their positions, in its order, and from the grids of each picture."""
     places = [(number, grid) for number, own in enumerate(grids) for grid in own]
-    return {
-        start + index: PicturePatch(number, index // grid.columns, index % grid.columns, grid)
-        for (start, stop), (number, grid) in zip(runs, places, strict=True)
-        for index in range(stop - start)
-    }
+    return tuple(
+        PictureRun(start, stop, number, grid) for (start, stop), (number, grid) in zip(runs, places, strict=True)
+    )
+
+
+def patches_of(runs: Sequence[PictureRun]) -> dict[int, PicturePatch]:
+    """Return the place of each token of the runs, by its position."""
+    return {position: run.patch(position) for run in runs for position in range(run.start, run.stop)}
 
 
 class RowsOrigin(enum.Enum):
@@ -103,7 +120,13 @@ class PictureUse(Extension):
     offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none
     origins: tuple[RowsOrigin, ...] = ()  # of each picture's rows
+    grids: tuple[tuple[TokenGrid, ...], ...] = ()  # of each picture's spans
     _words: dict[tuple[int, int], IntArray] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def runs(self) -> tuple[PictureRun, ...]:
+        """The places of the pictures, with their grids."""
+        return picture_runs([(span.start, span.stop) for span in self.spans], self.grids)
 
     def cut(self, start: int, length: int, room: int) -> int:
         stop = start + length

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.pictures import PicturePatch, patches_of
+from rekindle._src.core.pictures import PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -569,7 +569,7 @@ class Completion:
 
         `done.captured.select(positions=list(done.patches))` is what was captured of them.
         """
-        return patches_of(self.image_runs, [image.grids for image in self.images])
+        return patches_of(picture_runs(self.image_runs, [image.grids for image in self.images]))
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:

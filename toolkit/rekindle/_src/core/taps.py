@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from rekindle._src.core.pictures import PicturePatch, PictureRun
+
 Positions = int | Sequence[int] | slice | Literal["prompt", "output"] | None
 Layers = int | Sequence[int] | Literal["all"]
 Key = tuple[str, int] | str  # a site and its layer; "norm" has none
@@ -36,6 +38,7 @@ MODES: tuple[Mode, ...] = ("add", "replace", "project_out", "scale")
 STEER_SITES: tuple[SteerSite, ...] = ("residual", "residual_before", "attention", "mlp")
 END = 2**31 - 1
 # Captures in files are a folder of safetensors for each request, a file for each site and layer.
+PICTURES = "pictures.json"  # and the places of its prompt's pictures, if it has any
 HEADER = 504  # bytes of a header, padded with spaces; the array begins after it and its length, at byte 512
 SUFFIX = ".safetensors"
 TYPES = {"F32": "<f4", "I32": "<i4"}
@@ -251,7 +254,7 @@ class Captured(Mapping[Any, Any]):
     `Captured.load(folder)` maps them again.
     """
 
-    __slots__ = ("_arrays", "folder", "layers", "positions")
+    __slots__ = ("_arrays", "_pictures", "folder", "layers", "positions")
 
     def __init__(
         self,
@@ -260,11 +263,13 @@ class Captured(Mapping[Any, Any]):
         layers: int,
         *,
         folder: Path | None = None,
+        pictures: Sequence[PictureRun] = (),
     ) -> None:
         self.positions: NDArray[np.int32] = positions
         self.layers: int = layers  # of the model
         self.folder: Path | None = folder
         self._arrays = dict(arrays)
+        self._pictures = tuple(pictures)  # of the prompt
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Captured:
@@ -295,19 +300,20 @@ class Captured(Mapping[Any, Any]):
             fix = "Pass the folder of one request, such as done.captured.folder"
             raise InvalidRequest("folder", str(folder), "has no captures", fix)
         order = sorted(arrays, key=lambda key: (isinstance(key, str), key))
-        return cls(positions, {key: arrays[key] for key in order}, layers, folder=Path(folder))
+        pictures = _pictures_in(Path(folder) / PICTURES)
+        return cls(positions, {key: arrays[key] for key in order}, layers, folder=Path(folder), pictures=pictures)
 
     @classmethod
-    def joined(cls, parts: Sequence[Any], layers: int) -> Captured:
+    def joined(cls, parts: Sequence[Any], layers: int, pictures: Sequence[PictureRun] = ()) -> Captured:
         """Return the parts of one request, joined one after another."""
         import numpy as np
 
         if not parts:
-            return cls(np.empty(0, np.int32), {}, layers)
+            return cls(np.empty(0, np.int32), {}, layers, pictures=pictures)
         if len(parts) == 1:
-            return cls(parts[0].positions, parts[0].arrays, layers)
+            return cls(parts[0].positions, parts[0].arrays, layers, pictures=pictures)
         arrays = {key: np.concatenate([part.arrays[key] for part in parts]) for key in parts[0].arrays}
-        return cls(np.concatenate([part.positions for part in parts]), arrays, layers)
+        return cls(np.concatenate([part.positions for part in parts]), arrays, layers, pictures=pictures)
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
         if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and key[1] < 0:
@@ -330,13 +336,22 @@ class Captured(Mapping[Any, Any]):
         """The arrays by site and layer."""
         return self._arrays
 
+    @property
+    def patches(self) -> dict[int, PicturePatch]:
+        """The captured positions that are pictures: the picture, row and column of each, as `Completion.patches`."""
+        places = [
+            (run, self.positions[slice(*self.positions.searchsorted([run.start, run.stop]))].tolist())
+            for run in self._pictures
+        ]
+        return {position: run.patch(position) for run, positions in places for position in positions}
+
     def before(self, position: int) -> Captured:
         """Return the part of the positions before this one."""
         count = int(self.positions.searchsorted(position))
         if count == len(self.positions):
             return self
         arrays = {key: array[:count] for key, array in self._arrays.items()}
-        return Captured(self.positions[:count], arrays, self.layers)
+        return Captured(self.positions[:count], arrays, self.layers, pictures=self._pictures)
 
     @property
     def nbytes(self) -> int:
@@ -356,14 +371,15 @@ class Captured(Mapping[Any, Any]):
             key: array for key, array in self._arrays.items() if chosen is None or (key != "norm" and key[1] in chosen)
         }
         if positions is None:
-            return Captured(self.positions, arrays, self.layers)
+            return Captured(self.positions, arrays, self.layers, pictures=self._pictures)
         numbers = np.atleast_1d(np.asarray(positions, np.int32))
         missing = sorted({*numbers.tolist()} - {*self.positions.tolist()})
         if missing:
             known = f"They are {self.positions.min()} to {self.positions.max()}" if len(self.positions) else "None is"
             raise InvalidRequest("positions", missing[0], "was not captured", known)
         places = np.searchsorted(self.positions, np.sort(numbers))
-        return Captured(np.sort(numbers), {key: array[places] for key, array in arrays.items()}, self.layers)
+        chosen_arrays = {key: array[places] for key, array in arrays.items()}
+        return Captured(np.sort(numbers), chosen_arrays, self.layers, pictures=self._pictures)
 
     def steers(self) -> tuple[Steer, ...]:
         """Return the changes that put the captured arrays where they came from: what `patch` does."""
@@ -420,9 +436,39 @@ class Captured(Mapping[Any, Any]):
             (_name(key), "×".join(map(str, array.shape)), _along(array), *_spread(array), str(array.dtype))
             for key, array in self._arrays.items()
         ]
-        size = html.line(html.count(len(self.positions), "position"), html.mebibytes(self.nbytes))
+        seen = len(self.patches)
+        positions = html.count(len(self.positions), "position") + (f", {seen} of them of pictures" if seen else "")
+        size = html.line(positions, html.mebibytes(self.nbytes))
         heads = ["captured", "shape", "size along the positions", "mean", "deviation", "dtype"]
         return str(html.block(html.table(heads, rows), size))
+
+
+def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
+    """Return the places of a prompt's pictures from the file in its folder; none if there is no such file."""
+    import json
+
+    from rekindle._src.core.pictures import PictureRun, TokenGrid
+
+    def whole(value: Any) -> int:
+        if type(value) is not int or not 0 <= value < END:
+            raise ValueError
+        return value
+
+    try:
+        runs = []
+        for entry in json.loads(path.read_bytes()):
+            rows, columns, tile = whole(entry["rows"]), whole(entry["columns"]), entry["tile"]
+            first, last = whole(entry["start"]), whole(entry["stop"])
+            if not 0 < rows * columns == last - first:
+                raise ValueError
+            grid = TokenGrid(rows, columns, None if tile is None else (whole(tile[0]), whole(tile[1])))
+            runs.append(PictureRun(first, last, whole(entry["picture"]), grid))
+        return tuple(runs)
+    except FileNotFoundError:
+        return ()
+    except (ValueError, KeyError, TypeError, IndexError):
+        fix = f"Remove its {PICTURES} to read the arrays without it"
+        raise InvalidRequest("folder", str(path.parent), f"has a damaged {PICTURES}", fix) from None
 
 
 def _digest_of(arrays: Iterable[Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 
 from rekindle._src.core.capture_files import CaptureFiles
+from rekindle._src.core.pictures import PictureRun, PictureUse
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
 from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, CapturedPart, RequestTaps, resolve
@@ -46,10 +47,12 @@ class TapIntake(Capability):
         tapped = request.extensions.get(RequestTaps)
         if tapped is None or not tapped.keys:
             return None
+        use = request.extensions.get(PictureUse)
+        pictures = () if use is None else use.runs
         if tapped.backlog is None:
-            return CaptureOutput(request, tapped)
+            return CaptureOutput(request, tapped, pictures)
         length = request.prompt_length + max(0, request.sampling.max_tokens - 1)
-        files = CaptureFiles(tapped, length, quiet=front.config.quiet)
+        files = CaptureFiles(tapped, length, pictures, quiet=front.config.quiet)
         return CaptureFileOutput(request, CaptureWriter(files, tapped.backlog, self._doors), self._doors)
 
 
@@ -63,10 +66,10 @@ def _end(request: Request, count: int) -> int:
 class CaptureOutput(Part):
     """Captures that are delivered as they come."""
 
-    __slots__ = ("_delivered", "_parts", "_request", "_tapped")
+    __slots__ = ("_delivered", "_parts", "_pictures", "_request", "_tapped")
 
-    def __init__(self, request: Request, tapped: RequestTaps) -> None:
-        self._request, self._tapped = request, tapped
+    def __init__(self, request: Request, tapped: RequestTaps, pictures: tuple[PictureRun, ...]) -> None:
+        self._request, self._tapped, self._pictures = request, tapped, pictures
         self._parts: list[CapturedPart] = []
         self._delivered = 0  # parts
 
@@ -82,7 +85,7 @@ class CaptureOutput(Part):
         return {"captured": None if joined is None else joined.before(_end(self._request, len(end.tokens)))}
 
     def _joined(self, first: int = 0) -> Captured | None:
-        return Captured.joined(self._parts[first:], self._tapped.layers)
+        return Captured.joined(self._parts[first:], self._tapped.layers, self._pictures)
 
 
 class CaptureFileOutput(Part):

@@ -125,8 +125,8 @@ def placed(
         spans.append(span)
         parts.append(rows[index].rows[:, first : done[index]])
     coordinates, offset = pictures.use(token_ids, [(span.start, span.stop) for span in spans], shown)
-    origins = tuple(own.origin for own in rows)
-    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins)
+    origins, grids = tuple(own.origin for own in rows), tuple(tuple(picture.grids) for picture in shown)
+    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins, grids)
 
 
 def _spans(

@@ -6,6 +6,7 @@ The values that queries attend to are summed over blocks of keys: memory does no
 a large picture can be computed in steps of a bounded size. `add_keys` adds one block to the sums of a few queries.
 On a CPU heads follow each other, so that a head's scores stay in its cache: on an EPYC with AVX2 (16 heads of 64,
 float32), 512 queries and 512 keys took 36 ms of a core, and 59 ms with all heads together. Elsewhere they run together.
+Products of bfloat16 are those of float32 but where a CPU has AMX: on a Xeon that has it 10.5 ms in place of 14.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle_kernels import current_platform, exact_precision
+from rekindle_kernels import current_platform, exact_precision, traits
 
 BLOCK = 1024  # keys at a time
 _NEVER = -1e30  # a score that has no weight; finite, so that rows without any key stay numbers
@@ -48,7 +49,7 @@ def add_keys(
     """Add keys and values [H, N, D] to the sums of queries q [H, M, D]: query i sees keys starts[i] to stops[i]."""
     one = functools.partial(_add, starts=starts, stops=stops)
     cpu = current_platform() == "cpu"
-    if cpu:
+    if cpu and not (q.dtype == jnp.bfloat16 and traits().fast_bfloat16):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     q = q * jnp.asarray(scale, q.dtype)
     if cpu:
