@@ -25,7 +25,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PREBUILT = Path("kernels/rekindle_kernels/native/prebuilt")
 LINUX = os.environ.get("REKINDLE_WHEEL_LINUX", "manylinux_2_28")  # the C library that the kernels were linked with
-MACOS = "macosx_11_0"
+PLATFORMS = {"linux": f"{LINUX}_{{}}", "darwin": "macosx_11_0_{}", "win32": "win_{}"}  # in the names of wheels
+ARCHITECTURES = {("darwin", "aarch64"): "arm64", ("win32", "x86_64"): "amd64"}  # where they are not Linux's
 LIMIT = 180  # seconds after which no further kernel is begun: models that need it are slower then
 LONGEST = 300  # seconds for all of it
 
@@ -66,9 +67,8 @@ def add_library(folder: Path, build_data: dict[str, Any], checked: Path | None =
     for name in ("manifest.json", manifest["library"]):
         build_data["force_include"][str(folder / name)] = f"rekindle_kernels/native/prebuilt/{name}"
     system, _, machine = manifest["platform"].partition("-")
-    named = f"{MACOS}_{'arm64' if machine == 'aarch64' else machine}" if system == "darwin" else f"{LINUX}_{machine}"
     build_data["pure_python"] = False
-    build_data["tag"] = f"py3-none-{named}"
+    build_data["tag"] = f"py3-none-{PLATFORMS[system].format(ARCHITECTURES.get((system, machine), machine))}"
 
 
 def digest_of(root: Path) -> str:

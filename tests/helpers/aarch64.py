@@ -1,7 +1,7 @@
 """Native kernels for AArch64, compiled here and run by an emulator: what builds them, and what calls them.
 
 A kernel that XLA calls in this process hands its operands to the same kernel in a process of qemu's, and gets its
-results back. So every test of native kernels is also one of AArch64 code: see `on_aarch64.py`.
+results back. So every test of native kernels is also one of AArch64 code: see `on_guest.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -74,14 +74,21 @@ def run(level: cpu.Level, program: Path) -> int:
     return subprocess.run([*emulator(level), str(program)], capture_output=True, check=False).returncode
 
 
-class Guest:
-    """The process that runs AArch64 code. Calls of several threads wait for each other."""
+def guest(folder: Path, level: cpu.Level) -> list[str]:
+    """The command that calls the kernels in `folder`."""
+    (code,) = folder.glob("kernels-*.so")
+    return [*emulator(level), str(folder / "guest"), str(code)]
 
-    def __init__(self, folder: Path, level: cpu.Level) -> None:
+
+class Guest:
+    """The process that runs code of a level for another processor or system. Calls of several threads wait for each
+    other."""
+
+    def __init__(self, command: Sequence[str], level: cpu.Level, environment: Mapping[str, str] | None = None) -> None:
         self.level, self._lock, self._known = level, threading.Lock(), dict[str, Any]()
-        (code,) = folder.glob("kernels-*.so")
-        command = [*emulator(level), str(folder / "guest"), str(code)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1 << 20)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1 << 20, env=environment
+        )
         self.calls: dict[str, int] = {}
         self.lacking: list[str] = []
 

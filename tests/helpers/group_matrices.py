@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import on_aarch64
+from helpers import on_guest
 from rekindle_kernels import int4
 
 RANDOM = np.random.default_rng(0)
 # Kernels that few files need: to compile them takes longer than the tests. For another processor they are there.
-RARER = [] if on_aarch64.LEVEL in os.environ else [pytest.mark.slow]
+RARER = [] if on_guest.LEVEL in os.environ else [pytest.mark.slow]
 _USUAL = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),

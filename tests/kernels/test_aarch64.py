@@ -7,33 +7,19 @@ what threads owe each other on a real processor of this kind is not shown.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from helpers import aarch64, on_aarch64
+from helpers import aarch64, guest_tests
+from helpers.guest_tests import ALL, ALL_CASES, ALL_TESTS, NOT_OF_LIBRARIES
 from rekindle_kernels.native import build_library, cpu
-from rekindle_kernels.native.kernel_table import GATE
 
 REASON = aarch64.missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-HERE = Path(__file__).parent
-AT_ONCE = 2  # processes with tests
 LEVELS = [level for level in cpu.LEVELS if level.machine == "aarch64"]
-# Those of one head size, and those of the others that tests have.
-# The gate is left out: it waits for this process, whose memory an emulated one does not share.
-ALL = [name for name in build_library.all_kernels([64]) if name != GATE.variant().name]
-ALL += [name for name in build_library.all_kernels([16, 80, 128]) if "_float32_" in name]
-ALL += ["prefill_float32_32"]
-_ABSENT = ["pallas", "xla", "object_code", "cannot_be_written", "not_installed", "head_dim_256", "heads_of_512"]
-NOT_OF_LIBRARIES = " and ".join(f"not {name}" for name in _ABSENT)
-ALL_TESTS = ["native", "int4", "ops", "deterministic", "chain", "masked_draws", "adapters", "recurrence"]
-ALL_CASES = ["paged_attention"]  # whose slow ones need kernels that no others do
 # Kernels of newer levels that are others than the level below has.
 NEWER = {
     "armv8.2-dotprod": [
@@ -52,32 +38,12 @@ def passes(
     tests: Sequence[str],
     chosen: str,
     folder: Path,
-    *,
     with_slow: Sequence[str] = (),
 ) -> None:
     """Compile the kernels for the level, run tests of this folder with them, and see that each kernel was called."""
     kernels = [name for name in kernels if build_library.fits(name, level)]
     assert "can't be compiled" not in aarch64.build(folder, level.name, kernels)
-    paths = os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": paths, on_aarch64.FOLDER: str(folder), on_aarch64.LEVEL: level.name}
-    environment.pop("REKINDLE_CACHE", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "helpers.on_aarch64"]
-
-    def run(names: Sequence[str], marks: str = "not slow") -> subprocess.CompletedProcess[str]:
-        whole = [*command, *(f"test_{name}.py" for name in names), "-k", chosen, "-m", marks]
-        return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=1100, cwd=HERE)
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        running = [pool.submit(run, tests[first::AT_ONCE]) for first in range(AT_ONCE)]
-        running += [pool.submit(run, [name], "slow or not slow") for name in with_slow]
-        outcomes = [future.result() for future in running]
-    called = set[str]()
-    for done in outcomes:
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        assert " passed" in done.stdout
-        told = next(line for line in done.stdout.splitlines() if line.startswith(on_aarch64.CALLED))
-        called |= {word.split()[0] for word in told.removeprefix(on_aarch64.CALLED).split(",") if word.strip()}
-    assert {*kernels} <= called, f"never called: {', '.join({*kernels} - called)}"
+    guest_tests.run(level, kernels, tests, chosen, folder, with_slow=with_slow)
 
 
 @pytest.mark.slow

@@ -29,6 +29,54 @@ from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
 HEAD_DIMS = (64, 128, 256, 32, 80, 96)
 UNLINKED = "linux-x86_64"  # there `object_loader` does what a linker would
+_SUFFIXES = {"linux": "so", "darwin": "so", "win32": "dll"}
+# A DLL needs no C library of a compiler's: it takes these functions from two that every Windows has.
+_IMPORTS = {
+    "kernel32": ("GetCurrentThreadId", "Sleep", "SwitchToThread"),
+    "msvcrt": ("free", "malloc", "memcpy", "memmove", "memset"),
+}
+# What kernels call of POSIX, by functions of kernel32: Windows sleeps whole milliseconds, and at times fifteen of them.
+# `__chkstk` touches each page of a large frame in turn, since Windows makes a thread's stack longer page by page.
+_WINDOWS_FORMS = """
+@_fltused = global i32 0
+declare dllimport i32 @SwitchToThread()
+declare dllimport i32 @GetCurrentThreadId()
+declare dllimport void @Sleep(i32)
+define i64 @sched_yield(i64 %any) {
+  %yielded = call i32 @SwitchToThread()
+  ret i64 0
+}
+define i64 @pthread_self(i64 %any) {
+  %id = call i32 @GetCurrentThreadId()
+  %wide = zext i32 %id to i64
+  ret i64 %wide
+}
+define i64 @usleep(i64 %microseconds) {
+  %more = add i64 %microseconds, 999
+  %milliseconds = udiv i64 %more, 1000
+  %narrow = trunc i64 %milliseconds to i32
+  call void @Sleep(i32 %narrow)
+  ret i64 0
+}
+module asm ".globl __chkstk"
+module asm "__chkstk:"
+module asm "  pushq %r10"
+module asm "  pushq %r11"
+module asm "  leaq 24(%rsp), %r10"
+module asm "  movq %r10, %r11"
+module asm "  subq %rax, %r11"
+module asm "0:"
+module asm "  subq $4096, %r10"
+module asm "  cmpq %r11, %r10"
+module asm "  jb 1f"
+module asm "  testb $0, (%r10)"
+module asm "  jmp 0b"
+module asm "1:"
+module asm "  testb $0, (%r11)"
+module asm "  popq %r11"
+module asm "  popq %r10"
+module asm "  ret"
+"""
 _JOB = struct.Struct("=i")
 
 
@@ -109,14 +157,16 @@ def build(
                     made[level.name].append(name)
                     objects[library.symbol(name, level)] = path
         target.mkdir(parents=True, exist_ok=True)
-        place = target / f"kernels-{platform}.{'so' if linked else 'objects'}"
+        place = target / f"kernels-{platform}.{_SUFFIXES[system] if linked else 'objects'}"
         extents: dict[str, tuple[int, int]] = {}
         # A process may have the old one mapped: it keeps that.
         new = target / f".{place.name}.{os.getpid()}"
         if linked:
             if system == "darwin":
                 program += ["-Wl,-install_name,@rpath/" + place.name]  # else the name of this moment's file
-            _link(new, [_entries_object(Path(folder), levels[0], system), *objects.values()], program, system)
+            own = Path(folder) / place.name  # a DLL says its name, and the linker leaves files next to it
+            _link(own, [_common_object(Path(folder), levels[0], system), *objects.values()], program, system)
+            shutil.copyfile(own, new)
         else:
             with new.open("wb") as file:
                 for symbol, path in objects.items():
@@ -235,16 +285,17 @@ def _compile(name: str, level: cpu.Level, path: Path, linked: bool, system: str)
         print(f"{name}, {level.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
 
 
-def _entries_object(folder: Path, level: cpu.Level, system: str) -> Path:
-    """Return the table of entries, which every kernel of chains finds by its symbol."""
+def _common_object(folder: Path, level: cpu.Level, system: str) -> Path:
+    """Return the table of entries, which every kernel of chains finds by its symbol, and what the system lacks."""
     import llvmlite.binding as llvm
 
     from rekindle_kernels.native.compiling import machine_of
 
     machine = machine_of(level, system=system)
-    module = llvm.parse_assembly(f"@{ENTRIES} = global [{SLOTS} x i64] zeroinitializer, align 64")
+    export, forms = ("dllexport ", _WINDOWS_FORMS) if system == "win32" else ("", "")
+    module = llvm.parse_assembly(f"@{ENTRIES} = {export}global [{SLOTS} x i64] zeroinitializer, align 64\n{forms}")
     module.triple = machine.triple  # type: ignore[attr-defined]
-    path = folder / "entries.o"
+    path = folder / "common.o"
     path.write_bytes(machine.emit_object(module))  # type: ignore[attr-defined]
     return path
 
@@ -258,8 +309,25 @@ def _linker() -> str:
 
 
 def _link(place: Path, objects: Sequence[Path], linker: Sequence[str], system: str) -> None:
+    if system == "win32":
+        _link_dll(place, objects, linker)
+        return
     options = ["-dynamiclib"] if system == "darwin" else ["-shared", "-nostartfiles", "-Wl,-z,defs,-Bsymbolic,-s"]
     subprocess.run([*linker, *options, "-o", str(place), *map(str, objects), "-lm"], check=True)
+
+
+def _link_dll(place: Path, objects: Sequence[Path], linker: Sequence[str]) -> None:
+    """Link by a program with the options of Microsoft's, as `lld-link` has them."""
+    imports = []
+    for name, functions in _IMPORTS.items():
+        stub, listed = place.with_name(f"{name}.lib"), place.with_name(f"{name}.def")
+        listed.write_text("\n".join([f"LIBRARY {name}.dll", "EXPORTS", *functions, ""]))
+        subprocess.run([*linker, "/lib", f"/def:{listed}", "/machine:x64", f"/out:{stub}"], check=True)
+        imports.append(str(stub))
+    names = place.with_suffix(".rsp")  # a command of Windows has 32,767 letters
+    names.write_text("\n".join(f'"{path}"' for path in objects))
+    options = ["/dll", "/noentry", "/nodefaultlib", "/machine:x64", "/opt:ref", "/Brepro", f"/out:{place}"]
+    subprocess.run([*linker, *options, f"@{names}", *imports], check=True)
 
 
 def main() -> None:
@@ -269,8 +337,10 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="for this processor, unless there are some")
     parser.add_argument("--kernels", nargs="+", help="default: all of them")
     parser.add_argument("--head-dims", nargs="+", type=int, default=HEAD_DIMS, help="head sizes of attention")
-    parser.add_argument("--system", choices=("linux", "darwin"), default=sys.platform, help="default: this one")
-    parser.add_argument("--linker", help="the compiler driver that links, for another machine or system than this one")
+    parser.add_argument("--system", choices=tuple(_SUFFIXES), default=sys.platform, help="default: this one")
+    parser.add_argument(
+        "--linker", help="the compiler driver (for Windows: lld-link) that links for another system or machine"
+    )
     parser.add_argument("--limit", type=float, help="seconds after which no further kernel is begun")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()

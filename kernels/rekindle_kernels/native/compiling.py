@@ -42,7 +42,7 @@ from rekindle_kernels.native.language import dot_products, vector
 from rekindle_kernels.native.language.handler import Kernel
 from rekindle_kernels.native.language.vector import STORAGE
 
-SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
+SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0", "win32": "pc-windows-msvc"}
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
@@ -75,6 +75,8 @@ def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    if "windows" in machine.triple:
+        module.get_function(entry).storage_class = "dllexport"  # a DLL exports what says so
     _optimise(module, machine)
     numbas = [f.name for f in module.functions if f.is_declaration and f.name.startswith(("numba_", "NRT_"))]
     if numbas:

@@ -1,0 +1,81 @@
+"""Native kernels for Windows: a DLL linked here, read as its loader would, and called in a process of Wine's.
+
+Windows itself has not run them. The tests of kernels compare results as on Linux, with the same machine instructions
+under another calling convention; a process of Wine's checks what a call leaves in its caller's registers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from helpers import guest_tests, portable_executable, windows
+from rekindle_kernels.native import build_library, cpu, library
+from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
+
+UNLINKED, MISSING = windows.unlinked(), windows.missing()
+pytestmark = [
+    pytest.mark.skipif(UNLINKED is not None, reason=str(UNLINKED)),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
+ROOT = Path(__file__).parents[2]
+OLDEST = cpu.level_called("x86-64-v3")
+KERNELS = [CHAIN, "norm", "argmax", "gemm_int8"]
+# All that is taken from elsewhere is in two libraries that every Windows has.
+OUTSIDE = {
+    "kernel32.dll": {"GetCurrentThreadId", "Sleep", "SwitchToThread"},
+    "msvcrt.dll": {"free", "malloc", "memcpy", "memmove", "memset"},
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("windows")
+    assert "can't be compiled" not in windows.build(folder, OLDEST.name, KERNELS)
+    return folder
+
+
+def test_windows_would_load_the_dll(built: Path) -> None:
+    manifest = json.loads((built / library.MANIFEST).read_text())
+    found = portable_executable.read(built / manifest["library"])
+    assert (manifest["platform"], manifest["library"]) == ("win32-x86_64", windows.DLL)
+    assert found.machine == portable_executable.X86_64 and found.is_library and found.may_move
+    assert found.name == windows.DLL
+    written_and_executed = portable_executable.WRITE | portable_executable.EXECUTE
+    assert not [name for name, may in found.sections.items() if may & written_and_executed == written_and_executed]
+    assert found.exports == {ENTRIES, *(library.symbol(name, OLDEST) for name in manifest["levels"][OLDEST.name])}
+    assert found.imports.keys() <= OUTSIDE.keys()
+    assert all(names <= OUTSIDE[name] for name, names in found.imports.items())
+
+
+def test_a_wheel_for_windows_is_made_here(built: Path, tmp_path: Path) -> None:
+    if find_spec("hatchling") is None:
+        pytest.skip("hatchling builds the wheel")
+    environment = {**os.environ, "REKINDLE_WHEEL_LIBRARY": str(built)}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-win_amd64.whl") and wheel.stat().st_size < 15 << 20
+    with zipfile.ZipFile(wheel) as packed:
+        inside = f"rekindle_kernels/native/prebuilt/{windows.DLL}"
+        assert packed.read(inside) == (built / windows.DLL).read_bytes()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.skipif(OLDEST not in cpu.levels(), reason="this processor has no AVX2")
+def test_all_kernels_are_exact(tmp_path: Path) -> None:
+    kernels = [name for name in guest_tests.ALL if build_library.fits(name, OLDEST)]
+    assert "can't be compiled" not in windows.build(tmp_path, OLDEST.name, kernels)
+    windows.build_guest(tmp_path)
+    guest_tests.run(
+        OLDEST, kernels, guest_tests.ALL_TESTS, guest_tests.NOT_OF_LIBRARIES, tmp_path, with_slow=guest_tests.ALL_CASES
+    )
