@@ -90,7 +90,7 @@ def watch(begun: float) -> None:
     say("JAX's devices", at)
     stages: dict[Any, tuple[str, ...]] = {
         SharedCache: ("fetch",), ExecutableStore: ("load",), prepared: ("load",), Tokenizer: ("load",),
-        build: ("build", "blueprint", "attach_caches"), blueprint: ("_described", "_caches"),
+        build: ("build", "source_of", "blueprint", "attach_caches"), blueprint: ("_caches",),
     }  # fmt: skip
     for owner, names in stages.items():
         for name in names:

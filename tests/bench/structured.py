@@ -34,7 +34,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import rekindle
 from rekindle._src.bench.shapes import write_checkpoint
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 
 NAMES = ["identifier", "description", "category_name", "priority_level", "responsible_person", "department"]
 SHORT, LONG = {"enum": ["low", "high", "none"]}, {"type": "string", "minLength": 200, "maxLength": 2000}

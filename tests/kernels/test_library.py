@@ -14,6 +14,7 @@ from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
 from rekindle._src.opening.blueprint import blueprint
 from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.source import source_of
 from rekindle._src.programs.programs import Programs
 from rekindle_kernels import kernels_origin
 from rekindle_kernels.native import build, build_library, cpu, library, object_loader
@@ -39,7 +40,8 @@ def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[
 
 
 def kernels_of_model() -> list[str]:
-    return Programs.open(blueprint(OpenRequest(MODEL, EngineConfig(**OPTIONS))).programs).kernels()
+    request = OpenRequest(MODEL, EngineConfig(**OPTIONS))
+    return Programs.open(blueprint(request, source_of(request)).programs).kernels()
 
 
 @pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")

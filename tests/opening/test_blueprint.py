@@ -21,6 +21,7 @@ from rekindle._src.cli import usage
 from rekindle._src.cli.main import main, parser
 from rekindle._src.opening.blueprint import Blueprint, blueprint
 from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.source import source_of
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import config_fields
 
@@ -32,7 +33,8 @@ def plan(
     steering: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Blueprint:
-    return blueprint(OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps, steering=steering))
+    request = OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps, steering=steering)
+    return blueprint(request, source_of(request))
 
 
 def test_no_file_no_thread_no_array(tmp_path: Path) -> None:

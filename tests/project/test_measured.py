@@ -37,7 +37,6 @@ ALLOWED = {
     ("checkpoints", "5 s"): "a bound of the code",
     ("checkpoints", "64 MB"): "a bound of the code",
     ("checkpoints", "269 MB"): "a message, as page 10 has it",
-    ("checkpoints", "378 MiB"): "a file's size",
     ("fleets", "15 seconds"): "a bound of the code",
     ("fleets", "2 seconds"): "a rule of the code",
     ("install", "1 minutes"): "an estimate for two cores of any kind; the bound is five minutes",

@@ -24,6 +24,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.blueprint import blueprint
 from rekindle._src.opening.draft_plan import draft_plan
 from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.source import source_of
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError
@@ -221,7 +222,8 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
 
 def test_its_weights_and_pages_are_counted(model: Any, twin: str) -> None:
     def plan(**options: Any) -> Any:
-        return blueprint(OpenRequest(model, dataclasses.replace(EngineConfig(**DRAFTS), **options)))
+        request = OpenRequest(model, dataclasses.replace(EngineConfig(**DRAFTS), **options))
+        return blueprint(request, source_of(request))
 
     plain, with_drafts = plan(), plan(drafts=twin)
     drafts = with_drafts.caches[-1]

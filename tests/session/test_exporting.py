@@ -19,7 +19,7 @@ from rekindle._src.cli.main import main
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
 from rekindle._src.models.loading.gguf import header
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle.errors import CheckpointError, ConfigError
@@ -165,7 +165,7 @@ def test_what_can_not_be_written_is_refused_and_leaves_nothing(out: str, kind: s
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rekindle._src.session import exporting
+    from rekindle._src.opening import exporting
 
     def fail(*arguments: Any) -> None:
         arguments[0].write_bytes(b"half")

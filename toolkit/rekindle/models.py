@@ -28,7 +28,7 @@ from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import logits, token_logprobs
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.exporting import calibrate, export
+from rekindle._src.opening.exporting import calibrate, export
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import checkpoints, vocabularies
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from workshop import reference
 
 torch = pytest.importorskip("torch")

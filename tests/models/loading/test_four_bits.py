@@ -15,7 +15,7 @@ from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.loading.gguf import rows
 from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle_kernels import int4, unavailable_reason
 from workshop import reference
 

@@ -14,7 +14,7 @@ from helpers.quantized_checkpoints import MXFP4_RAW, four_bits, write_mxfp4
 from rekindle._src.models.loading import reading
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, dequantize
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle.errors import CheckpointError, UnsupportedModel
 from rekindle_kernels import int4, unavailable_reason
 

@@ -14,7 +14,7 @@ from helpers.quantized_checkpoints import AWQ, GPTQ, KINDS, RAW, group_config, w
 from rekindle._src.models.loading import checkpoint, reading
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 

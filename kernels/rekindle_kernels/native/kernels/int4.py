@@ -220,6 +220,11 @@ class Int4Form(NamedTuple):
         step = HALF_STEP if smallest else STEP[bits]
         return cls(dtype, weight, bits, instruction, offset, large, tiled, codebook, step)
 
+    def tile(self, rows: int, blocks: int, *, prefetches: bool = False, unpacked: bool = False) -> Any:
+        """Return the code that multiplies so many rows by so many blocks of outputs, as this form stores them."""
+        stored = {"scale": self.dtype, "bits": self.bits, "step": self.step, "codebook": self.codebook}
+        return multiply_tile(rows, blocks, self.instruction, **stored, prefetches=prefetches, unpacked=unpacked)
+
 
 class Units(NamedTuple):
     """How the outputs are shared out among blocks of work."""
@@ -320,19 +325,7 @@ def planner(form: Int4Form, units: Any) -> Any:
 
 def few_rows(form: Int4Form) -> Any:
     """Return `few(job, block, first, end, sums)`: the rows [first, end) times one block of outputs."""
-    one, two, four = (
-        multiply_tile(
-            rows,
-            1,
-            form.instruction,
-            scale=form.dtype,
-            bits=form.bits,
-            step=form.step,
-            codebook=form.codebook,
-            prefetches=True,
-        )
-        for rows in (1, 2, 4)
-    )
+    one, two, four = (form.tile(rows, 1, prefetches=True) for rows in (1, 2, 4))
 
     @jit
     def few(job: Any, block: int, first: int, end: int, sums: int) -> None:
@@ -361,21 +354,7 @@ def twelve_rows(form: Int4Form) -> Any:
     The blocks are `block` and `block + behind`. Their weights are read from `strip`, where they lie unpacked, or as
     they are stored if `strip` is 0.
     """
-    many, many_unpacked = (
-        multiply_tile(
-            ROWS,
-            2,
-            form.instruction,
-            scale=form.dtype,
-            bits=form.bits,
-            step=form.step,
-            codebook=form.codebook,
-            unpacked=ahead,
-        )
-        if form.large
-        else None
-        for ahead in (False, True)
-    )
+    many, many_unpacked = (form.tile(ROWS, 2, unpacked=ahead) if form.large else None for ahead in (False, True))
 
     @jit
     def twelve(job: Any, block: int, behind: int, r: int, sums: int, strip: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import checkpoints
 from helpers.python import run_python
-from rekindle._src.session.exporting import export
+from rekindle._src.opening.exporting import export
 from rekindle_kernels import unavailable_reason
 
 RAW = checkpoints.CASES["qwen3"]

@@ -125,7 +125,7 @@ def measures(name: str, step: StepTiming) -> bool:
 
 
 async def measure(
-    model: LoadedModel | str, name: str, vocab_size: int, options: Mapping[str, Any], round_: Round | None = None
+    model: LoadedModel | str, name: str, vocab_size: int, options: Mapping[str, object], round_: Round | None = None
 ) -> Breakdown | None:
     """Return the breakdown of W1, W2 or W3 in a new session; None if no such step runs with these `options`."""
     if jax.default_backend() != "cpu":

@@ -217,7 +217,7 @@ SNAPSHOT = "bench"
 RESTART = {"max_model_len": 2048, "max_requests": 32, "precompile": "all"}
 
 
-def first_token(model: str, options: Mapping[str, Any]) -> Figures:
+def first_token(model: str, options: Mapping[str, object]) -> Figures:
     """Run W5: seconds from a process's start to its first token, with an empty store and with the filled one."""
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -229,7 +229,7 @@ def first_token(model: str, options: Mapping[str, Any]) -> Figures:
     return figures
 
 
-def restart(model: str, options: Mapping[str, Any], *, programs: Path | None = None) -> Figures:
+def restart(model: str, options: Mapping[str, object], *, programs: Path | None = None) -> Figures:
     """Run W8: W4 with a cold cache, then the same in a new process that restores the first one's pages.
 
     Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, so that

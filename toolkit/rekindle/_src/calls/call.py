@@ -36,7 +36,7 @@ class Call(html.Line, Coroutine[Any, Any, T], Generic[T]):
         """Return the same result, blocking this thread; for code without an event loop."""
         return run_sync(self._result())
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         """Advance it by one step; event loops do this."""
         if self._running is None:
             self._running = self._result()
@@ -97,7 +97,7 @@ class Once(Call[T]):
 
     _started = False
 
-    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, name: str = "") -> None:
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object, name: str = "") -> None:
         self._function, self._arguments = function, arguments
         self._name = name or function.__name__
         self._awaited = f"await ….{self._name}(…)"
@@ -106,7 +106,7 @@ class Once(Call[T]):
         self._started = True
         return await self._function(*self._arguments)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: object) -> Any:
         """Raise an exception where it waits; event loops do this."""
         self._started = True
         return super().throw(*error)

@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def with_images(
-    front: Front, prompts: list[Prompt], images: Any, *, many: bool, keep_errors: bool = False
+    front: Front, prompts: list[Prompt], images: object, *, many: bool, keep_errors: bool = False
 ) -> list[Prompt]:
     """Return the prompts of a call with the pictures of its argument, which has an entry for each of `many` prompts.
 
@@ -63,7 +63,7 @@ def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "image
     return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read))
 
 
-def prefix_of(front: Front, prompt: Prompt, images: Any) -> IntArray:
+def prefix_of(front: Front, prompt: Prompt, images: object) -> IntArray:
     """Return what the prefix tree calls the tokens of a prompt. Its pictures are decoded, which may take seconds.
 
     Token ids that have places of pictures already, such as those of a completion, come with these pictures.

@@ -35,7 +35,7 @@ class Prompt:
         return self if extension is None else dataclasses.replace(self, extensions=self.extensions.plus(extension))
 
 
-def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
+def parse(prompt: object, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
     """Return the prompts of a request, and True if they came as a list of prompts.
 
     An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
@@ -51,7 +51,7 @@ def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool
     raise _no_prompt(prompt)
 
 
-def from_column(values: Any) -> Any:
+def from_column(values: object) -> Any:
     """Return the values of a column of a DataFrame as an array, and anything else as it is."""
     return values.to_numpy() if hasattr(values, "to_numpy") and hasattr(values, "dtype") else values
 
@@ -83,7 +83,7 @@ def at_index(error: BaseException, index: int) -> BaseException:
     return type(error)(error.field, error.value, error.problem, error.fix, index)
 
 
-def parse_one(prompt: Any) -> Prompt:
+def parse_one(prompt: object) -> Prompt:
     """Return the prompt of text or token ids. Raise `InvalidRequest` for anything else."""
     if isinstance(prompt, str):
         check_prompt(len(prompt), "characters")
@@ -114,7 +114,7 @@ PASS = 'Pass a text such as "Once upon a time", a list of token ids, or a list o
 CHAT = "Use session.chat(messages), or session.render(messages) for the text alone"
 
 
-def is_ids(prompt: Any) -> bool:
+def is_ids(prompt: object) -> bool:
     """True if a prompt is a list of token ids."""
     if isinstance(prompt, str | bytes | Mapping):
         return False

@@ -551,7 +551,7 @@ class RowMapping(Requests, ChatRequests):
     @takes_options(Sampling)
     def map(
         self,
-        rows: Iterable[Any],
+        rows: Iterable[object],
         template: Template,
         sampling: Sampling | None = None,
         /,
@@ -560,7 +560,7 @@ class RowMapping(Requests, ChatRequests):
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        template_options: Mapping[str, object] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RowMap:
         """Await it for one answer for each row: `await session.map(rows, "Summarise: {text}", max_tokens=64)`.
@@ -612,7 +612,7 @@ class RowMapping(Requests, ChatRequests):
     @takes_options(Sampling)
     def map_sync(
         self,
-        rows: Iterable[Any],
+        rows: Iterable[object],
         template: Template,
         sampling: Sampling | None = None,
         /,
@@ -621,7 +621,7 @@ class RowMapping(Requests, ChatRequests):
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        template_options: Mapping[str, object] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RowAnswers:
         """Run `map` from code without an event loop: blocks this thread until the answers are there."""

@@ -65,7 +65,7 @@ class BulkChannel(Channel):
         self._offered.close()
         self._outgoing = self._offered
 
-    def take_memory(self, offer: Any) -> bool:
+    def take_memory(self, offer: object) -> bool:
         """True if this process can read the memory that the other side offers, which must then be notified."""
         if self.sealed or offer is None:
             return False

@@ -219,7 +219,7 @@ def exactly(connection: socket.socket, count: int) -> memoryview:
     return buffer
 
 
-def as_json(value: Mapping[str, Any]) -> bytes:
+def as_json(value: Mapping[str, object]) -> bytes:
     return json.dumps(value, default=str).encode()
 
 

@@ -137,7 +137,7 @@ def _lost(error: BaseException) -> None:
 
 def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint as a GGUF file or as a folder of safetensors."""
-    from rekindle._src.session.exporting import export
+    from rekindle._src.opening.exporting import export
 
     target = export(arguments.model, arguments.out, type=arguments.type, progress=Progress("exporting"))
     size = sum(path.stat().st_size for path in (target.rglob("*") if target.is_dir() else [target]))
@@ -152,6 +152,7 @@ def warm(arguments: argparse.Namespace) -> int:
     """
     from rekindle._src.opening.blueprint import blueprint
     from rekindle._src.opening.open_request import OpenRequest
+    from rekindle._src.opening.source import source_of
     from rekindle._src.programs.programs import Programs
     from rekindle._src.programs.warming import warm
     from rekindle_kernels import build_kernels
@@ -162,7 +163,8 @@ def warm(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processes", options.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         _check_kind(arguments.device_kind)
-    plan = blueprint(OpenRequest(arguments.model, options))
+    request = OpenRequest(arguments.model, options)
+    plan = blueprint(request, source_of(request))
     programs = Programs.open(plan.programs)
     start = time.perf_counter()
     kernels = build_kernels(programs.kernels())

@@ -294,11 +294,13 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.opening.blueprint import blueprint
     from rekindle._src.opening.open_request import OpenRequest
+    from rekindle._src.opening.source import source_of
     from rekindle._src.programs.programs import Programs
 
     options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
     options["max_model_len"] = arguments.context
-    plan = blueprint(OpenRequest(arguments.plan, EngineConfig.of(options)))
+    request = OpenRequest(arguments.plan, EngineConfig.of(options))
+    plan = blueprint(request, source_of(request))
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
     yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")
     for cache in plan.caches:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from rekindle._src.cli import cache
 from rekindle._src.core import html
@@ -62,12 +63,15 @@ def rm(arguments: argparse.Namespace) -> int:
 
 def _owner(name: str) -> str:
     """Return who else has a model of this name, and how it is removed there; "" if nobody has."""
+    if "/" in name and known.store_of(name) is None and not Path(name).exists():
+        name = f"{known.HUB.PREFIX}:{name}"
     try:
-        store, entry = known.find(name) or (None, None)
+        found = known.find(name)
     except CheckpointError:
+        found = None
+    if found is None:
         return ""
-    if store is None or entry is None:
-        return ""
+    store, entry = found
     how = store.REMOVAL.format(entry.name)
     return f"{entry.name} itself is in {store.TITLE}, which rekindle leaves alone. Remove it with {how}"
 

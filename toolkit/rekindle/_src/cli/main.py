@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
 
 # What the functions of `commands` import, so that it is loaded before they run.
 _NEEDED = {
-    "export": "session.exporting", "follow": "opening.following", "generate": "session.opening",
+    "export": "opening.exporting", "follow": "opening.following", "generate": "session.opening",
     "run_batch": "serve.batch", "simulate": "bench.simulation", "warm": "opening.blueprint",
 }  # fmt: skip
 

@@ -223,6 +223,11 @@ class EngineConfig(html.Record):
         refuse_unknown(cls, options)
         return cls(**options)
 
+    @property
+    def cache_folder(self) -> Path:
+        """The folder of programs, pages, snapshots and weights, where `cache_dir` says or by default."""
+        return cache_folder(self.cache_dir)
+
 
 def cache_folder(cache_dir: str | None = None) -> Path:
     """Return the folder of programs, pages, snapshots and weights: `cache_dir`, $REKINDLE_CACHE or the user's cache."""

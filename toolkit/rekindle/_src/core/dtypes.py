@@ -66,7 +66,7 @@ def dtype_name(value: object) -> str:
     return SHORT.get(text, text)
 
 
-def checked_dtype(field: str, value: Any, known: Sequence[str] = DTYPES) -> str:
+def checked_dtype(field: str, value: object, known: Sequence[str] = DTYPES) -> str:
     """Return the name of a dtype, which is one of `known`. Raises ConfigError for anything else."""
     name = dtype_name(value)
     if name in known:
@@ -85,7 +85,7 @@ _KINDS, _PARTS = ", ".join(map(repr, QUANTIZE_KINDS)), ", ".join(map(repr, QUANT
 _EXAMPLE = 'such as {"mlp": "int4", "attention": "int8"}'
 
 
-def checked_quantize(value: Any) -> str | None:
+def checked_quantize(value: object) -> str | None:
     """Return the option `quantize` as a config keeps it. Raises ConfigError for anything but a plan."""
     if value is None or (isinstance(value, str) and value in QUANTIZE_KINDS):
         return value

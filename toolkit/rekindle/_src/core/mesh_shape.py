@@ -212,7 +212,7 @@ class MeshReport(html.Record):
         )
 
 
-def describe_share(figures: Mapping[str, Any]) -> str:
+def describe_share(figures: Mapping[str, object]) -> str:
     """Return the collectives' share of a session's steps in words; empty if unknown."""
     share = figures.get("collective_share")
     return "" if share is None else f"{share:.0%} of the steps' time in collectives"

@@ -92,7 +92,7 @@ class Real(NamedTuple):
 class Flag(NamedTuple):
     """Accepts True and False."""
 
-    def __call__(self, name: str, value: Any, error: Refusal, /) -> bool:
+    def __call__(self, name: str, value: object, error: Refusal, /) -> bool:
         if not isinstance(value, bool):
             raise error(name, value, "must be True or False", f"Pass {name}=True, or leave it out")
         return value
@@ -103,7 +103,7 @@ class Word(NamedTuple):
 
     known: tuple[str, ...]
 
-    def __call__(self, name: str, value: Any, error: Refusal, /) -> str:
+    def __call__(self, name: str, value: object, error: Refusal, /) -> str:
         if isinstance(value, str) and value in self.known:
             return value
         matches = difflib.get_close_matches(value, self.known, n=1) if isinstance(value, str) else []
@@ -238,7 +238,7 @@ def _advice(name: str, here: _Door) -> str:
     )
 
 
-def refuse_keywords(unknown: Mapping[str, Any], call: Callable[..., Any]) -> None:
+def refuse_keywords(unknown: Mapping[str, object], call: Callable[..., object]) -> None:
     """Raise for the first keyword that a call does not take, and name the likely one."""
     for name, value in unknown.items():
         known = [
@@ -263,7 +263,7 @@ class _Annotation(str):
         return str(self)
 
 
-def takes_options(record: type, *, returns: str = "", **defaults: Any) -> Callable[[F], F]:
+def takes_options(record: type, *, returns: str = "", **defaults: object) -> Callable[[F], F]:
     """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
@@ -367,7 +367,7 @@ def check_words(words: Sequence[Any]) -> None:
             raise InvalidRequest("bad_words", word, f"has more than {MAX_WORD} characters", "Use a shorter one")
 
 
-def check_salt(salt: Any) -> None:
+def check_salt(salt: object) -> None:
     """Raise InvalidRequest unless `salt` is None or a text of a sensible length."""
     if salt is None:
         return

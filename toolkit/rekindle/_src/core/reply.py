@@ -145,7 +145,7 @@ class DeferredParse:
 
     __slots__ = ("_parse", "_parsed", "_text")
 
-    def __init__(self, text: str, parse: Callable[[str], Any], problem: NotParsed | None = None) -> None:
+    def __init__(self, text: str, parse: Callable[[str], object], problem: NotParsed | None = None) -> None:
         self._text, self._parse = text, parse
         self._parsed = None if problem is None else ParseResult(None, problem)
 

@@ -108,7 +108,7 @@ def _names_a_folder(into: Any) -> bool:
     return isinstance(path, str) and bool(path) and "\0" not in path
 
 
-def layers_of(site: str, layers: Any, count: int | None) -> tuple[int, ...]:
+def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
     """Return layer numbers as a tuple; without a `count` of layers they are only checked for their form."""
     if site == "norm" or layers == "all":
         return ()
@@ -358,7 +358,7 @@ class Captured(Mapping[Any, Any]):
         """The bytes of all arrays."""
         return sum(array.nbytes for array in self._arrays.values())
 
-    def select(self, *, layers: int | Sequence[int] | None = None, positions: Any = None) -> Captured:
+    def select(self, *, layers: int | Sequence[int] | None = None, positions: object = None) -> Captured:
         """Return the part of some layers, at some positions, such as for `patch`. Positions are those of the prompt and
         its output, from 0 on.
         """
@@ -394,7 +394,7 @@ class Captured(Mapping[Any, Any]):
             for (site, layer), array in self._arrays.items()
         )
 
-    def to_pandas(self, key: Any = None) -> Any:
+    def to_pandas(self, key: object = None) -> Any:
         """Return one array as a DataFrame with a row for each position, or all of them side by side.
 
         The columns of all are sorted by site and layer and numbered within them; "norm" has layer -1.

@@ -34,7 +34,7 @@ class Device:
         """The loaded model that is in use."""
         raise NotImplementedError("no weights")
 
-    def swap(self, weights: Any) -> bytes:
+    def swap(self, weights: object) -> bytes:
         """Use other weights. Return the root key of the cache for them."""
         raise NotImplementedError("no weights")
 
@@ -46,7 +46,7 @@ class Device:
         """Read pages out, then give device memory back. With `drop`, weights are read again from their source."""
         raise NotImplementedError("no weights")
 
-    def wake(self, weights: Any) -> bytes | None:
+    def wake(self, weights: object) -> bytes | None:
         """Go on, with other weights unless they are None. Return the cache's root key for other ones."""
         raise NotImplementedError("no weights")
 

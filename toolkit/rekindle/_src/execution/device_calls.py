@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.core.records import IntArray, LostPage, RowResult, StepPlan
 from rekindle._src.programs import host_pages
@@ -31,6 +32,7 @@ from rekindle._src.programs.buckets import (
     Key,
     StepPart,
 )
+from rekindle._src.programs.layered import Compiled
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.side_caches import DevicePlan
@@ -55,10 +57,10 @@ class CallRecorder:
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
         """Note a step, or the first half of a late one."""
 
-    def forwarded(self, scores: Any) -> None:
+    def forwarded(self, scores: Array) -> None:
         """Note the scores from the first half of a late step."""
 
-    def choose(self, key: Bucket, scores: Any, operand: IntArray) -> None:
+    def choose(self, key: Bucket, scores: Array, operand: IntArray) -> None:
         """Note the second half of the latest late step."""
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
@@ -85,7 +87,7 @@ class CallRecorder:
     def replace_weights(self) -> None:
         """Note that the weights that were loaded last are used from now on."""
 
-    def arrive(self, arrays: Any) -> None:
+    def arrive(self, arrays: object) -> None:
         """Note that arrays are about to be read, which waits for them. Raises if they will never be ready."""
 
     def result(self, rows: np.ndarray) -> None:
@@ -107,16 +109,16 @@ class Buffers(Protocol):
 class ForwardOutput(NamedTuple):
     """The output of the first half of a late step."""
 
-    scores: Any
+    scores: Array
     extra: tuple[Any, ...]  # as in `StepOutput`
 
 
 class DeviceCalls:
     """Owns weights, pages and state on the device. One thread makes the calls."""
 
-    def __init__(self, programs: Programs, leaves: Sequence[Any], recorder: CallRecorder | None = None) -> None:
+    def __init__(self, programs: Programs, leaves: Sequence[Array], recorder: CallRecorder | None = None) -> None:
         self.programs = programs
-        self.leaves: tuple[Any, ...] = tuple(leaves)
+        self.leaves: tuple[Array, ...] = tuple(leaves)
         self._recorder = recorder or CallRecorder()
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._reported = _ErrorReporter(self)
@@ -124,14 +126,14 @@ class DeviceCalls:
         self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
 
-    def program(self, key: Key) -> Any:
+    def program(self, key: Key) -> Compiled:
         """Return the executable; loads or compiles it if necessary."""
         self._recorder.prepare(key)
         program = self.programs.get(key)
         self._recorder.prepared(key)
         return program
 
-    def step(self, key: Bucket, program: Any, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
+    def step(self, key: Bucket, program: Compiled, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
         """Run a whole step. Its numpy buffers are passed as they are: device_put costs 60 of the 190 µs of a dispatch.
 
         A late step waits for its operand at the gate; no other process does.
@@ -151,7 +153,7 @@ class DeviceCalls:
         result: StepOutput = output
         return result
 
-    def forward(self, key: Bucket, program: Any, upload: Buffers) -> ForwardOutput:
+    def forward(self, key: Bucket, program: Compiled, upload: Buffers) -> ForwardOutput:
         """Run the first half of a late step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
@@ -167,7 +169,7 @@ class DeviceCalls:
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
-    def choose(self, key: Bucket, program: Any, scores: Any, upload: Buffers, operand: IntArray) -> Any:
+    def choose(self, key: Bucket, program: Compiled, scores: Array, upload: Buffers, operand: IntArray) -> Array:
         """Run the second half of a late step and return its rows."""
         self._recorder.choose(key, scores, operand)
         with self._reported:
@@ -186,7 +188,7 @@ class DeviceCalls:
             parts.append(np.asarray(program(self.leaves, padded))[: len(part)])
         return np.concatenate(parts)
 
-    def admit(self, program: Any, ints: np.ndarray, floats: np.ndarray) -> None:
+    def admit(self, program: Compiled, ints: np.ndarray, floats: np.ndarray) -> None:
         """Write a request's history into its slot."""
         self._recorder.admit(ints, floats)
         with self._reported:
@@ -207,7 +209,7 @@ class DeviceCalls:
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
-    def _reading(self, program: Any, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
+    def _reading(self, program: Compiled, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
             if self.programs.pinned and pinned:
@@ -271,22 +273,22 @@ class DeviceCalls:
         self._recorder.result(rows)
         return rows
 
-    def arrive(self, arrays: Any) -> None:
+    def arrive(self, arrays: object) -> None:
         """Announce that arrays are about to be read. Raises if they will never be ready."""
         self._recorder.arrive(arrays)
 
-    def wait(self, arrays: Any) -> None:
+    def wait(self, arrays: object) -> None:
         """Announce that arrays are about to be read, and wait until they are ready."""
         self.arrive(arrays)
         jax.block_until_ready(arrays)
 
-    def replace_weights(self, leaves: Sequence[Any]) -> None:
+    def replace_weights(self, leaves: Sequence[Array]) -> None:
         """Use new weights from the next step on."""
         self._recorder.replace_weights()
         self.leaves = tuple(leaves)
 
     @property
-    def memory(self) -> list[Any]:
+    def memory(self) -> list[Array]:
         """The arrays of pages and state."""
         return jax.tree.leaves((self.kv, self.state))
 
@@ -301,7 +303,7 @@ class DeviceCalls:
         self._delete()
         self.kv, self.state, self.leaves = (), None, ()
 
-    def wake(self, leaves: Sequence[Any]) -> None:
+    def wake(self, leaves: Sequence[Array]) -> None:
         """Use new pages and state, and these weights."""
         self.leaves = tuple(leaves)
         self.kv, self.state = self._new()
@@ -360,7 +362,7 @@ class ChoiceCall(NamedTuple):
     """The second half of a late step that is two programs; it is dispatched once it has its operand."""
 
     key: Bucket
-    program: Any
+    program: Compiled
     forwarded: ForwardOutput
     operand: IntArray
 

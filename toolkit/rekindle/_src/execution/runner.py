@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
@@ -29,7 +30,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
 from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
-from rekindle._src.programs.layered import LayeredProgram
+from rekindle._src.programs.layered import Compiled, LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
@@ -249,7 +250,7 @@ class Runner:
         ]
         prefault(parts, min(pages, self._shards.pages - 1))
 
-    def swap_weights(self, leaves: Sequence[Any]) -> None:
+    def swap_weights(self, leaves: Sequence[Array]) -> None:
         """Use new weights from the next step on, without compiling; steps in flight end with the old ones."""
         for index, (path, old, new) in enumerate(
             zip(self.programs.graph.paths, self.programs.leaves, leaves, strict=True)
@@ -299,7 +300,7 @@ class Runner:
         self._transfers.store(self._transfers.read_out([move for move in leaving if move.side is None]))
         self._sides.store(self._sides.read_out([move for move in leaving if move.side is not None]))
 
-    def wake(self, leaves: Sequence[Any]) -> None:
+    def wake(self, leaves: Sequence[Array]) -> None:
         """Use new pages and state, and these weights, which have the shapes of the old ones."""
         self._calls.wake(leaves)
         self._asleep = False
@@ -429,14 +430,14 @@ class Runner:
                 self._calls.admit(self._program(ADMIT), *self._shards.admission(*packed))
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
-    def _program(self, key: Key) -> Any:
+    def _program(self, key: Key) -> Compiled:
         """Return a program; a wait for one that isn't ready is counted and shown."""
         if self.programs.ready(key):
             return self._calls.program(key)
         with self.program_wait.waiting(key.name):
             return self._calls.program(key)
 
-    def _complete(self, bucket: Bucket, programs: Sequence[Any], flags: int) -> None:
+    def _complete(self, bucket: Bucket, programs: Sequence[Compiled], flags: int) -> None:
         """Make the parts that programs made of parts lack for rows with these flags, which counts as a wait, too."""
         for key, program in zip(bucket.programs, programs, strict=True):
             if isinstance(program, LayeredProgram) and program.lacks(flags):

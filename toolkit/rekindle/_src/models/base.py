@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
@@ -34,6 +34,17 @@ from rekindle_kernels import current_platform
 if TYPE_CHECKING:
     from rekindle._src.models.nn.decoders import DraftEntries
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
+
+
+class Shaped(Protocol):
+    """An array, or its shape and dtype alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def size(self) -> int: ...
 
 
 class Model(Protocol):
@@ -122,16 +133,16 @@ class Placement:
         return 1
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
         return []
 
     @property
-    def local_devices(self) -> list[Any]:
+    def local_devices(self) -> list[jax.Device]:
         """The devices that this process has of those."""
         return jax.local_devices()[:1]
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> dict[str, object]:
         """Return the fields of program keys that depend on the devices."""
         return {}
 
@@ -143,15 +154,15 @@ class Placement:
         """Return the graph of one device's part of a model."""
         return graph
 
-    def shapes(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    def shapes(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of a whole model's leaves as they lie on the devices."""
         return tuple(leaves)
 
-    def whole_shapes(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def whole_shapes(self, leaves: Sequence[Shaped]) -> Sequence[Shaped]:
         """Return the shapes of the whole model's leaves, from those that lie on the devices."""
         return leaves
 
-    def bytes_per_device(self, leaves: Sequence[Any]) -> int:
+    def bytes_per_device(self, leaves: Sequence[Shaped]) -> int:
         """Return the bytes of weights that each device holds."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -175,19 +186,18 @@ class Placement:
         """Return a loaded model on these devices. The original stays unchanged."""
         return model
 
-    def place(self, path: str, leaf: Any) -> Array:
+    def place(self, path: str, leaf: Array) -> Array:
         """Put a leaf of a model that lies on one device on these devices."""
-        array: Array = leaf
-        return array
+        return leaf
 
-    def replacement(self, path: str, new: Any, old: Array) -> Array:
+    def replacement(self, path: str, new: ArrayLike, old: Array) -> Array:
         """Put a whole leaf where `old`, which it replaces, lies."""
         if not isinstance(new, Array):
             new = np.array(new)  # a copy: on CPU, jax may use the caller's memory, which the caller may write to later
         # To jax.jit, an array that is committed to its device where the old one was not means another program.
         return jax.device_put(new, old.sharding if old.committed else None)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> Sequence[Any]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Shaped]) -> Sequence[Any]:
         """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
         return leaves
 
@@ -276,7 +286,7 @@ def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.tree.leaves(state))
 
 
-def merge(graph: Graph, leaves: Sequence[Any], deltas: Deltas = NO_DELTAS) -> Model:
+def merge(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> Model:
     """Return the module of a graph and its leaves (arrays or tracers), whose matrices add these deltas."""
     from flax import nnx
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from numpy.typing import NDArray
 
 from rekindle._src.core.dtypes import checked_dtype
@@ -27,6 +27,7 @@ from rekindle._src.models.base import (
     Graph,
     LoadedModel,
     Placement,
+    Shaped,
     abstract_model,
     draw,
     leaf_shapes,
@@ -120,16 +121,16 @@ class MeshPlacement(Placement):
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def specs(self, shapes: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+    def specs(self, shapes: Sequence[Shaped]) -> tuple[PartitionSpec, ...]:
         """Return the partitions of all leaves over the mesh, in the graph's order."""
         return tuple(self.spec(path, len(leaf.shape)) for path, leaf in zip(self.graph.paths, shapes, strict=True))
 
-    def abstract(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    def abstract(self, path: str, leaf: Shaped) -> jax.ShapeDtypeStruct:
         """Return a leaf's shape on the mesh: repeated and padded parts make it larger than the checkpoint's."""
         shape = self._joined_shape(path, local_shape(self.roles[path], leaf.shape, self.sizes))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
 
-    def place(self, path: str, leaf: Any) -> Array:
+    def place(self, path: str, leaf: ArrayLike) -> Array:
         """Put a leaf on the mesh: every device gets its own part, and nothing else is copied to it."""
         role, array = self.roles[path], np.asarray(leaf)
         parts = [
@@ -152,16 +153,16 @@ class MeshPlacement(Placement):
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (self.size, *shape)
 
-    def different(self, role: Role, ndim: int) -> list[tuple[Mapping[str, int], list[Any]]]:
+    def different(self, role: Role, ndim: int) -> list[tuple[Mapping[str, int], list[jax.Device]]]:
         """Return the different parts of a leaf on this process's devices: a place of each part, and all its devices."""
-        parts: dict[Any, tuple[Mapping[str, int], list[Any]]] = {}
+        parts: dict[object, tuple[Mapping[str, int], list[jax.Device]]] = {}
         for device, place in self._places():
             blocks = ranges(role, ndim, self.sizes, place)
             key = tuple((bounds.start, bounds.stop) for source, _ in blocks for bounds in source)
             parts.setdefault(key, (place, []))[1].append(device)
         return list(parts.values())
 
-    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> Array:
+    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[jax.Device]]]) -> Array:
         """Join a leaf from its parts in host memory, each with the devices that it is for."""
         shape = self._joined_shape(path, parts[0][0].shape)
         arrays = {device: jax.device_put(part, device, may_alias=True) for part, devices in parts for device in devices}
@@ -185,20 +186,20 @@ class MeshPlacement(Placement):
         }
         return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> list[LeafParts]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Shaped]) -> list[LeafParts]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
 
-    def whole_shapes(self, leaves: Sequence[Any] = ()) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def whole_shapes(self, leaves: Sequence[Shaped] = ()) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of the whole model's leaves, as on one device."""
         return leaf_shapes(self.graph)
 
-    def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def shapes(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Call `abstract` for all leaves, in the graph's order."""
         return tuple(self.abstract(path, leaf) for path, leaf in zip(self.graph.paths, leaves, strict=True))
 
-    def bytes_per_device(self, leaves: Sequence[Any]) -> int:
+    def bytes_per_device(self, leaves: Sequence[Shaped]) -> int:
         """Return the bytes of weights that each device holds."""
         sizes, total = self.partition.sizes, 0
         for path, leaf in zip(self.graph.paths, leaves, strict=True):
@@ -214,15 +215,15 @@ class MeshPlacement(Placement):
         )
         return dataclasses.replace(model, leaves=leaves, placement=self)
 
-    def replacement(self, path: str, new: Any, old: Array) -> Array:
+    def replacement(self, path: str, new: ArrayLike, old: Array) -> Array:
         return self.place(path, np.array(new))
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         return list(self.mesh.devices.flat)
 
     @property
-    def local_devices(self) -> list[Any]:
+    def local_devices(self) -> list[jax.Device]:
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @functools.cached_property
@@ -234,7 +235,7 @@ class MeshPlacement(Placement):
         """Return the indices of a process's devices among all devices of the mesh."""
         return [index for index, device in enumerate(self.devices) if device.process_index == process]
 
-    def key(self) -> dict[str, Any]:
+    def key(self) -> dict[str, object]:
         """Return the mesh: axes, devices and partition; with several processes, this one's number, too."""
         fields = {
             "axes": list(self.mesh.axis_names),
@@ -264,7 +265,7 @@ class MeshPlacement(Placement):
         shards = f", {self.data} times" if self.data > 1 else ""
         return f"<Placement {self.partition.size} devices: {self.partition.sizes}{shards}>"
 
-    def _places(self) -> list[tuple[Any, dict[str, int]]]:
+    def _places(self) -> list[tuple[jax.Device, dict[str, int]]]:
         """Return this process's devices, and their places in their data shards."""
         here = jax.process_index()
         grid = np.ndenumerate(self.mesh.devices)
@@ -347,10 +348,10 @@ def _axes(data: int) -> tuple[str, ...]:
     return KNOWN if data > 1 else AXES
 
 
-def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:
+def _devices_of_all(mesh: MeshShape, processes: int) -> list[jax.Device]:
     """Return equally many devices of each process, as many as the mesh needs."""
     share = mesh.size // processes
-    devices: list[Any] = []
+    devices: list[jax.Device] = []
     for process in range(processes):
         local = [device for device in jax.devices() if device.process_index == process]
         if len(local) < share:
@@ -364,7 +365,7 @@ def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:
     return devices
 
 
-def _devices() -> list[Any]:
+def _devices() -> list[jax.Device]:
     """Return the devices of the platform that sessions use."""
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None:

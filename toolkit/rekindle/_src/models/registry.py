@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *families.RELATIVES}))
 
 
-def family(model_type: Any, shown: str = "") -> Family:
+def family(model_type: object, shown: str = "") -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UnsupportedModel(

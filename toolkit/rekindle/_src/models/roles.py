@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -151,7 +151,9 @@ def local_shape(role: Role, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, 
     return tuple(local)
 
 
-def cut(role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Any = np.empty) -> NDArray[Any]:
+def cut(
+    role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Callable[..., NDArray[Any]] = np.empty
+) -> NDArray[Any]:
     """Return the part of the device at `place`, in memory of its own, allocated by `memory(shape, dtype)`."""
     part: NDArray[Any] = memory(local_shape(role, array.shape, sizes), array.dtype)
     pairs = list(ranges(role, array.ndim, sizes, place))
@@ -162,7 +164,9 @@ def cut(role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Any
     return part
 
 
-def join(role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple[int, ...], sizes: Sizes) -> Any:
+def join(
+    role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple[int, ...], sizes: Sizes
+) -> NDArray[Any]:
     """Return the whole parameter from its parts by (expert, model); the inverse of `cut`."""
     first = next(iter(parts.values()))
     whole = np.empty(shape, first.dtype)

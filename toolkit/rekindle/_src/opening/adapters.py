@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,7 @@ class AdapterShelf:
         with self._lock:
             return dict(self._adapters)
 
-    def read(self, name: str, source: Any, alpha: float | None = None) -> Adapter:
+    def read(self, name: str, source: object, alpha: float | None = None) -> Adapter:
         """Read an adapter and check that it fits; nothing is changed."""
         checked_name("adapter", name)
         if self._refused:
@@ -66,7 +65,7 @@ class AdapterShelf:
         adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))
         return self._fitting(adapter, name)
 
-    def merge(self, source: Any) -> Adapter:
+    def merge(self, source: object) -> Adapter:
         """Read an adapter that is added to the weights, of any rank."""
         return read_adapter(source, "merged", self._model)
 

@@ -1,6 +1,6 @@
-"""The blueprint of an opening: options, checkpoint, shapes, devices, programs, caches and taps, as one value.
+"""The blueprint of an opening: options, shapes, devices, programs, caches and taps, as one value.
 
-`blueprint` computes it once, from the checkpoint's headers: it starts no thread, writes no file and makes no array.
+`blueprint` computes it once, from the model's source: it starts no thread, writes no file and makes no array.
 The owners of a session are opened from it; `rekindle warm`, `rekindle doctor --plan` and followers of several
 processes read the same value.
 """
@@ -8,30 +8,23 @@ processes read the same value.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from rekindle import tiny
-from rekindle._src.core import shared_cache
-from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.dtypes import DType
-from rekindle._src.core.mesh_shape import checked_mesh
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.tapped import TapFacts, check_named
-from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
-from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
+from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe
-from rekindle._src.models.loading.hub import on_disk, readable_name
-from rekindle._src.models.placement import MeshPlacement, placement_of
+from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.opening.draft_plan import DraftPlan, draft_plan
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
+from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.draft_model import page_bytes
@@ -39,7 +32,6 @@ from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import check_places
-from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rekindle._src.opening.picture_plan import PicturesPlan
@@ -60,7 +52,6 @@ class Blueprint:
     """All that an opening will do. Blueprints are equal if they describe equal sessions."""
 
     config: EngineConfig  # resolved
-    checkpoint: CheckpointPlan | None  # None for a model that is in memory
     folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
     fingerprint: str  # of config and weights, without a merged adapter
     name: str  # of the model, for people to read
@@ -93,10 +84,6 @@ class Blueprint:
         )
         programs = dataclasses.replace(self.programs, config=of_one_shard(config, self.placement.data))
         return dataclasses.replace(self, config=config, programs=programs, caches=_caches(config, programs))
-
-    def after_reading(self) -> Blueprint:
-        """Return the blueprint without the checkpoint's headers, which a session needs no more once it has weights."""
-        return dataclasses.replace(self, checkpoint=None)
 
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
         """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
@@ -154,20 +141,11 @@ class Blueprint:
         return hash((self.fingerprint, self.programs.key))
 
 
-def blueprint(request: OpenRequest) -> Blueprint:
+def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
-    _check_snapshot(request.config)
-    source = request.model if isinstance(request.model, LoadedModel) else _described(request)
-    graph, whole = _shapes(source)
-    options, placement = _placement(request.config, source, graph)
-    there = isinstance(source, LoadedModel) and source.placement == placement  # nothing is put on the devices
-    if isinstance(source, LoadedModel) and options.dtype == "auto":
-        # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.
-        options = dataclasses.replace(options, dtype=cast(DType, graph.precision.weights))
-    pictures = None if isinstance(source, LoadedModel) else _pictures(source, options)
-    weight_bytes = 0 if there else placement.bytes_per_device(whole)
-    weight_bytes += 0 if pictures is None else pictures.device_bytes
-    drafter = draft_plan(options, graph.config, placement)
+    graph, (options, placement) = source.graph, source.placed(request.config)
+    pictures, drafter = source.pictures(options), draft_plan(options, graph.config, placement)
+    weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
     weight_bytes += 0 if drafter is None else drafter.device_bytes
     config = resolve(
         options,
@@ -178,11 +156,10 @@ def blueprint(request: OpenRequest) -> Blueprint:
     )
     if config.deterministic:
         graph = deterministic(graph, config)
-    folder = source.folder if isinstance(source, LoadedModel) else source.found.folder
     programs = ProgramPlan(
         graph.config,
         graph,
-        whole if there else tuple(placement.shapes(whole)),
+        source.leaves(placement),
         of_one_shard(config, placement.data),
         placement,
         tuple(request.processors),
@@ -190,7 +167,7 @@ def blueprint(request: OpenRequest) -> Blueprint:
         ahead=variants_of(request.steering)
         | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT)
         | (PLAIN_VARIANT if pictures is None else ProgramVariant.PICTURES),
-        name="" if folder is None else readable_name(folder),
+        name="" if source.folder is None else readable_name(source.folder),
         drafter=None if drafter is None else drafter.shapes,
     )
     precompile = precompiles(config.precompile)
@@ -198,10 +175,9 @@ def blueprint(request: OpenRequest) -> Blueprint:
         precompile = "lazy"  # of the programs that are made ahead, it needs none
     return Blueprint(
         config,
-        None if isinstance(source, LoadedModel) else source,
-        folder,
+        source.folder,
         source.fingerprint,
-        graph.config.model_type if isinstance(source, LoadedModel) else str(request.model),
+        source.name,
         programs,
         precompile,
         _caches(config, programs),
@@ -209,65 +185,6 @@ def blueprint(request: OpenRequest) -> Blueprint:
         pictures,
         drafter,
     )
-
-
-def _pictures(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan | None:
-    """Return how pictures are read; None for a checkpoint without them, as most are."""
-    if source.found.stored.others is None:
-        return None
-    from rekindle._src.opening.picture_plan import pictures_plan  # it imports a lot
-
-    return pictures_plan(source, config)
-
-
-def _check_snapshot(config: EngineConfig) -> None:
-    """Raise StoreError for a missing snapshot before anything is loaded, unless a shared cache may have it."""
-    shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
-    name = None if config.restore == "auto" or shared else config.restore
-    if name is not None and config.prefix_cache and config.disk_memory:
-        snapshot.find(cache_folder(config.cache_dir), snapshot.check_name(name))
-
-
-def _described(request: OpenRequest) -> CheckpointPlan:
-    assert not isinstance(request.model, LoadedModel), "a loaded model describes itself"
-    config, shown = request.config, request.shown
-    folder = tiny.located(request.model)
-    shown.stage = "the checkpoint's headers"
-    shown.hidden = on_disk(folder) is None  # the hub shows its downloads itself
-    try:
-        return describe(
-            folder,
-            dtype=config.dtype,
-            quantize=config.quantize,
-            cache_dir=cache_folder(config.cache_dir),
-            divided=config.mesh is not None,
-            seen=None if request.ahead is None else request.ahead.seen,
-            device_memory=config.device_memory,
-            projector=config.projector,
-            drafts=config.drafts == "mtp",
-        )
-    finally:
-        shown.hidden = False
-
-
-def _shapes(source: LoadedModel | CheckpointPlan) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Return a model's graph, and the shapes of its leaves: as they lie if they are there, else of the whole model."""
-    if isinstance(source, CheckpointPlan):
-        return source.graph, source.shapes
-    return source.graph, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in source.leaves)
-
-
-def _placement(
-    config: EngineConfig, source: LoadedModel | CheckpointPlan, graph: Graph
-) -> tuple[EngineConfig, Placement]:
-    """Return the config with its mesh, and the devices that share the model. A model made on a mesh keeps that mesh."""
-    placement = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
-    current = source.placement if isinstance(source, LoadedModel) else ALONE
-    if not isinstance(current, MeshPlacement):
-        return config, placement
-    if config.mesh is not None and placement.key() != current.key():
-        raise ConfigError("mesh", config.mesh, f"is not that of the model, which lies on {current!r}", "Leave it out")
-    return dataclasses.replace(config, mesh=current.mesh), current
 
 
 def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...]:

@@ -8,7 +8,6 @@ shapes are known, while the weights and the vocabulary are read.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import logging
@@ -24,15 +23,15 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.unpacking import unpacked_model, words
+from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
 from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.opening.blueprint import Blueprint, blueprint
-from rekindle._src.opening.cache import SessionCache
+from rekindle._src.opening.cache import SessionCache, check_snapshot
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
+from rekindle._src.opening.source import source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
@@ -51,16 +50,16 @@ def build(request: OpenRequest) -> Front:
     """Return a session's front over its engine. Raise typed errors, after freeing all that was loaded until then."""
     with _telling_shortage(request), contextlib.ExitStack() as owners:
         attach_caches(request.config)
-        model = unpacked_model(request.model) if isinstance(request.model, LoadedModel) else None
-        request = request if model is None else dataclasses.replace(request, model=model)
         others = owners.enter_context(closing(peers.gather(request)))
-        plan = peers.agreed(blueprint(request), others.agreement)
+        check_snapshot(request.config)  # before anything is loaded
+        source = source_of(request)
+        plan = peers.agreed(blueprint(request, source), source, others.agreement)
         programs = owners.enter_context(closing(SessionPrograms.open(plan, request)))
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
-        read = Weights.open(plan, model, progress=request.report, brought=request.brought, others=others)
+        read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
         weights = owners.enter_context(closing(read))
-        plan = plan.after_reading()
+        del source  # no headers are needed once the weights are here
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
@@ -128,7 +127,7 @@ def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStac
 def attach_caches(config: EngineConfig) -> None:
     """Use the cache folder for kernels, which all sessions share, and the shared cache if the options name one."""
     configure(cache_folder=cache_folder())
-    shared_cache.attach(config.shared_cache, (cache_folder(), cache_folder(config.cache_dir)))
+    shared_cache.attach(config.shared_cache, (cache_folder(), config.cache_folder))
 
 
 def _front(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 
+from rekindle._src.core import shared_cache
 from rekindle._src.core.activity import ProgramWait
-from rekindle._src.core.config import cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import units_for
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.kept import KeptCaptures
+from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.texts import known_texts
 from rekindle._src.kvcache.tiers.disk import StoredCaptures
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_side
@@ -29,6 +32,14 @@ from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
+
+
+def check_snapshot(config: EngineConfig) -> None:
+    """Raise StoreError for a missing snapshot before anything is loaded, unless a shared cache may have it."""
+    shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
+    name = None if config.restore == "auto" or shared else config.restore
+    if name is not None and config.prefix_cache and config.disk_memory:
+        snapshot.find(config.cache_folder, snapshot.check_name(name))
 
 
 class SessionCache:
@@ -52,7 +63,7 @@ class SessionCache:
         identity, disk = plan.page_identity(fingerprint, plan.name), None
         pages = plan.caches[0]
         if pages.disk_bytes:
-            disk = others.disk(cache_folder(config.cache_dir), pages.disk_bytes, identity)
+            disk = others.disk(config.cache_folder, pages.disk_bytes, identity)
         return cls(plan, Tiers(others.host(pages.host_bytes), CostModel(config.page_size), disk, identity=identity))
 
     @property

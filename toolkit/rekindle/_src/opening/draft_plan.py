@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, get_args
 
 from rekindle import tiny
-from rekindle._src.core.config import DraftSource, EngineConfig, cache_folder
+from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.models.base import Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
@@ -86,7 +86,7 @@ def draft_plan(config: EngineConfig, model: ModelConfig, placement: Placement) -
             folder,
             dtype=config.dtype,
             quantize=config.quantize,
-            cache_dir=cache_folder(config.cache_dir),
+            cache_dir=config.cache_folder,
             device_memory=config.device_memory,
         ),
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
 from rekindle._src.channels.greeting import ProcessPlace
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
@@ -20,6 +20,7 @@ from rekindle._src.opening.build import attach_caches
 from rekindle._src.opening.open_request import OpenRequest
 from rekindle._src.opening.peers import agreed
 from rekindle._src.opening.programs import SessionPrograms
+from rekindle._src.opening.source import ModelSource, source_of
 from rekindle._src.opening.weights import Weights, delete, replacement
 from rekindle._src.processes import joining
 from rekindle._src.processes.facts import ProcessReport, encoded
@@ -54,11 +55,11 @@ def follow(
         session = joining.enter(channel, place)
         say(f"process {place.process} of {place.processes} follows {coordinator}")
         with contextlib.ExitStack() as owners:
-            plan = _agreed_plan(channel, session, coordinator, model, cache_dir)
+            plan, source = _agreed_plan(channel, session, coordinator, model, cache_dir)
             programs = SessionPrograms.open(plan, OpenRequest(plan.name, plan.config))
             owners.callback(programs.close)
-            weights = Weights.open(plan, None)
-            plan = plan.after_reading()
+            weights = Weights.open(plan, source)
+            del source  # no headers are needed once the weights are here
             programs.opened()
             channel.send(MessageKind.LOADED)
             say(f"it has its part of {model or session['model']}")
@@ -76,7 +77,7 @@ def follow(
 
 def _agreed_plan(
     channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
-) -> Blueprint:
+) -> tuple[Blueprint, ModelSource]:
     def agree(facts: ProcessReport) -> int:
         channel.send(MessageKind.FACTS, encoded(facts))
         kind, content = channel.receive()
@@ -94,7 +95,9 @@ def _agreed_plan(
         raise ProcessLost("the leader does not say which options the session has")
     config = EngineConfig.of({**options, "coordinator": coordinator, "cache_dir": cache_dir, "quiet": True})
     attach_caches(config)
-    return agreed(blueprint(OpenRequest(model or str(session.get("model")), config)), agree)
+    request = OpenRequest(model or str(session.get("model")), config)
+    source = source_of(request)
+    return agreed(blueprint(request, source), source, agree), source
 
 
 def _disk(plan: Blueprint, programs: Programs, fingerprint: str) -> DiskTier | None:
@@ -104,7 +107,7 @@ def _disk(plan: Blueprint, programs: Programs, fingerprint: str) -> DiskTier | N
         return None
     leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in page_parts.layout]
     identity = part_identity(plan.page_identity(fingerprint), [own.tolist() for own in page_parts.own_heads], leaves)
-    disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
+    disk = DiskTier(config.cache_folder, config.disk_memory, identity)
     disk.scan()
     return disk
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rekindle import tiny
 from rekindle._src.core import memory
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading import kept_weights, stored
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.hugepages import PrefaultArena
@@ -83,7 +83,7 @@ class HeadStart:
                 checkpoint, config.dtype, config.quantize, True, False, resolved=dtype, unpacked=unpacked
             )
             self._kept = kept_weights.place(
-                cache_folder(config.cache_dir), checkpoint.fingerprint, *options,
+                config.cache_folder, checkpoint.fingerprint, *options,
                 platform="cpu", native=native, digest=kept_weights.sources(),
             )  # fmt: skip
             self._mapped = kept_weights.find(self._kept, MOST)

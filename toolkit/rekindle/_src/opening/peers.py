@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.open_request import OpenRequest, precompiles
+from rekindle._src.opening.source import CheckpointSource, ModelSource
 from rekindle._src.processes.others import OtherProcesses
 from rekindle.errors import ConfigError
 
@@ -55,12 +56,12 @@ def gather(request: OpenRequest) -> OtherProcesses:
     return joining.lead(config.coordinator, config.processes, session, waiting=waiting, given_up=request.given_up)
 
 
-def agreed(plan: Blueprint, agree: Agree | None) -> Blueprint:
+def agreed(plan: Blueprint, source: ModelSource, agree: Agree | None) -> Blueprint:
     """Return the blueprint that all processes can follow; `agree` is None without others."""
     if agree is None:
         return plan
     from rekindle._src.processes.facts import facts
 
-    assert plan.checkpoint is not None, "other processes read a checkpoint, too"
-    found = plan.checkpoint.found
+    assert isinstance(source, CheckpointSource), "other processes read a checkpoint, too"
+    found = source.plan.found
     return plan.with_pages(agree(facts(plan.config, model=found.config.digest(), fingerprint=found.fingerprint)))

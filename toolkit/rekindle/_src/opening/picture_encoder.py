@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from numpy.typing import NDArray
 
-from rekindle._src.core.config import cache_folder
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
@@ -41,7 +40,7 @@ class PictureEncoder:
     @classmethod
     def open(cls, plan: PicturesPlan, programs: ProgramPlan) -> PictureEncoder:
         """Return the encoder of a session, whose programs are kept where those of its steps are."""
-        kept = ExecutableStore(cache_folder(programs.config.cache_dir) / "programs")
+        kept = ExecutableStore(programs.config.cache_folder / "programs")
         key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})
         name = programs.name or programs.model.model_type
         device = next(iter(programs.placement.devices), None)

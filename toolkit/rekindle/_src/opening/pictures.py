@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rekindle._src.core.config import cache_folder
 from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
@@ -223,7 +222,7 @@ class SessionPictures:
             merge = pictures.tower.graph.config.merge
         store = None
         if config.disk_memory:
-            folder = cache_folder(config.cache_dir) / FOLDER
+            folder = config.cache_folder / FOLDER
             store = Store(folder, verified=True, max_bytes=config.disk_memory // SHARE)
         kept = KeptRows(config.host_memory // SHARE, store)
         encoder = PictureEncoder.open(pictures, plan.programs)

@@ -9,7 +9,7 @@ import dataclasses
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,11 @@ from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
-from rekindle._src.models.loading.kept_weights import MappedWeights
 from rekindle._src.models.loading.load_progress import Report
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
 from rekindle._src.opening.blueprint import Blueprint
+from rekindle._src.opening.source import Brought, ModelSource
 from rekindle._src.processes.others import OtherProcesses
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -135,22 +135,18 @@ class Weights:
     def open(
         cls,
         plan: Blueprint,
-        source: LoadedModel | None,
+        source: ModelSource,
         *,
         progress: Report | None = None,
-        brought: Callable[[Path], MappedWeights | None] = lambda kept: None,
+        brought: Brought = lambda kept: None,
         others: OtherProcesses | None = None,
     ) -> Weights:
-        """Read the weights of a blueprint onto their devices, or take those of `source`.
+        """Put the weights of a source on the devices of its blueprint.
 
         `brought` returns weights of the cache that were brought into memory before.
         """
-        if plan.checkpoint is not None:
-            model = read(plan.checkpoint, progress=progress, placement=plan.placement, brought=brought)
-        else:
-            assert source is not None, "the blueprint is that of a model in memory"
-            model = plan.placement.model(source)
-        return cls(model, plan.config, owned=model is not source, others=others)
+        model = source.load(plan.placement, progress, brought)
+        return cls(model, plan.config, owned=not source.lends(model), others=others)
 
     @property
     def merged(self) -> bool:

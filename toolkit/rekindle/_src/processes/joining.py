@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.2
 def lead(
     coordinator: str,
     processes: int,
-    session: Mapping[str, Any],
+    session: Mapping[str, object],
     *,
     waiting: Callable[[int], object] = lambda there: None,
     given_up: Callable[[], bool] = lambda: False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rekindle._src.execution.device_calls import CallRecorder
 from rekindle._src.kvcache.persist.identity import Identity
@@ -35,7 +35,7 @@ class OtherProcesses(CallRecorder):
     def disk(self, folder: Path, budget: int, identity: Identity) -> DiskTier:
         return DiskTier(folder, budget, identity)
 
-    def load_weights(self, weights: Any, load: Callable[[], str]) -> None:
+    def load_weights(self, weights: object, load: Callable[[], str]) -> None:
         """Have all others read other weights while `load` does so here, which returns their fingerprint."""
         load()
 

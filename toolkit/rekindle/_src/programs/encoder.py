@@ -51,7 +51,7 @@ class EncodingPrograms:
         self.compilations = 0
 
     def encode(
-        self, leaves: Sequence[Any], images: Sequence[ImagePatches], wanted: Callable[[], bool] = lambda: True
+        self, leaves: Sequence[object], images: Sequence[ImagePatches], wanted: Callable[[], bool] = lambda: True
     ) -> NDArray[Any]:
         """Return the rows of pictures or tiles, one after the other [1 + levels, tokens, E].
 

@@ -11,13 +11,14 @@ compiles in a fraction of the time.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jax
 from jax import Array
@@ -47,7 +48,13 @@ class OpeningOutput(NamedTuple):
     inputs: StepInputs
 
 
-Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
+class Compiled(Protocol):
+    """A program on its devices: a `jax.stages.Compiled`, or what a store returns in its place."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+    def as_text(self) -> str: ...
+
+
 Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
 Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
@@ -156,7 +163,7 @@ def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
     return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
 
 
-class LayeredProgram:
+class LayeredProgram(abc.ABC):
     """A program that runs its parts one after the other.
 
     To its callers it is like a compiled one: it has the same arguments and results, and donates the same arguments.
@@ -175,6 +182,10 @@ class LayeredProgram:
         other steps, and `has_rest` is True if it is ready."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
         self._has_rest = has_rest
+
+    @abc.abstractmethod
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Run it."""
 
     def lacks(self, flags: int) -> bool:
         """True if a step whose rows have these flags would have to make the closing first."""

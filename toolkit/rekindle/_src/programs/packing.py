@@ -247,7 +247,7 @@ class Layout:
         """The features that the program contains."""
         return self.features.compiled(self.variants)
 
-    def compiled_with(self, own: tuple[Any, ...]) -> list[tuple[Feature, Any]]:
+    def compiled_with(self, own: tuple[object, ...]) -> list[tuple[Feature, Any]]:
         """Return the features that the program contains, with their inputs."""
         compiled = self.compiled
         return [entry for entry in zip(self.features.entries, own, strict=True) if entry[0] in compiled]
@@ -506,7 +506,9 @@ def unpack(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),
         own=own,
-        sides=layout.features.for_layers(own, TokenPlaces(valid, owners, places, layout.width)),
+        sides=layout.features.for_layers(
+            own, TokenPlaces(valid, owners, places, layout.width, drafts=ProgramVariant.DRAFTS in layout.variants)
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import units_for
@@ -49,7 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_head import DraftedTokens
+from rekindle._src.programs.draft_head import DraftChains, DraftedTokens
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
@@ -59,7 +59,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.side_caches import side_caches
+from rekindle._src.programs.side_caches import RecurrentStates, side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -123,7 +123,7 @@ class Ledger:
         self.ready: dict[Key, Compiled] = {}
         self.least = Form.WHOLE  # the form that is enough for now
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
-        self._replaced: list[Compiled] = []  # steps in flight may run in them
+        self._replaced: list[Compiled | None] = []  # steps in flight may run in them
         self._soon: set[Key] = set()
         self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
@@ -227,7 +227,7 @@ class Programs:
         self,
         model: ModelConfig,
         graph: Graph,
-        leaves: Sequence[Any],
+        leaves: Sequence[object],
         config: EngineConfig,
         *,
         processors: Sequence[LogitsProcessor] = (),
@@ -256,6 +256,8 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
+        if any(plan.name == RecurrentStates.name and plan.spare for plan in self.sides):
+            more = (*more, DraftChains())
         if config.drafts == "mtp":
             more = (*more, DraftedTokens())  # last: its column follows all others
         self.features = features or features_of(
@@ -288,7 +290,7 @@ class Programs:
     @classmethod
     def open(cls, plan: ProgramPlan) -> Programs:
         """Return the programs of a plan, those that earlier sessions stored in the cache too. None is made yet."""
-        kept = ExecutableStore(cache_folder(plan.config.cache_dir) / "programs")
+        kept = ExecutableStore(plan.config.cache_folder / "programs")
         name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
         return cls(
             plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
@@ -556,6 +558,7 @@ class Programs:
     def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
+        compiled: Compiled
         with self._lock:
             self._compiling[key] = None
         try:

@@ -172,7 +172,7 @@ class ExecutableStore(Store):
         if usable and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 
-    def load(self, key: str, devices: Sequence[Any] | None = None) -> Any:
+    def load(self, key: str, devices: Sequence[object] | None = None) -> Any:
         """Return the executable, ready to be called. Raise `StoreError` with the reason if there is none.
 
         It runs on `devices`, in this order; none of them is JAX's default device. The key names the same devices.
@@ -326,7 +326,7 @@ class ProgramStore:
     def holds(self, name: str) -> bool:
         return self.store.holds(self._key(name))
 
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+    def save(self, name: str, compiled: object, compile_seconds: float) -> bool:
         return self.store.save(
             self._key(name),
             compiled,

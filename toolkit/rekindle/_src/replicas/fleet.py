@@ -161,7 +161,7 @@ class Fleet(OpenModel):
         """The names of the adapters that requests may use."""
         return self._backend.adapters.names
 
-    def load_adapter(self, name: str, source: Any, *, alpha: float | None = None) -> Call[None]:
+    def load_adapter(self, name: str, source: object, *, alpha: float | None = None) -> Call[None]:
         """Await it to load an adapter (LoRA) in all replicas, for `generate(…, adapter=name)`.
 
         `source` is a PEFT folder or a GGUF file that all replicas can read, or a trainer's arrays, as
@@ -282,7 +282,7 @@ def fleet(
     replicas: int | tuple[int, int] | None = None,
     router: RouterName = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
-    resources: Mapping[str, Any] | None = None,
+    resources: Mapping[str, object] | None = None,
     steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
     **options: Unpack[OpenOptions],
 ) -> FleetOpening:

@@ -62,7 +62,7 @@ OPEN_PATHS = frozenset(("/health", "/ping", "/"))  # for load balancers, and the
 
 
 def app(
-    session: Any,
+    session: object,
     *,
     name: str | None = None,
     api_key: str | Sequence[str] | None = None,

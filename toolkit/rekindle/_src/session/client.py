@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rekindle._src.calls.pictures import prefix_of
 from rekindle._src.calls.prompts import PromptLike, parse_one
@@ -72,7 +72,7 @@ class Client:
         """Return the requests that wait and why, the oldest first, at most `limit`."""
         return self.ask(lambda: self.engine.scheduler.waits(limit))
 
-    def tokens(self, prompt: PromptLike, images: Any = None) -> IntArray:
+    def tokens(self, prompt: PromptLike, images: object = None) -> IntArray:
         """Return the token ids that a request with this prompt would have, as the prefix tree knows them."""
         return prefix_of(self.front, parse_one(prompt), images)
 
@@ -95,7 +95,7 @@ class Client:
         prompt: PromptLike,
         salt: str | None = None,
         adapter: str | Mapping[str, float] | None = None,
-        images: Any = None,
+        images: object = None,
     ) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
@@ -107,7 +107,7 @@ class Client:
         prompt: PromptLike,
         salt: str | None = None,
         adapter: str | Mapping[str, float] | None = None,
-        images: Any = None,
+        images: object = None,
     ) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()

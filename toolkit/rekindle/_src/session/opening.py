@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.calls.call import Call
 from rekindle._src.core.activity import Activity, in_notebook
-from rekindle._src.core.config import EngineConfig, OpenOptions, cache_folder
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.memory import check_address_space, gc_paused
 from rekindle._src.core.names import checked_name
 from rekindle._src.core.options import takes_options
@@ -175,7 +175,7 @@ def _listed(name: str, entries: Any, kind: str) -> tuple[Any, ...]:
         raise ConfigError(name, entries, "is not a list", fix) from None
 
 
-def named_changes(steering: Any) -> dict[str, tuple[Steer, ...]]:
+def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
     """Return the changes of each name. Raise ConfigError for anything else."""
     if steering is None:
         return {}
@@ -220,7 +220,7 @@ def say_if_large(config: EngineConfig) -> None:
     Each kind of entry has a bound of its own. That of weights is a number of models, whose sizes differ, so that the
     folder as a whole is looked at: `disk_memory` for pages and snapshots, and `OTHER_MEMORY` for everything else.
     """
-    folder = cache_folder(config.cache_dir)
+    folder = config.cache_folder
     if folder in _said:
         return
     size, bound = size_of_cache(folder), config.disk_memory + OTHER_MEMORY

@@ -272,7 +272,7 @@ class Session(OpenModel, RolloutRequests):
         """Undo one `pin` with these options. Return how many tokens are no longer kept."""
         return self._client.unpin(prompt, salt, adapter, images)
 
-    def swap_weights(self, weights: Any, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
+    def swap_weights(self, weights: object, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
 
         `weights` is a folder, a hub id, "tiny", a loaded model, an nnx module or state, or arrays by path. JAX arrays
@@ -352,7 +352,7 @@ class Session(OpenModel, RolloutRequests):
         """The names of the adapters that requests may use."""
         return adapters.names(self._client)
 
-    def load_adapter(self, name: str, source: Any, *, alpha: float | None = None) -> Call[None]:
+    def load_adapter(self, name: str, source: object, *, alpha: float | None = None) -> Call[None]:
         """Await it to load an adapter (LoRA) under a name, for `generate(…, adapter=name)`; nothing is compiled.
 
         `source` is a PEFT folder, a GGUF file of llama.cpp, or a trainer's arrays: by PEFT's names, or an nnx state
@@ -383,7 +383,7 @@ class Session(OpenModel, RolloutRequests):
             raise InvalidRequest("weights", weights, "is not known", "Use one of 'host', 'drop'")
         return Once(pausing.sleep, self._client, repr(self), weights == "drop", name="sleep")
 
-    def wake(self, weights: Any = None) -> Call[float]:
+    def wake(self, weights: object = None) -> Call[float]:
         """Await it to go on after `sleep`; the result is how many seconds that took.
 
         With `weights`, in any form that `swap_weights` takes, the session goes on with these, and the old ones are not

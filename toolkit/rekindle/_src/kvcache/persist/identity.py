@@ -57,7 +57,7 @@ class Identity:
         return {"identity": {name: getattr(self, name) for name in STORED}}
 
     @classmethod
-    def stored_in(cls, header: Mapping[str, Any]) -> Identity:
+    def stored_in(cls, header: Mapping[str, object]) -> Identity:
         """Return the identity of an index. Raises StoreError if it has none."""
         fields = header.get("identity")
         if not isinstance(fields, Mapping) or not all(type(fields.get(name)) is kind for name, kind in STORED.items()):

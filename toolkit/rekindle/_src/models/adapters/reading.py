@@ -27,7 +27,7 @@ from rekindle.errors import CheckpointError, ConfigError
 
 
 def read_adapter(
-    source: Any,
+    source: object,
     name: str,
     config: ModelConfig,
     *,
@@ -59,7 +59,7 @@ def read_adapter(
 _ENDS = (".lora_a", ".lora_b")
 
 
-def arrays_of(state: Any) -> dict[str, NDArray[Any]]:
+def arrays_of(state: object) -> dict[str, NDArray[Any]]:
     """Return the arrays of a mapping, nested or not, of an nnx module or its state, by path."""
     nested = isinstance(state, Mapping) and any(isinstance(value, Mapping | list) for value in state.values())
     if isinstance(state, Mapping) and not nested and not hasattr(state, "raw_mapping"):

@@ -33,7 +33,7 @@ _SAMPLES, _BLOCK = 64, 4096  # in all files together: cold reads of a disk have 
 _VOLATILE = ("_name_or_path", "transformers_version")  # keys of config.json that say nothing about the model
 
 
-def folder_fingerprint(config: Mapping[str, Any], headers: Sequence[Header]) -> str:
+def folder_fingerprint(config: Mapping[str, object], headers: Sequence[Header]) -> str:
     """Return the name of the model that a parsed config.json and the headers of its weight files describe."""
     digest = hashlib.blake2b(digest_size=16)
     meaning = {key: value for key, value in config.items() if key not in _VOLATILE}

@@ -119,7 +119,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found, others=others)
 
 
-def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(raw: Mapping[str, object]) -> dict[str, Any]:
     """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):

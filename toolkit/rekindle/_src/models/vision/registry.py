@@ -31,7 +31,7 @@ def tower_family(model_type: Any) -> TowerFamily:
     return entry
 
 
-def vision_config(model: Mapping[str, Any], out_size: int | None = None) -> VisionConfig | None:
+def vision_config(model: Mapping[str, object], out_size: int | None = None) -> VisionConfig | None:
     """Return the `VisionConfig` of a parsed config.json, of the whole model; None if it has no `vision_config`.
 
     `out_size` is the hidden size of its language model, where that is known already. Raise `UnsupportedModel` for

@@ -137,7 +137,7 @@ def chunks_of(packed: PackedPictures, size: int) -> Iterator[PatchChunk]:
 
 
 def tower_steps(
-    tower: AbstractTower, leaves: Sequence[Any], chunks: Iterator[PatchChunk], sizes: StepSizes
+    tower: AbstractTower, leaves: Sequence[object], chunks: Iterator[PatchChunk], sizes: StepSizes
 ) -> Generator[TowerStep, Any, TokenParts]:
     """Yield the steps of encoding pictures in chunks; the result of each step is sent in return."""
     config, parts, size = tower.graph.config, TowerParts(tower), sizes.chunk
@@ -196,7 +196,7 @@ def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
     return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))
 
 
-def run_steps(steps: Generator[TowerStep, Any, TokenParts], run: Callable[[TowerStep], Any]) -> TokenParts:
+def run_steps(steps: Generator[TowerStep, Any, TokenParts], run: Callable[[TowerStep], object]) -> TokenParts:
     """Run all steps; `run` returns the result of a step's function for its arguments, or the result's shapes."""
     try:
         step = next(steps)

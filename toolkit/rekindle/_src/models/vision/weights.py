@@ -38,7 +38,7 @@ class TowerTensors(NamedTuple):
     shown: Callable[[str], str] = str  # a manifest's name as the checkpoint has it
 
 
-def tower_tensors(config: VisionConfig, stored: Mapping[str, Any], origin: str) -> TowerTensors:
+def tower_tensors(config: VisionConfig, stored: Mapping[str, object], origin: str) -> TowerTensors:
     """Return the encoder's tensors among those of a Hugging Face checkpoint, by the names that they have there.
 
     Raise `CheckpointError` for more layers than there are tensors: it costs little to ask before the encoder is made.

@@ -184,7 +184,7 @@ def _ordered(rows: NDArray[Any], head: int) -> NDArray[Any]:
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Sequence[OutgoingTensor], pieces: Iterable[NDArray[Any]]
+    path: Path, metadata: Mapping[str, object], tensors: Sequence[OutgoingTensor], pieces: Iterable[NDArray[Any]]
 ) -> None:
     """Write a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
 

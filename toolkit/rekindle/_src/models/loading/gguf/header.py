@@ -259,28 +259,28 @@ class Metadata(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def integer(self, key: str, default: Any = _MISSING) -> Any:
+    def integer(self, key: str, default: object = _MISSING) -> Any:
         """Return a whole number, or `default` if the key is absent. Raise `CheckpointError` if there is no default."""
         return self._of(key, "a whole number", default, lambda value: type(value) is int)
 
-    def number(self, key: str, default: Any = _MISSING) -> Any:
+    def number(self, key: str, default: object = _MISSING) -> Any:
         """Return a number, as a float."""
         value = self._of(key, "a number", default, lambda value: type(value) in (int, float))
         return float(value) if isinstance(value, int) else value
 
-    def flag(self, key: str, default: Any = _MISSING) -> Any:
+    def flag(self, key: str, default: object = _MISSING) -> Any:
         """Return the value of a key that has to be a boolean."""
         return self._of(key, "true or false", default, lambda value: type(value) is bool)
 
-    def text(self, key: str, default: Any = _MISSING) -> Any:
+    def text(self, key: str, default: object = _MISSING) -> Any:
         """Return the value of a key that has to be a string."""
         return self._of(key, "a string", default, lambda value: isinstance(value, str))
 
-    def texts(self, key: str, default: Any = _MISSING) -> Any:
+    def texts(self, key: str, default: object = _MISSING) -> Any:
         """Return the value of a key that has to be an array of strings."""
         return self._of(key, "an array of strings", default, lambda value: isinstance(value, Texts))
 
-    def numbers(self, key: str, default: Any = _MISSING) -> Any:
+    def numbers(self, key: str, default: object = _MISSING) -> Any:
         """Return an array of numbers."""
         return self._of(key, "an array of numbers", default, lambda value: isinstance(value, np.ndarray))
 

@@ -21,21 +21,13 @@ def store_of(model: str | Path) -> ModelStore | None:
     return None if isinstance(model, Path) else _BY_PREFIX.get(model.partition(":")[0] if ":" in model else "")
 
 
-def entry_of(model: str | Path) -> StoreEntry | None:
-    """Return the model of a store; None if the name is not that of a store. Raise `CheckpointError` if it has none."""
-    store = store_of(model)
-    return None if store is None else store.find(str(model).partition(":")[2])
+def find(model: str | Path) -> tuple[ModelStore, StoreEntry] | None:
+    """Return the store that a name begins with, and its model; None for names of another kind.
 
-
-def find(name: str) -> tuple[ModelStore, StoreEntry] | None:
-    """Return the store that has a model, and its entry there; a hub id is looked for in the Hub's cache.
-
-    Return None for a name of another kind. Raise `CheckpointError` if the store does not have it.
+    Raise `CheckpointError` if the store does not have it.
     """
-    store = store_of(name)
-    if store is None:
-        return (HUB, HUB.find(name)) if "/" in name and not Path(name).exists() else None
-    return store, store.find(name.partition(":")[2])
+    store = store_of(model)
+    return None if store is None else (store, store.find(str(model).partition(":")[2]))
 
 
 def names() -> list[str]:

@@ -1,0 +1,164 @@
+"""Where an opening has its model from: a checkpoint whose headers were read, or a model in memory."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import jax
+
+from rekindle import tiny
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.dtypes import DType
+from rekindle._src.core.mesh_shape import checked_mesh
+from rekindle._src.models.base import Graph, LoadedModel, Placement
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
+from rekindle._src.models.loading.hub import on_disk
+from rekindle._src.models.loading.kept_weights import MappedWeights
+from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.placement import MeshPlacement, placement_of
+from rekindle._src.models.unpacking import unpacked_model
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rekindle._src.opening.picture_plan import PicturesPlan
+
+Leaves = tuple[jax.ShapeDtypeStruct, ...]
+Brought = Callable[[Path], MappedWeights | None]
+
+
+class ModelSource(abc.ABC):
+    """A model before it is on the devices of a session: all that a blueprint needs of it, and its weights."""
+
+    name: str  # for people to read
+    folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
+    fingerprint: str  # of config and weights
+    graph: Graph
+
+    @abc.abstractmethod
+    def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
+        """Return the options with what the model decides of them, and the devices that share it."""
+
+    @abc.abstractmethod
+    def leaves(self, placement: Placement) -> Leaves:
+        """Return the shapes of its leaves on these devices."""
+
+    @abc.abstractmethod
+    def added_bytes(self, placement: Placement) -> int:
+        """Return the bytes of memory that putting its weights there takes on each device."""
+
+    @abc.abstractmethod
+    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
+        """Return how it reads pictures; None if it reads text alone."""
+
+    @abc.abstractmethod
+    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+        """Put its weights on the devices. `brought` returns weights of the cache that are in memory already."""
+
+    def lends(self, model: LoadedModel) -> bool:
+        """True if the arrays of a model that was loaded from here are the caller's."""
+        return False
+
+
+class CheckpointSource(ModelSource):
+    """A checkpoint whose headers were read."""
+
+    def __init__(self, name: str, plan: CheckpointPlan) -> None:
+        self.name, self.plan = name, plan
+        self.folder, self.fingerprint, self.graph = plan.found.folder, plan.fingerprint, plan.graph
+
+    @classmethod
+    def open(cls, request: OpenRequest) -> CheckpointSource:
+        """Read the headers of the checkpoint that is to be opened, after a download if it is not on this machine."""
+        assert not isinstance(request.model, LoadedModel), "a loaded model is no checkpoint"
+        config, shown = request.config, request.shown
+        folder = tiny.located(request.model)
+        shown.stage = "the checkpoint's headers"
+        shown.hidden = on_disk(folder) is None  # the hub shows its downloads itself
+        try:
+            plan = describe(
+                folder,
+                dtype=config.dtype,
+                quantize=config.quantize,
+                cache_dir=config.cache_folder,
+                divided=config.mesh is not None,
+                seen=None if request.ahead is None else request.ahead.seen,
+                device_memory=config.device_memory,
+                projector=config.projector,
+                drafts=config.drafts == "mtp",
+            )
+        finally:
+            shown.hidden = False
+        return cls(str(request.model), plan)
+
+    def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
+        return config, placement_of(checked_mesh(config.mesh), self.graph, processes=config.processes)
+
+    def leaves(self, placement: Placement) -> Leaves:
+        return tuple(placement.shapes(self.plan.shapes))
+
+    def added_bytes(self, placement: Placement) -> int:
+        return placement.bytes_per_device(self.plan.shapes)
+
+    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
+        if self.plan.found.stored.others is None:
+            return None
+        from rekindle._src.opening.picture_plan import pictures_plan  # it imports a lot
+
+        return pictures_plan(self.plan, config)
+
+    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+        return read(self.plan, progress=progress, placement=placement, brought=brought)
+
+
+class MemorySource(ModelSource):
+    """A model that the caller has loaded."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self.name, self.folder = model.config.model_type, model.folder
+        self.fingerprint, self.graph = model.fingerprint, model.graph
+        self._shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.leaves)
+
+    def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
+        """A model that was made on a mesh keeps that mesh."""
+        placement = placement_of(checked_mesh(config.mesh), self.graph, processes=config.processes)
+        if config.dtype == "auto":
+            # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.
+            config = dataclasses.replace(config, dtype=cast(DType, self.graph.precision.weights))
+        current = self._model.placement
+        if not isinstance(current, MeshPlacement):
+            return config, placement
+        if config.mesh is not None and placement.key() != current.key():
+            problem = f"is not that of the model, which lies on {current!r}"
+            raise ConfigError("mesh", config.mesh, problem, "Leave it out")
+        return dataclasses.replace(config, mesh=current.mesh), current
+
+    def leaves(self, placement: Placement) -> Leaves:
+        return self._shapes if self._is_on(placement) else tuple(placement.shapes(self._shapes))
+
+    def added_bytes(self, placement: Placement) -> int:
+        return 0 if self._is_on(placement) else placement.bytes_per_device(self._shapes)
+
+    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
+        return None
+
+    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+        return placement.model(self._model)
+
+    def lends(self, model: LoadedModel) -> bool:
+        return model is self._model
+
+    def _is_on(self, placement: Placement) -> bool:
+        return self._model.placement == placement
+
+
+def source_of(request: OpenRequest) -> ModelSource:
+    """Return where a model that is to be opened comes from. Raise typed errors for one that can't be read."""
+    if isinstance(request.model, LoadedModel):
+        return MemorySource(unpacked_model(request.model))
+    return CheckpointSource.open(request)
