@@ -96,9 +96,6 @@ def test_tokens_are_those_without_drafts(model: Any, cousin: str, expected: dict
         assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
         assert {*stats.drafters} == {"model"}
         assert 15 < stats.accepted_tokens < stats.drafted_tokens
-        handle = session.submit(prompt("greedy"), **LONG)
-        handle.result_sync()
-        assert "drafts of the small model were accepted" in str(session.explain(handle))
 
 
 def test_the_models_own_drafts_are_all_right(model: Any, twin: str) -> None:
@@ -111,6 +108,9 @@ def test_the_models_own_drafts_are_all_right(model: Any, twin: str) -> None:
             again = session.generate_sync([*prompt(name), *done.token_ids, 5, 6, 7], **options)
             assert again.usage.cached_tokens >= 96
             all_right(session, 40)
+        handle = session.submit(tokens(30, seed=4), **LONG)
+        handle.result_sync()
+        assert "drafts of the small model were accepted" in str(session.explain(handle))
         forks = session.generate_sync(prompt("greedy")[:-5], n=3, temperature=1.5, seed=3, max_tokens=50)
         assert len({one.token_ids for one in forks}) == 3
         handles = [session.submit(prompt(name), **options) for name, options in requests.items()]
