@@ -1,7 +1,7 @@
 """What a picture costs: a neighbour's longest pause while a large one is encoded, first tokens, and seconds to encode.
 
-    python tests/bench/pictures.py [--side 4096] [--seconds 60] [--ask 1024] [--dtype bfloat16] [--layers 24]
-                                   [--encode 512 1024] [--peer] [--repeat 3] [--work FOLDER]
+    python tests/bench/pictures.py [--side 4096] [--seconds 60] [--ask 512] [--dtype bfloat16] [--layers 24]
+                                   [--encode 512] [--peer] [--repeat 3] [--work FOLDER]
 
 The model has random weights: an encoder as large as that of Qwen3-VL 2B (1,024 wide, 24 layers, patches of 16
 pixels), and a small text model, whose own steps take a few milliseconds. Pauses are the times between two tokens of a
@@ -190,7 +190,7 @@ def peer_of(folder: Path) -> Any:
 
 def main() -> None:
     arguments = harness.options(
-        __doc__, side=4096, seconds=60.0, ask=1024, dtype="bfloat16", layers=24, hidden=1024, encode=[512, 1024],
+        __doc__, side=4096, seconds=60.0, ask=512, dtype="bfloat16", layers=24, hidden=1024, encode=[512],
         peer=False, repeat=3, work="/tmp/rekindle-pictures",
     )  # fmt: skip
     folder = Path(arguments.work) / f"qwen3-vl-{arguments.hidden}x{arguments.layers}"
