@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,7 +136,7 @@ def test_an_answer_that_repeats_itself_is_named_with_what_helps(
     said(monkeypatch, "again and again and again and again and ")
     assert main(["chat", "--max-tokens", "200"]) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "the answer repeats itself: the same " in told and "Start with --temperature 0.8" in told
+    assert "· repeats itself: the same 5 tokens" in told and "/settings lively draws another" in told
 
 
 def test_the_formats_of_the_weights_are_named_and_not_the_dtype_alone(
@@ -146,3 +148,45 @@ def test_the_formats_of_the_weights_are_named_and_not_the_dtype_alone(
     assert main(["chat"]) == 0
     told = capsys.readouterr().err
     assert told.count("4 bits 66 MB, float32 1 MB") == 2 and "groups" not in told and "float32 ·" not in told
+
+
+def test_versions_are_made_and_gone_through_in_a_pipe_too(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    said(monkeypatch, "first", "/edit second", "/earlier", "/later", "/fork 2 XYZ", "/earlier", "/again", "/fork 99")
+    assert main(["chat", "--max-tokens", "6"]) == 0
+    told = capsys.readouterr().err
+    assert "> first  ‹ 1/2 ›" in told and "> second  ‹ 2/2 ›" in told
+    assert "‹ 2/2 ›  6 tokens" not in told and "‹ 2/2 ›" in told
+    assert "'99' is no token of the answer. Use 0 to 5" in told
+    assert len(made) == 1
+
+
+def test_a_fork_keeps_what_comes_before_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompts = said(monkeypatch, "first", "/fork", "/fork 2", "XYZ", f"/save {tmp_path / 'chat.json'}")
+    assert main(["chat", "--max-tokens", "6"]) == 0
+    assert prompts[3] == "instead of it (empty for another draw): "
+    out, err = capsys.readouterr()
+    first, forked = out.split("\n", 1)
+    forked = forked.removesuffix("\n\n")
+    assert forked.startswith(first[:2] + "XYZ") and len(forked) > 5
+    assert json.loads((tmp_path / "chat.json").read_text())["messages"][-1]["content"] == forked
+    assert "0\u00a0" in err and "goes on from token 12" in err
+
+
+def test_settings_hold_for_the_next_answers(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    lines = ["first", "/settings max_tokens 3", "second", "/settings lively", "/settings top_p 7", "/settings topp 1"]
+    said(monkeypatch, *lines, "/settings system Be brief.", "third", "/settings as opened", "/settings temperature x")
+    assert main(["chat", "--max-tokens", "6"]) == 0
+    told = capsys.readouterr().err
+    assert "6 tokens" in told and "cut at 3 tokens" in told
+    assert "● lively" in told and "○ as opened" in told and "● as opened" in told
+    assert "top_p" in told and "Did you mean top_p?" in told and "'x' is no number" in told
+    assert made[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert len(made[0].messages) == 7

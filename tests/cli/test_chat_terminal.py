@@ -9,13 +9,14 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rekindle._src.cli import chat as command
+from helpers.terminals import Screen
+from rekindle._src.cli import lines
 from rekindle._src.cli.main import main
 from rekindle._src.core.activity import SPINNER
 
@@ -50,32 +51,6 @@ hold(Programs, "compile")
 hold(LayeredPrograms, "make")
 sys.exit(main(sys.argv[1:]))
 """
-
-
-class Screen:
-    """Render what a terminal of some width shows: text, line ends, cursor left, erasing to the end of a line."""
-
-    def __init__(self, columns: int) -> None:
-        self.lines, self.column, self.columns = [""], 0, columns
-
-    def feed(self, text: str) -> list[str]:
-        for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", text):
-            if piece == "\n":
-                self.lines.append("")
-                self.column = 0
-            elif piece == "\r":
-                self.column = 0
-            elif piece.startswith("\x1b["):
-                if piece[-1] == "D":
-                    self.column -= int(piece[2:-1])
-                elif piece[-1] == "K":
-                    self.lines[-1] = self.lines[-1][: self.column]
-            else:
-                line = self.lines[-1]
-                self.lines[-1] = line[: self.column].ljust(self.column) + piece + line[self.column + 1 :]
-                self.column += 1
-                assert self.column < self.columns, "the terminal would have broken a word itself"
-        return self.lines
 
 
 class Chat:
@@ -221,6 +196,30 @@ def test_commands(chat: Chat) -> None:
     assert "took back" in chat.reply_to("/undo")
 
 
+def test_answers_have_versions_and_the_last_message_is_edited(chat: Chat, tmp_path: Path) -> None:
+    """Typed, as somebody would: again, fork with a choice, edit in the line, and back."""
+    chat.say("/reset")
+    assert "ended by the model" in chat.reply_to("Who are you?")
+    assert "the same answer once more" in chat.reply_to("/again")
+    assert "2 ·Ember" in chat.reply_to("/fork")
+    assert "\u2588" in chat.reply_to("/fork 2") and "instead of it" in chat.reply_to(" Tom,")
+    forked = saved(chat, tmp_path / "forked.json")[-1]["content"]
+    assert forked.startswith("I am Tom,")
+    assert "‹ 1/2 ›" in chat.reply_to("/earlier")
+    assert saved(chat, tmp_path / "first.json")[-1]["content"].startswith("I am Ember")
+    assert "Write the message anew" in chat.reply_to("/edit")
+    chat.say("\x7f now?")  # the message stands in the line
+    assert saved(chat, tmp_path / "edited.json")[0]["content"] == "Who are you now?"
+    assert "> Who are you? ‹ 1/2 ›" in chat.reply_to("/earlier")
+
+
+def test_a_preset_is_chosen_and_completed_by_tab(chat: Chat) -> None:
+    chat.send("/settings li\t")
+    chat.shown_until("vely")  # completions come from a thread
+    assert "● lively" in chat.reply_to("")
+    assert "● as opened" in chat.reply_to("/settings as opened")
+
+
 def test_an_answer_that_was_cut_goes_on(chat: Chat, tmp_path: Path) -> None:
     assert "cut at 24 tokens; /continue goes on" in chat.reply_to("Tell me a story about a dog.")
     cut = saved(chat, tmp_path / "cut.json")[-1]["content"]
@@ -248,35 +247,9 @@ def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Pa
 
 
 def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command._history(tmp_path / "chats").append_string("a secret")
+    lines._history(tmp_path / "chats").append_string("a secret")
     (file,) = (tmp_path / "chats").iterdir()
     assert "a secret" in file.read_text()
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
     assert main(["cache", "clear", "--yes", "--cache-dir", str(tmp_path)]) == 0
     assert not file.exists()
-
-
-def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(command, "terminal_columns", lambda out: 20)
-    capsys.readouterr()
-
-    def lines(text: str) -> list[str]:
-        writer = command.TerminalWriter()
-        for piece in re.findall(".{1,3}", text, re.DOTALL):
-            writer.write(piece)
-        return Screen(20).feed(capsys.readouterr().out)
-
-    return lines
-
-
-def test_words_move_to_the_next_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = wrapped(monkeypatch, capsys)
-    assert lines("The quick brown fox jumps over it") == ["The quick brown fox", "jumps over it"]
-    assert lines("exactly nineteen ch hi\nx") == ["exactly nineteen ch", "hi", "x"]
-    assert lines("a" * 30 + " b") == ["a" * 19, "a" * 11 + " b"]
-
-
-def test_a_text_can_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = wrapped(monkeypatch, capsys)
-    assert lines("a\x1b[2Jb\x9bc\x07") == ["a␛[2Jb\N{REPLACEMENT CHARACTER}c␇"]

@@ -13,6 +13,7 @@ import pytest
 from helpers import checkpoints, gguf_files, tool_homes
 from rekindle._src.cli import completion
 from rekindle._src.cli.main import main, parser
+from rekindle._src.models.loading.stores import known
 
 
 @pytest.fixture
@@ -52,6 +53,15 @@ def test_words_that_may_follow(home: Path, line: str, capsys: pytest.CaptureFixt
     assert main(["completion", "words", "--line", line]) == 0
     if LINES[line]:
         assert capsys.readouterr().out.split() == LINES[line]
+
+
+@pytest.mark.parametrize("file", ["a$(touch x)", "a`id`", "a;id", "a&b", "a b", "a*", "a'b", "a|b", "a>b", "a#b"])
+def test_names_that_a_shell_would_run_are_not_offered(home: Path, file: str) -> None:
+    """Of several files in a folder each has its own name, which is whatever its author called it."""
+    folder = home / ".lmstudio" / "models" / "owner" / "name"
+    (folder / f"{file}.gguf").write_bytes(b"")
+    assert any(file in name for name in known.names())
+    assert completion.following(parser(), "rekindle chat --model lm") == ["lmstudio:owner/name/m.gguf"]
 
 
 SHELLS = {

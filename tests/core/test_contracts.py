@@ -21,7 +21,7 @@ from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.routing import router
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.scheduling.scheduler import SchedulerStatistics
-from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView
+from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView, PrefixExplanation
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -70,6 +70,7 @@ def fleet_backend() -> FleetBackend:
         (backend.GrammarsLike, (Grammars, RemoteGrammars())),
         (live.NodeLike, (NodeView,)),
         (live.TreeLike, (CacheTree,)),
+        (live.PrefixLike, (PrefixExplanation,)),
         (live.TierSizes, (CacheStats,)),
     ],
     ids=lambda given: given.__name__ if isinstance(given, type) else "",

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class Counts:
     statuses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     open: int = 0
     most_open: int = 0
+    longest_gap: float = 0.0  # seconds between two events of a stream
 
 
 async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | None = None) -> bool:
@@ -73,6 +75,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
                 raise Wrong(f"status {status}: {answer[:300]!r}")
             return False
         text, reason, events, done = "", None, 0, False
+        last = time.monotonic()
         while True:
             try:
                 line = await reader.readline()
@@ -83,6 +86,10 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
             if not line.startswith(b"data: "):
                 continue
             events += 1
+            now = time.monotonic()
+            if events > 1:
+                counts.longest_gap = max(counts.longest_gap, now - last)
+            last = now
             if events == leave_after:
                 counts.left += 1
                 return True

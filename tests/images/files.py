@@ -120,6 +120,7 @@ def hostile() -> dict[str, bytes]:
         "gif, long comment": gif[:-1] + b"!\xfe" + (b"\xff" + bytes(255)) * 300 + b"\0" + b";",
         "gif, padding": gif[:-1] + b"z" * 70_000 + b";",
         "gif, empty blocks": gif[:-1] + b"!\xfe" + b"\x01a" * 70_000 + b"\0;",
+        "jpeg, filled": jpeg[:2] + b"\xff" * (1 << 17) + jpeg[2:],
         "jpeg of 4 billion pixels": jpeg.replace(struct.pack(">HH", 7, 9), b"\xff\xff\xff\xff", 1),
         "jpeg, scans": jpeg[:-2] + jpeg[jpeg.index(b"\xff\xda") : -2] * 40 + b"\xff\xd9",
         "jpeg, segments": b"\xff\xd8" + b"\xff\xfe\x00\x02" * 5000 + jpeg[2:],

@@ -74,6 +74,7 @@ def test_hostile_files_are_refused(name: str) -> None:
         ("jpeg, scans", r"of \d+ scans; at most 64"),
         ("jpeg, segments", "more than 1,024 segments"),
         ("jpeg, 17 MB before its pixels", "more than 16,777,216 bytes before its pixels"),
+        ("jpeg, filled", "more than 65,536 bytes between its segments"),
         ("jpeg, EXIF", "more than 1,048,576 bytes of EXIF"),
         ("bmp, compressed", "is a compressed BMP"),
         ("tiff, pages", "of several pages"),

@@ -109,6 +109,22 @@ def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) ->
     assert len(session.cache.tree().nodes) == 2, "nothing is marked"
 
 
+def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
+    view = session.view.tree()
+    assert "the typed prompt" not in view.picture
+    half = SHARED + LEFT[:SIZE]
+    event(view, event="press", name="prompt:enter")
+    view.widget.values = {"prompt": half + "x"}
+    assert f"the typed prompt hits {2 * SIZE} tokens here" in view.picture
+    assert f"the typed prompt hits {SIZE} tokens here" in view.picture, "a part of the next bar"
+    assert view.picture.count("the typed prompt hits") == 2 and f"{3 * SIZE} of " in view.widget.note
+    assert view._hits() == {bar(view, "aa"): 2 * SIZE, bar(view, "bb"): SIZE}
+    view.widget.values = {"prompt": "zzz"}
+    assert "the typed prompt" not in view.picture
+    hit = session.cache.explain(half + "x")
+    assert len(hit.keys) == 3 and hit.keys[0] == session.cache.tree().nodes[bar(view, "aa")].first_key
+
+
 def test_a_bar_that_has_left_the_cache_says_so(session: Session) -> None:
     view = session.view.tree()
     session.cache.clear().result_sync()

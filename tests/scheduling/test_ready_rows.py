@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from helpers.fakes import make_request
+from helpers.fakes import EchoModel, make_request
 from helpers.scheduling import Loop, exact
 from rekindle._src.core.records import Request, Status
 from rekindle._src.programs.buckets import StepSize
@@ -40,6 +40,7 @@ class Programs:
     errors: dict[Program, Exception] = dataclasses.field(default_factory=dict)
     wanted: tuple[Program, ...] = ()
     rows: int = 0  # the most decode rows of a step that was asked about
+    drafting: bool = True
 
     def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> str:
         return "plain" if request.sampling.logprobs is None else f"{request.sampling.logprobs} logprobs"
@@ -47,6 +48,9 @@ class Programs:
     def fit(self, needs: frozenset[str], size: StepSize) -> Fit:
         program, self.rows = Program(needs, size.prefills > 0), max(self.rows, size.rows)
         return Fit(True) if program in self.made else Fit(False, (program,))
+
+    def drafts(self) -> bool:
+        return self.drafting
 
     def want(self, wanted: tuple[Program, ...]) -> None:
         self.wanted = wanted
@@ -264,3 +268,18 @@ def test_rows_that_wait_for_nothing_run() -> None:
         loop.step()
     assert not loop.scheduler.has_work
     exact(loop, request)
+
+
+def test_nothing_is_drafted_before_the_programs_of_drafts_are_ready() -> None:
+    programs = Programs(drafting=False)
+    programs.make("plain")
+    loop = Loop(programs=programs, model=EchoModel(surprises=0.0), prompt_lookup=3)
+    stream = make_request("again and again and ", max_tokens=60)
+    loop.submit(stream)
+    for _ in range(20):
+        loop.step()
+    assert not any(plan.drafted for plan in loop.runner.plans)
+    programs.drafting = True
+    loop.run()
+    assert any(plan.drafted for plan in loop.runner.plans)
+    exact(loop, stream)

@@ -32,13 +32,18 @@ async def test_one_bad_prompt_of_a_list_ends_the_others() -> None:
 @anyio_test
 async def test_cancelling_a_handle_from_another_thread(slow: Session) -> None:
     handle = slow.submit("hello", max_tokens=400)
-    timer = threading.Timer(0.1, handle.cancel)
-    timer.start()
+
+    def cancel() -> None:
+        eventually(lambda: len(handle.token_ids) > 0)
+        handle.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
     with pytest.raises(RequestAborted, match="What it had produced"):
         await handle
     assert handle.status is Status.ABORTED and 0 < len(handle.token_ids) < 400
     handle.cancel()
-    timer.join()
+    thread.join()
 
 
 @anyio_test

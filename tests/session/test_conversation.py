@@ -286,3 +286,48 @@ def test_a_closed_session_is_named(session: Session) -> None:
     with pytest.raises(SessionClosed):
         chat.say("x").result_sync()
     assert chat.messages == []
+
+
+@anyio_test
+async def test_an_answer_goes_on_from_any_of_its_tokens_with_other_words(session: Session) -> None:
+    """In all parts that it was made of, and in what was written into it."""
+    chat = session.conversation(max_tokens=8, ignore_eos=True)
+    first = await chat.say("one")
+    rest = await chat.continue_answer()
+    whole = first.text + rest.text
+    assert chat.answer_ids == (*first.token_ids, *rest.token_ids)
+    for at, edit in ((12, ""), (11, "XY"), (12, "Z"), (3, "abc")):
+        kept = chat.messages[-1]["content"][:at]  # a token is a byte
+        chat.edit_answer(at, edit)
+        assert chat.messages[-1]["content"] == kept + edit
+        assert len(chat.answer_ids) == at + len(edit)
+    assert chat.messages[-1]["content"] == whole[:3] + "abc"
+    more = await chat.continue_answer(max_tokens=4)
+    assert chat.messages[-1]["content"] == whole[:3] + "abc" + more.text
+    assert chat.answer_ids[-4:] == more.token_ids
+    chat.edit_answer(5)
+    assert chat.messages[-1]["content"] == whole[:3] + "ab"
+    with pytest.raises(InvalidRequest, match=r"at=6: is outside of the answer's 5 tokens\. Use 0 to 5"):
+        chat.edit_answer(6)
+
+
+@anyio_test
+async def test_an_edited_answer_is_drawn_anew(session: Session) -> None:
+    chat = session.conversation(max_tokens=30, temperature=5.0, seed=1, ignore_eos=True)
+    first = await chat.say("one")
+    chat.edit_answer(2)
+    again = await chat.continue_answer(max_tokens=28)
+    assert again.seed != 1 and again.token_ids != first.token_ids[2:]
+
+
+def test_a_system_prompt_is_changed(session: Session) -> None:
+    chat = session.conversation(max_tokens=4)
+    chat.say("one").result_sync()
+    for prompt in ("Be brief.", "Be long.", ""):
+        chat.system = prompt
+        assert chat.system == prompt and roles(chat) == ["system"] * bool(prompt) + ["user", "assistant"]
+    assert chat.answer_ids == ()
+    with pytest.raises(InvalidRequest, match="whose tokens are known"):
+        chat.edit_answer(0)
+    with pytest.raises(InvalidRequest, match="is not text"):
+        chat.system = None  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from rekindle import Session
 from rekindle._src.core.report_kinds import DRAFTED
 from rekindle._src.scheduling.drafting import heads
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle._src.scheduling.drafting.heads import HeadDrafter
+from rekindle._src.scheduling.drafting.heads import HeadDrafter, HeadDrafts
 from rekindle.errors import ConfigError
 from session.test_drafts_of_states import FEW, REQUESTS
 from session.test_state_cache import OPTIONS, tokens
@@ -102,6 +102,54 @@ def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatc
                 wrong.append((place, end, token, int(row.argmax())))
     assert right > 80
     assert not wrong
+
+
+def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a head that rests are those without one, and what it missed is made up for before it drafts again, or
+    when there is no room for more of it. The head's attention is made so strong that each entry counts."""
+    raw = with_head("qwen3.5") | {"max_position_embeddings": 512}
+    state = checkpoints.tensors(raw)
+    for name in ("mtp.layers.0.self_attn.v_proj.weight", "mtp.layers.0.self_attn.o_proj.weight"):
+        state[name] = 20.0 * state[name]
+    model = checkpoints.model(raw, state)
+    seen: dict[int, int] = {}
+    original = HeadDrafter.computed
+
+    def computed(self: HeadDrafter, sequence: Any, row: Any, result: Any) -> None:
+        seen.update((row.start + row.length, token) for token in DRAFTED.of(result))
+        original(self, sequence, row, result)
+
+    monkeypatch.setattr(HeadDrafter, "computed", computed)
+    monkeypatch.setattr(HeadDrafts, "asks", property(lambda self: self._head.step % 45 > 42 and self._head.step > 80))
+    with rekindle.open_sync(model, **HEAD) as session:
+        text = tokens(40, seed=8)
+        text += session.generate_sync(text, **LONG | {"max_tokens": 200}).token_ids
+        ran = session.stats().programs
+    logits, _ = drafts(model, text)
+    assert 4 < len(seen) < 20
+    for end, token in seen.items():
+        assert logits[end - 1].max() - logits[end - 1][token] <= 1e-3 * logits[end - 1].std(), end
+    plain, others = ran["r1t0"], sum(count for name, count in ran.items() if name.endswith("+drafts"))
+    assert plain > 150 > others > 0
+
+
+@pytest.mark.parametrize("drafts_pay", [False, True])
+def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
+    model: Any, monkeypatch: pytest.MonkeyPatch, drafts_pay: bool
+) -> None:
+    """Of as many requests as there are rows, no step has room for a draft."""
+    monkeypatch.setattr(heads, "_SHORTEST", 4)
+    if not drafts_pay:
+        monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: 0)
+    with rekindle.open_sync(model, **HEAD) as session:
+        session.generate_sync(
+            [tokens(20, seed=place) for place in range(4 if drafts_pay else 3)], **LONG | {"max_tokens": 180}
+        )
+        stats = session.stats()
+    assert not stats.drafted_tokens
+    drafting = sum(count for name, count in stats.programs.items() if name.endswith("t0+drafts"))
+    assert 2 < drafting < 20, "or they never try again"
+    assert max(stats.programs, key=stats.programs.__getitem__).endswith("t0")
 
 
 def test_models_without_a_head_are_refused(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_tokens_are_those_without_drafts(model: Any, cousin: str, expected: dict
         stats = session.stats()
         assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
         assert {*stats.drafters} == {"model"}
-        assert 50 < stats.accepted_tokens < stats.drafted_tokens
+        assert 15 < stats.accepted_tokens < stats.drafted_tokens
         handle = session.submit(prompt("greedy"), **LONG)
         handle.result_sync()
         assert "drafts of the small model were accepted" in str(session.explain(handle))
@@ -110,13 +110,13 @@ def test_the_models_own_drafts_are_all_right(model: Any, twin: str) -> None:
             all_right(session, 20)
             again = session.generate_sync([*prompt(name), *done.token_ids, 5, 6, 7], **options)
             assert again.usage.cached_tokens >= 96
-            all_right(session, 60)
+            all_right(session, 40)
         forks = session.generate_sync(prompt("greedy")[:-5], n=3, temperature=1.5, seed=3, max_tokens=50)
         assert len({one.token_ids for one in forks}) == 3
         handles = [session.submit(prompt(name), **options) for name, options in requests.items()]
         for handle in handles:
             handle.result_sync()
-        all_right(session, 200)
+        all_right(session, 60)
 
 
 def test_a_small_model_that_lost_its_pages_computes_them_again(model: Any, twin: str, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_preempted_and_cancelled_requests(model: Any, twin: str, expected: dict[
         for handle in plain:
             handle.result_sync()
         assert session.stats().preemptions > 0, "there was room for all of them"
-        all_right(session, 100)
+        all_right(session, 30)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", *(pytest.param(one, marks=pytest.mark.thorough) for one in (
@@ -183,7 +183,7 @@ def test_models_of_other_kinds(name: str, twin: str, monkeypatch: pytest.MonkeyP
                 monkeypatch.setattr(DraftModel, "work", work)
             else:
                 counts = session.stats().drafters["model"]
-                assert 50 < counts.accepted < counts.drafted
+                assert 15 < counts.accepted < counts.drafted
     assert found[0] == found[1]
 
 

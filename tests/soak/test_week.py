@@ -5,8 +5,8 @@
     REKINDLE_WEEK_REQUESTS=50000 pytest -m slow -s tests/soak/test_week.py
 
 What is counted after each tenth (memory, threads, descriptors, files, nodes, programs, grammars) stays what it was, and
-the last tenth takes about as much of a processor as the second. `-s` shows the curves. REKINDLE_WEEK_SECONDS ends it
-earlier.
+the last tenth takes about as much of a processor as the second. `-s` shows the curves. With REKINDLE_WEEK_SECONDS, each
+tenth ends after a tenth of that time at the latest.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from soak.test_http import live_bytes
 
 REQUESTS = int(os.environ.get("REKINDLE_WEEK_REQUESTS", "0"))
 SECONDS = float(os.environ.get("REKINDLE_WEEK_SECONDS", "inf"))
-AT_ONCE = 24
-PAGES, PAGE = 48, 8
+AT_ONCE = 64
+PAGES, PAGE = 96, 8
 TENTHS = 10
 LEAST, MANY = 4_000, 1_000_000
 TURNS = 100  # how often the pages on the device are others
 KEPT_GRAMMARS = 2 << 20  # bytes; less than usual, so that the first tenth fills it
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 128, "max_requests": 8, "max_tokens_per_step": 32, "page_size": PAGE,
+    "dtype": "float32", "max_model_len": 128, "max_requests": 16, "max_tokens_per_step": 128, "page_size": PAGE,
     "device_pages": PAGES + 1, "host_memory": 1 << 20, "disk_memory": 8 << 20, "quiet": True, "seed": 0,
 }  # fmt: skip
 
@@ -88,7 +88,8 @@ class Week:
     """Draws tiny requests, and counts them."""
 
     def __init__(self, session: Session, requests: int, seconds: float) -> None:
-        self.session, self.requests, self.until = session, requests, time.monotonic() + seconds
+        self.session, self.requests, self.seconds, self.began = session, requests, seconds, time.monotonic()
+        self.until = self.began
         self.draw = random.Random(1)
         self.done = 0
         self.counts: collections.Counter[str] = collections.Counter()
@@ -103,9 +104,9 @@ class Week:
         self.story = "The little cat"
         self.known = session.generate_sync(self.story, max_tokens=8, temperature=0.0).token_ids
 
-    async def run(self, count: int) -> None:
-        """Send so many requests, `AT_ONCE` of them at a time."""
-        self.stop_at = self.done + count
+    async def run(self, share: float) -> None:
+        """Go on, `AT_ONCE` requests at a time, until this share of all requests is sent, or of the time is over."""
+        self.stop_at, self.until = round(self.requests * share), self.began + self.seconds * share
         async with anyio.create_task_group() as group:
             for _ in range(AT_ONCE):
                 group.start_soon(self.worker)
@@ -220,9 +221,7 @@ def week(folder: Path, requests: int, seconds: float) -> list[Figures]:
         kinds: list[collections.Counter[str]] = []
         for tenth in range(TENTHS):
             before, began = run.done, time.process_time()
-            anyio.run(run.run, requests * (tenth + 1) // TENTHS - before)
-            if run.done == before:
-                break  # the time is over
+            anyio.run(run.run, (tenth + 1) / TENTHS)
             curve.append(run.figures(before, time.process_time() - began, folder))
             kinds.append(collections.Counter(type(one).__name__ for one in gc.get_objects()))
             print(curve[-1], flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -232,3 +233,45 @@ def test_a_path_wins_over_a_name(home: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     checkpoints.write(tmp_path / "ollama:qwen3", CASE)
     assert where("ollama:qwen3") == Path("ollama:qwen3")
+
+
+def test_a_commit_that_is_a_link_to_nothing_is_no_model(home: Path, gguf: bytes) -> None:
+    """Every listing, every name and each Tab in a shell failed with FileNotFoundError."""
+    folder = home / ".cache" / "huggingface" / "hub" / "models--owner--name"
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / ("a" * 40)).symlink_to(home / "nowhere")
+    (folder / "snapshots" / ("b" * 40)).write_bytes(b"no folder")
+    assert names() == []
+    commit = folder / "snapshots" / ("c" * 40)
+    commit.mkdir()
+    (commit / "m.gguf").write_bytes(gguf)
+    assert names() == ["hub:owner/name"]
+
+
+def test_folders_that_may_not_be_looked_at_have_no_models(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ollama's as a service, which belong to another user; pathlib's `is_dir` raises there."""
+    store = home / ".ollama" / "models"
+    manifest = tool_homes.manifest(store, model=b"GGUF")
+    tool_homes.ollama(store, "library/qwen3/0.6b", manifest)
+    real = os.stat
+
+    def closed(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and str(path).startswith((str(store / "blobs"), str(ollama._SERVICE))):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", closed)
+    with pytest.raises(CheckpointError, match="lacks its weights"):
+        hub.on_disk("ollama:qwen3:0.6b")
+    monkeypatch.setattr(ollama.Ollama, "folders", lambda self: [ollama._SERVICE])
+    with pytest.raises(CheckpointError, match="It is empty"):
+        hub.on_disk("ollama:qwen3:0.6b")
+
+
+@pytest.mark.parametrize("model", ["x" * 300, "ollama:" + "x" * 5000, "~nosuchuser/model", "a/" * 3000])
+def test_a_name_that_is_no_path_is_a_typed_error(home: Path, model: str) -> None:
+    with pytest.raises(CheckpointError, match="can't be looked at") as caught:
+        hub.on_disk(model)
+    assert len(str(caught.value)) < 400
+    with pytest.raises(CheckpointError, match="can't be looked at"):
+        hub.hub_id(model)

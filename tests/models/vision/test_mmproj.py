@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import collections
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from helpers import header_fuzz
 from helpers.towers import MODELS, config_of, random_tensors
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
-from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.loading.gguf.header import forget_headers, read_header
+from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
+from rekindle._src.models.loading.gguf.rows import entry_of
 from rekindle._src.models.vision.mmproj import is_mmproj, read_mmproj
 from rekindle._src.models.vision.tower import abstract_tower
 from rekindle._src.models.vision.weights import load_tower, read_tower, tower_tensors
@@ -222,3 +227,36 @@ def test_a_file_without_a_tensor_that_says_a_size(tmp_path: Path) -> None:
     assert is_mmproj(read_header(path))
     with pytest.raises(CheckpointError, match=r"v\.position_embd\.weight is missing"):
         read_mmproj(path)
+
+
+def test_a_vector_in_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
+    """It has rows of one number, which are no whole blocks."""
+    path = converted("qwen3_vl", random_tensors(config_of("qwen3_vl")), tmp_path / "mmproj.gguf")
+    entry = next(one for one in read_mmproj(path).tensors.values() if one.shape == (32,))
+    with pytest.raises(
+        CheckpointError, match=r"of shape \[32\] is stored as Q4_1, and its rows are not made of blocks"
+    ):
+        entry_of("bias", entry._replace(dtype="Q4_1", rows=None), TensorRewrite())
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_a_mutated_header_is_read_or_refused_by_a_typed_error(name: str, count: int, tmp_path: Path) -> None:
+    path = converted(name, random_tensors(config_of(name)), tmp_path / "mmproj.gguf")
+    data = path.read_bytes()
+    fields, keyed, end = header_fuzz.fields_of(data)
+    results = collections.Counter[str]()
+    for number in range(count):
+        draw = random.Random(f"{name} {number}")
+        path.write_bytes(header_fuzz.mutated(data[:end], fields, keyed, draw) + data[end:])
+        forget_headers()
+        try:
+            stored = read_mmproj(path)
+            read_tower(abstract_tower(stored.config), stored)
+        except (CheckpointError, UnsupportedModel):
+            results["refused"] += 1
+        except BaseException as error:
+            raise AssertionError(f"mutation {number}: {error!r}") from error
+        else:
+            results["read"] += 1
+    assert results["refused"] > count // 4 and results["read"] >= count // 50, results

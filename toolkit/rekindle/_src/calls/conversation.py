@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Unpack
 
@@ -33,6 +33,8 @@ MOST_BYTES = MOST_PICTURES + (64 << 20)  # of its file
 Message = dict[str, Any]
 
 
+Decode = Callable[[list[int]], str]
+
 _WITH_TOOLS = ("run_tools", "max_rounds", "tool_choice")  # the rest of an answer calls nothing by force
 
 
@@ -43,6 +45,34 @@ class Answer(NamedTuple):
     request_tokens: int  # tokens of the request that are in the answer
     tokens: int  # of the whole answer, which several requests may have made
     reason: FinishReason
+    edit: tuple[int, ...] = ()  # written after the request's tokens, in place of others
+    before: Answer | None = None  # the answer as it was when the request went on with it
+    edited: bool = False  # the rest is drawn anew
+
+    @property
+    def start(self) -> int:
+        """The place in the answer of the request's first token."""
+        return self.tokens - self.request_tokens - len(self.edit)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The answer's tokens; empty if they are unknown."""
+        if self.request is None:
+            return ()
+        before = () if self.before is None else self.before.token_ids
+        return (*before, *self.request.token_ids[: self.request_tokens], *self.edit)
+
+    def text(self, count: int, decode: Decode) -> str:
+        """Return the text of its first tokens, as far as it was final after them."""
+        parts = ["" if self.before is None else self.before.text(count, decode)]
+        remaining = min(count - self.start, self.request_tokens)
+        for delta in () if self.request is None else self.request.deltas:
+            held = len(delta.token_ids)
+            if remaining > 0:
+                parts.append(delta.text if held <= remaining else decode(list(delta.token_ids[:remaining])))
+            remaining -= held
+        edit = self.edit[: max(0, count - self.start - self.request_tokens)]
+        return "".join([*parts, decode(list(edit)) if edit else ""])
 
     @property
     def cut(self) -> bool:
@@ -63,7 +93,13 @@ class Chats(Protocol):
         self, messages: Sequence[Mapping[str, Any]], sampling: Sampling | None = None, /, **options: Any
     ) -> Handle[Completion] | ToolLoop: ...
     def fork(
-        self, source: Handle[Completion], *, at: int, sampling: Sampling | None = None, **options: Any
+        self,
+        source: Handle[Completion],
+        *,
+        at: int,
+        edit: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
     ) -> Handle[Completion]: ...
 
 
@@ -204,6 +240,54 @@ class Conversation:
         self._settle()
         return copy.deepcopy(self._messages)
 
+    @property
+    def system(self) -> str:
+        """The system prompt; empty if there is none. Another one holds from the next turn on."""
+        first = self.messages[0] if self.messages else {}
+        return str(first.get("content", "")) if first.get("role") == "system" else ""
+
+    @system.setter
+    def system(self, prompt: str) -> None:
+        self._check_idle()
+        if not isinstance(prompt, str):
+            raise InvalidRequest("system", prompt, "is not text", "Pass a str, empty for none")
+        others = self._messages[1:] if self.system else self._messages
+        self._messages = [{"role": "system", "content": prompt}, *others] if prompt else others
+        self._last = None if self._last is None else self._last._replace(request=None)
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The token ids of the last answer; empty if they are unknown, as in a restored conversation."""
+        self._settle()
+        return () if self._last is None else self._last.token_ids
+
+    def edit_answer(self, at: int, edit: str = "") -> None:
+        """Keep the tokens of the last answer before token `at`, followed by `edit`.
+
+        `continue_answer()` goes on from there: without `edit`, with another draw. The pages of what stays are shared.
+        """
+        self._check_idle()
+        last, message = self._last, self._messages[-1] if self._messages else {}
+        if last is None or last.request is None or set(message) & {"tool_calls", "reasoning_content"}:
+            problem = "has no answer of text alone whose tokens are known"
+            raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
+        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= last.tokens:
+            raise InvalidRequest(
+                "at", at, f"is outside of the answer's {last.tokens} tokens", f"Use 0 to {last.tokens}"
+            )
+        while at < last.start and last.before is not None:
+            last = last.before
+        tokenizer = self._front.tokenizer
+        said = last.text(at, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        kept = at - last.start
+        words = tokenizer.encode(edit, add_special_tokens=False) if edit else []
+        ids = (*last.edit[: max(0, kept - last.request_tokens)], *words)
+        message["content"] = said + edit
+        self._last = last._replace(
+            request_tokens=min(kept, last.request_tokens), tokens=at + len(words), edit=ids, edited=True,
+            reason=FinishReason.ABORTED,
+        )  # fmt: skip
+
     def fork(self) -> Conversation:
         """Return another conversation that begins with the same messages. Their pages in the cache are shared."""
         copied = Conversation(self._session, self._front, self.messages, self._options)
@@ -263,6 +347,7 @@ class Conversation:
             if answer:
                 if turn._continues:
                     answer = [_joined(self._messages.pop(), answer[0])]
+                    last = None if last is None else last._replace(before=self._last)
                 self._messages += [*map(dict, turn.asked), *answer]
                 self._last = last
 
@@ -296,7 +381,10 @@ class Conversation:
         if last is not None and (request := last.request) is not None:
             bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
             merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
-            return self._session.fork(request, at=last.request_tokens, sampling=sampling, **merged)
+            if last.edited and sampling is None:
+                merged = {"seed": None, **merged}  # the same seed would draw the same tokens again
+            edit = list(last.edit) or None
+            return self._session.fork(request, at=last.request_tokens, edit=edit, sampling=sampling, **merged)
         plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
         return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
 

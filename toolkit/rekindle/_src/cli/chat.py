@@ -1,6 +1,6 @@
 """`rekindle chat`: an interactive conversation. Its prefix stays cached from turn to turn.
 
-Its terminal has lines with editing, history and pasting by prompt_toolkit, and text wrapped between words.
+What can be done, and what is said below an answer, is the same as in the chat view of a notebook.
 """
 
 from __future__ import annotations
@@ -9,39 +9,45 @@ import argparse
 import contextlib
 import difflib
 import functools
-import os
+import math
 import re
-import sys
-import textwrap
-import time
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from prompt_toolkit.utils import get_cwidth
 
 from rekindle._src.calls.conversation import Conversation, Turn
+from rekindle._src.cli.lines import Lines, lines
+from rekindle._src.cli.rows import QUIET, Row, plain, wrapped
+from rekindle._src.cli.screen import TerminalWriter
 from rekindle._src.cli.usage import engine_options, sampling_options
-from rekindle._src.core import html
-from rekindle._src.core.activity import nothing_drawn, terminal_columns
+from rekindle._src.core import html, style
+from rekindle._src.core.answers import (
+    AS_OPENED,
+    AS_OPENED_MEANING,
+    CHOICES,
+    PRESETS,
+    RANGES,
+    SUGGESTIONS,
+    facts_of,
+)
+from rekindle._src.core.branches import Branch, Branches
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.labels import visible
 from rekindle._src.core.records import Completion, FinishReason
+from rekindle._src.core.repetition import repetition
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
-from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed
-from rekindle_kernels import private_files, system
+from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestFailed
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
-
-DRAW = "Start with --temperature 0.8: greedy answers of small models do that"
-PENALISE = "Start with --repetition-penalty 1.1 if that happens often; /undo takes the turn back"
-AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
+SHOWN_TOKENS = 400  # of an answer, for /fork
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = sampling_options(arguments)
-    names = [f"/{name}" for name in COMMANDS]
-    reader = lines(cache_folder(arguments.cache_dir), names)
+    reader = lines(cache_folder(arguments.cache_dir), completions())
     with contextlib.ExitStack() as stack:
         with reader.waiting():
             session = stack.enter_context(open_sync(arguments.model, **engine_options(arguments)))
@@ -58,11 +64,16 @@ class Chat:
     ) -> None:
         self.session, self.reader, self.writer = session, reader, writer
         self._system, self._options = system, options
-        self.conversation: Conversation = self._new()
-        self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
+        self._tuned: dict[str, Any] = {}  # settings that differ from those that the chat began with
+        self._typed = ""  # text of the next message, to be edited
+        self._new()
 
-    def _new(self) -> Conversation:
-        return self.session.conversation(system=self._system, **self._options)
+    def _new(self) -> None:
+        self.conversation: Conversation = self.session.conversation(system=self._system, **self._options)
+        self.branches: Branches[Conversation] = Branches()
+        self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
+        self._facts: dict[str, tuple[str, ...]] = {}  # the quiet lines of answers, by their texts
+        self._reasoning = ""  # of the last answer
 
     def run(self) -> None:
         """Read and answer until the user leaves."""
@@ -72,7 +83,7 @@ class Chat:
         for text in self._messages():
             command = COMMAND.fullmatch(text)
             if command is None:
-                self.answer(functools.partial(self.conversation.stream, text))
+                self.answer(functools.partial(self.conversation.stream, text, **self._tuned))
             elif (name := command[1].lower()) in ("quit", "exit"):
                 return
             elif name in COMMANDS:
@@ -83,48 +94,77 @@ class Chat:
                 self.note(f"there is no command /{name}. {advice}")
 
     def _messages(self) -> Iterator[str]:
-        while (line := self.reader.read("> ")) is not None:
+        while True:
+            typed, self._typed = self._typed, ""
+            line = self.reader.read("> ", typed)
+            if line is None:
+                return
             if text := line.strip():
                 yield text
 
     def note(self, text: str) -> None:
         self.writer.note(text)
 
-    def answer(self, turn_of: Callable[[], Turn]) -> None:
-        """Stream one answer; Ctrl-C ends it and keeps the text so far."""
+    def _list(self, entries: Iterable[tuple[str, str]], width: int) -> None:
+        """Write names with their meanings, which begin at one column."""
+        for name, meaning in entries:
+            self.writer.note(f"  {name:{width}}{meaning}", margin=2 + width)
+
+    def answer(self, turn_of: Callable[[], Turn]) -> bool:
+        """Stream one answer; Ctrl-C ends it and keeps the text so far. True if something of it was kept."""
+        self._reasoning = ""
         while True:
             turn = turn_of()
             try:
                 with self.reader.waiting():
                     for delta in turn.stream_sync():
-                        self.writer.write(delta.text)
+                        self._reasoning += delta.reasoning
+                        self.writer.reason(delta.reasoning)
+                        self.writer.write(delta.content)
             except KeyboardInterrupt:
                 turn.cancel()
                 self.writer.end()
                 compiling = self.session.compiling  # which can't be stopped
                 self.note("stopped; /continue goes on" + (f" (still {compiling})" if compiling else ""))
-                return
+                return True
             except PromptTooLong as error:
                 self.writer.end(empty=True)
                 if not self._make_room(f"the conversation with this message {error.problem}"):
-                    return
+                    return False
                 continue
             except InvalidRequest as error:  # such as no answer to continue
                 self.note(f"the conversation {error.problem}. {error.fix}")
-                return
+                return False
             except RequestFailed as error:  # the conversation is as it was before
                 self.writer.end(empty=True)
                 self.note(f"the answer failed: {error}")
-                return
+                return False
             self.writer.end()
             self.last = completion = turn.result_sync()
-            if completion.finish_reason is FinishReason.LENGTH:
-                self.note(f"cut at {completion.usage.completion_tokens:,} tokens; /continue goes on")
-            elif completion.finish_reason is FinishReason.CONTEXT:
+            self._say_end(completion)
+            if completion.finish_reason is FinishReason.CONTEXT:
                 self._make_room("the context is full, so the answer ends here")
-            if (found := completion.repetition) is not None:
-                self.note(f"the answer {found}. {DRAW if completion.sampling.greedy else PENALISE}")
-            return
+            return True
+
+    def _say_end(self, completion: Completion) -> None:
+        """Write the quiet line of the last answer: its version, the model, its speed, its end."""
+        reason, ids = completion.finish_reason, self.conversation.answer_ids or completion.token_ids
+        limit, repeats = self.session.config.max_model_len, repetition(ids)
+        *facts, end = facts_of(self.session.model, completion, reason, len(ids), limit)
+        advice = "/settings lively draws another" if completion.sampling.greedy else "/undo takes the turn back"
+        facts += [
+            f"{end}; /continue goes on" if reason is FinishReason.LENGTH else end,
+            "" if repeats is None else f"{repeats}; {advice}",
+        ]
+        messages = self.conversation.messages
+        self._facts[str(messages[-1].get("content"))] = tuple(filter(None, facts))
+        self._say_facts(len(messages) - 1)
+
+    def _say_facts(self, at: int) -> None:
+        messages = self.conversation.messages
+        place = self.branches.place(messages[:at], messages[at])
+        versions = f"‹ {place} ›  " if place.total > 1 else ""
+        self.note(versions + " · ".join(self._facts.get(str(messages[at].get("content")), ())))
 
     def _make_room(self, problem: str) -> bool:
         """Report that the conversation is too long, and offer to drop its oldest turn. True if it was dropped."""
@@ -144,16 +184,209 @@ class Chat:
     def turns(self) -> int:
         return sum(message["role"] == "user" for message in self.conversation.messages)
 
+    def _last_message(self) -> tuple[int, str] | None:
+        """Return the place and the text of the user's last message."""
+        messages = self.conversation.messages
+        place = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=None)
+        return None if place is None else (place, messages[place]["content"])
+
+    def _keep(self, at: int) -> None:
+        """Keep the conversation from a place on as a version."""
+        messages = self.conversation.messages
+        self.branches.keep(messages[:at], Branch(tuple(messages[at:]), self.conversation.fork()))
+
     # Commands.
 
     def help(self, argument: str) -> None:
-        for name, command in COMMANDS.items():
-            self.note(f"  {f'/{name} {command.argument}':15}{command.meaning}")
+        self._list(((f"/{name} {one.argument}", one.meaning) for name, one in COMMANDS.items()), 26)
         for line in self.reader.help:
-            self.note(f"  {line}")
+            self.writer.note(f"  {line}", margin=4)
 
     def go_on(self, argument: str) -> None:
-        self.answer(self.conversation.continue_answer)
+        self.answer(lambda: self.conversation.continue_answer(**self._tuned))
+
+    def again(self, argument: str) -> None:
+        message = self._last_message()
+        if message is None:
+            self.note("there is no message to answer again")
+            return
+        place, text = message
+        self._keep(place + 1)
+        before, kept = self.conversation.messages, self.conversation.fork()
+        self.conversation.undo()
+        if not self.answer(lambda: self.conversation.stream(text, **{"seed": None, **self._tuned})):
+            self.conversation = kept
+        elif self.conversation.messages == before:
+            self.note("the same answer once more: /settings lively, or a temperature above 0, draws others")
+
+    def edit(self, argument: str) -> None:
+        message = self._last_message()
+        if message is None:
+            self.note("there is no message to write anew")
+            return
+        place, text = message
+        self._keep(place)
+        self.conversation.undo()
+        if argument:
+            self.answer(lambda: self.conversation.stream(argument, **self._tuned))
+        else:
+            self._typed = text
+            self.note("Write the message anew; /earlier shows this version again")
+
+    def fork(self, argument: str) -> None:
+        number, _, text = argument.partition(" ")
+        ids = self.conversation.answer_ids
+        if not ids:
+            self.note("there is no answer whose tokens are known")
+        elif not number:
+            self.writer.show(self._numbered(ids))
+            self.note("/fork 12 goes on from token 12, with what you write there or with another draw")
+        elif not number.isdecimal() or int(number) >= len(ids):
+            self.note(f"{number!r} is no token of the answer. Use 0 to {len(ids) - 1}, as /fork lists them")
+        else:
+            self._fork(int(number), text)
+
+    def _fork(self, at: int, text: str) -> None:
+        whole = self.conversation.fork()
+        if not text:
+            for row in self._likely(at):
+                self.writer.show([row])
+            written = self.reader.ask("instead of it (empty for another draw): ")
+            if written is None:
+                return
+            text = written
+        place = len(self.conversation.messages) - 1
+        self._keep(place)
+        before = self._decode(self.conversation.answer_ids[:at])
+        spaced = f" {text}" if text and text[0].isalnum() and before[-1:].strip() and self._spaced(at) else text
+        try:
+            self.conversation.edit_answer(at, spaced)
+        except InvalidRequest as error:
+            self.note(str(error))
+            return
+        self.writer.write(self.conversation.messages[-1]["content"])
+        options = {"max_tokens": max(1, self._most() - at), **self._tuned}
+        if not self.answer(lambda: self.conversation.continue_answer(**options)):
+            self.conversation = whole
+
+    def _most(self) -> int:
+        return int(self._options.get("max_tokens") or ANSWER_TOKENS)
+
+    def _spaced(self, at: int) -> bool:
+        """True if the token at a place begins a word with a space, so that what is written there does so, too."""
+        return self._decode(self.conversation.answer_ids[at : at + 1])[:1] == " "
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        return self.session.tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _numbered(self, ids: tuple[int, ...]) -> list[Row]:
+        """Return the tokens of an answer with their numbers."""
+        row: Row = []
+        for at, token in enumerate(ids[:SHOWN_TOKENS]):
+            row += [(QUIET, f"{at}\u00a0"), ("", f"{visible(self._decode((token,)))} ")]
+        more = plain(f"… and {len(ids) - SHOWN_TOKENS:,} more", self.writer.columns, QUIET)
+        return wrapped(row, self.writer.columns) + (more if len(ids) > SHOWN_TOKENS else [])
+
+    def _likely(self, at: int) -> Iterator[Row]:
+        """Yield a bar for each token that could stand at a place of the answer."""
+        chosen = self.conversation.answer_ids[at]
+        peek = self.conversation.fork()
+        try:
+            peek.edit_answer(at)
+            done = peek.continue_answer(max_tokens=1, logprobs=CHOICES, ignore_eos=True).result_sync()
+        except RekindleError:  # no place, or a model that can't: the token can be replaced all the same
+            return
+        for found in (done.logprobs or ())[:1]:
+            for token, logprob in zip(found.top_ids, found.top_logprobs, strict=False):
+                name, share = visible(self._decode((token,))), math.exp(logprob)
+                pad, bar = " " * max(0, 14 - get_cwidth(name)), "█" * max(1, round(24 * share))
+                look = f"bold fg:{style.BLUE}" if token == chosen else QUIET
+                yield [
+                    ("bold" if token == chosen else "", name),
+                    ("", pad),
+                    (look, bar),
+                    (QUIET, f" {html.share(share)}"),
+                ]
+
+    def earlier(self, argument: str) -> None:
+        self._switch(-1, "earlier")
+
+    def later(self, argument: str) -> None:
+        self._switch(1, "later")
+
+    def _switch(self, by: int, name: str) -> None:
+        """Show another version of the latest message or answer that has one in that direction."""
+        messages = self.conversation.messages
+        for at in range(len(messages), -1, -1):
+            branch = self.branches.turned(messages[:at], messages[at] if at < len(messages) else None, by)
+            if branch is not None and branch.answer is not None:
+                self._keep(at)
+                self.conversation = branch.answer.fork()
+                self._typed = ""
+                self._show_from(at)
+                return
+        self.note(f"there is no {name} version; /again, /edit and /fork make others")
+
+    def _show_from(self, at: int) -> None:
+        """Write the conversation from a place on."""
+        for place, message in enumerate(self.conversation.messages[at:], at):
+            if message["role"] == "user":
+                versions = self.branches.place(self.conversation.messages[:place], message)
+                self.note(f"> {message['content']}" + (f"  ‹ {versions} ›" if versions.total > 1 else ""))
+            else:
+                self.writer.write(message["content"])
+                self.writer.end()
+                self._say_facts(place)
+
+    def settings(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
+        value = value.strip()
+        if argument in PRESETS or argument == AS_OPENED:
+            own = {} if argument == AS_OPENED else PRESETS[argument].settings
+            kept = {key: number for key, number in self._tuned.items() if key == "max_tokens"}
+            self._tuned = {**kept, **own}
+        elif name == "system":
+            self.conversation.system = self._system = value
+        elif name in RANGES:
+            if not self._tune(name, value):
+                return
+        elif argument:
+            known = [*PRESETS, AS_OPENED, *RANGES, "system"]
+            close = difflib.get_close_matches(name, known, n=1)
+            self.note(f"there is no setting {name!r}. " + (f"Did you mean {close[0]}?" if close else "/settings lists"))
+            return
+        self._show_settings()
+
+    def _tune(self, name: str, value: str) -> bool:
+        """Take a setting's value. False if it is none."""
+        try:
+            number = int(value) if name == "max_tokens" else float(value)
+            Sampling.of(None, {name: number})
+        except ValueError:
+            self.note(f"{value!r} is no number. Write /settings {name} {RANGES[name].least:g}")
+        except InvalidRequest as error:
+            self.note(str(error))
+        else:
+            self._tuned[name] = number
+            return True
+        return False
+
+    def _show_settings(self) -> None:
+        own = Sampling.of(self.session.chat_sampling, self._options)
+        opened = {name: getattr(own, name) for name in RANGES} | {"max_tokens": self._most()}
+        now = {**opened, **self._tuned}
+        self._list(((f"{name:14}{now[name]:<6g}", one.meaning) for name, one in RANGES.items()), 22)
+        self._list([("system", self._system or "none")], 14)
+        own_preset = {name: opened[name] for name in next(iter(PRESETS.values())).settings}
+        presets = {AS_OPENED: (own_preset, AS_OPENED_MEANING), **PRESETS}
+        on = {name: all(now[key] == number for key, number in one.items()) for name, (one, _) in presets.items()}
+        self._list(((f"{'●' if on[name] else '○'} {name}", meaning) for name, (_, meaning) in presets.items()), 14)
+
+    def reasoning(self, argument: str) -> None:
+        if self._reasoning:
+            self.writer.show(plain(self._reasoning.strip(), self.writer.columns, f"italic {QUIET}"))
+        else:
+            self.note("the last answer has no reasoning")
 
     def undo(self, argument: str) -> None:
         if not self.turns:
@@ -164,7 +397,7 @@ class Chat:
         self.note(f"took back {message if len(message) <= 60 else message[:59] + '…'!r}; {self.turns} turns are left")
 
     def reset(self, argument: str) -> None:
-        self.conversation, self.last = self._new(), None
+        self._new()
         self.note("a new conversation")
 
     def save(self, argument: str) -> None:
@@ -183,8 +416,7 @@ class Chat:
             for line in str(self.session.stats()).splitlines():
                 self.note(f"  {line}")
             return
-        for name, text in self._figures():
-            self.note(f"  {name:14}{text}")
+        self._list(self._figures(), 14)
         self.note("  (/stats all shows every figure)")
 
     def _figures(self) -> Iterator[tuple[str, str]]:
@@ -220,202 +452,27 @@ class Command(NamedTuple):
 COMMANDS = {
     "help": Command("shows this list", Chat.help),
     "continue": Command("goes on with an answer that was cut or stopped", Chat.go_on),
+    "again": Command("answers the last message again; this answer stays", Chat.again),
+    "edit": Command("takes the last message into the line, to write it anew; this version stays", Chat.edit, "[TEXT]"),
+    "fork": Command("lists the answer's tokens, or goes on from one with something else", Chat.fork, "[TOKEN] [TEXT]"),
+    "earlier": Command("shows the version before, of a message or an answer", Chat.earlier),
+    "later": Command("shows the next version", Chat.later),
     "undo": Command("takes the last turn back", Chat.undo),
     "reset": Command("starts a new conversation", Chat.reset),
+    "settings": Command("shows temperature and others, or sets one, or a preset", Chat.settings, "[NAME] [VALUE]"),
+    "reasoning": Command("shows what the model wrote before its last answer", Chat.reasoning),
     "save": Command("writes the conversation to a file", Chat.save, "FILE"),
     "stats": Command("shows tokens, speed and cache", Chat.stats),
     "quit": Command("leaves, as Ctrl-D does", lambda chat, argument: None),
 }
 
 
-class Lines(Protocol):
-    """A source of messages. Both methods return None at the end of the input, and when the user leaves."""
-
-    hint: str  # shown at the start
-    help: tuple[str, ...]
-
-    def read(self, prompt: str) -> str | None: ...
-    def ask(self, question: str) -> str | None: ...
-    def waiting(self) -> AbstractContextManager[None]:
-        """Return a block in which nothing is read. What is typed meanwhile is kept for the next message."""
-        ...
-
-
-def lines(cache: Path, commands: Sequence[str]) -> Lines:
-    """Return lines with editing at a terminal, else plain ones. Tab completes `commands`."""
-    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        return EditedLines(cache / "chats", commands)
-    return PlainLines()
-
-
-class PlainLines:
-    """Lines without editing: of a pipe, a file or a simple terminal."""
-
-    hint = ""
-    help: tuple[str, ...] = ()
-
-    def read(self, prompt: str) -> str | None:
-        try:
-            return input(prompt)
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return None
-
-    ask = read
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
-class EditedLines:
-    """Lines with arrows, a lasting history, Ctrl-R, and pasted text in one piece. Ctrl-C twice leaves."""
-
-    hint = " · Alt-Enter makes a new line"
-    help: tuple[str, ...] = (
-        "Enter sends, Alt-Enter makes a new line; pasted text is one message",
-        "Up and Down step through earlier messages, Ctrl-R searches them; Tab completes a command",
-        "Ctrl-C stops an answer, or clears the line; twice, or Ctrl-D, leaves",
-    )
-
-    def __init__(self, folder: Path, commands: Sequence[str]) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.enums import DEFAULT_BUFFER
-        from prompt_toolkit.filters import has_focus
-        from prompt_toolkit.key_binding import KeyBindings
-
-        keys = KeyBindings()
-
-        typing = has_focus(DEFAULT_BUFFER)  # and not searching
-
-        @keys.add("enter", filter=typing)
-        def _(event: Any) -> None:
-            event.current_buffer.validate_and_handle()
-
-        @keys.add("escape", "enter", filter=typing)
-        def _(event: Any) -> None:
-            event.current_buffer.newline(copy_margin=False)
-
-        self._session: PromptSession[str] = PromptSession(
-            history=_history(folder),
-            key_bindings=keys,
-            multiline=True,
-            prompt_continuation=lambda width, number, wrapped: "  ",
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-        )
-        self._question: PromptSession[str] = PromptSession()
-
-    def read(self, prompt: str) -> str | None:
-        left = -AGAIN
-        while True:
-            try:
-                with nothing_drawn():
-                    return self._session.prompt(prompt)
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                if time.monotonic() - left < AGAIN and not self._session.default_buffer.text:
-                    return None
-                left = time.monotonic()
-                print("(Ctrl-C again leaves)", file=sys.stderr)
-
-    def ask(self, question: str) -> str | None:
-        try:
-            with nothing_drawn():
-                return self._question.prompt(question)
-        except (EOFError, KeyboardInterrupt):
-            return None
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Keep what is typed meanwhile off the screen, where answers and spinners are drawn, and through Ctrl-C.
-
-        The terminal hands it to the next prompt, which shows it.
-        """
-        with system.echo_off(sys.stdin.fileno()):
-            yield
-
-
-def _history(folder: Path) -> Any:
-    """Return the history: in a file that only this user can read, else in memory."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    if private_files.distrust_reason(folder) is None:
-        with contextlib.suppress(OSError):
-            private_files.make_folder(folder)
-            file = folder / "terminal-history"
-            os.close(system.open_file(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-            return FileHistory(str(file))
-    return InMemoryHistory()
-
-
-class TerminalWriter:
-    """Writes text piece by piece. In a terminal, words wrap whole, and control characters are visible."""
-
-    def __init__(self) -> None:
-        self._wraps = sys.stdout.isatty()
-        self._column = 0
-        self._word = ""  # text on the line since the last space
-        self._began = False
-
-    def write(self, text: str) -> None:
-        self._began = self._began or bool(text)
-        print("".join(map(self._placed, text)) if self._wraps else text, end="", flush=True)
-
-    def end(self, *, empty: bool = False) -> None:
-        """End the text and its line. With `empty`, end no line if no text was written."""
-        if self._began or not empty:
-            print(flush=True)
-        self._column, self._word, self._began = 0, "", False
-
-    def note(self, text: str) -> None:
-        """Write a line that is not part of the text."""
-        if sys.stderr.isatty():
-            columns = max(20, terminal_columns(sys.stderr) - 1)
-            margin = "    " if text.startswith(" ") else ""
-            text = f"\x1b[2m{textwrap.fill(text, columns, subsequent_indent=margin)}\x1b[0m"
-        print(text, file=sys.stderr, flush=True)
-
-    def _placed(self, character: str) -> str:
-        """Return a character, after the codes that move its word to the next line if it does not fit on this one."""
-        if character == "\n":
-            self._column, self._word = 0, ""
-            return character
-        if character == "\t":
-            return "".join(map(self._placed, " " * (8 - self._column % 8)))
-        character = _visible(character)
-        width, limit = _width(character), terminal_columns(sys.stdout) - 1
-        prefix = ""
-        if self._column + width > limit:
-            if character == " ":
-                self._column, self._word = 0, ""
-                return "\n"
-            word_width = sum(map(_width, self._word))
-            if 0 < word_width < self._column and word_width + width <= limit:
-                prefix = f"\x1b[{word_width}D\x1b[K\n{self._word}"
-                self._column = word_width
-            else:
-                prefix, self._column, self._word = "\n", 0, ""
-        self._column += width
-        self._word = "" if character == " " or width == 2 else self._word + character
-        return prefix + character
+def completions() -> list[str]:
+    """Return the lines that Tab completes."""
+    settings = [f"/settings {name}" for name in (*PRESETS, AS_OPENED, *RANGES, "system")]
+    return [*(f"/{name}" for name in COMMANDS), *settings, *SUGGESTIONS]
 
 
 def short(weights: str) -> str:
     """Return the formats of weights without the reasons for them."""
     return weights.partition(" (")[0]
-
-
-def _visible(character: str) -> str:
-    """Return a character that can't steer the terminal: a picture in place of a control character."""
-    code = ord(character)
-    if code < 32:
-        return chr(0x2400 + code)
-    return "\N{REPLACEMENT CHARACTER}" if 127 <= code < 160 else character
-
-
-def _width(character: str) -> int:
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Me", "Mn"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1

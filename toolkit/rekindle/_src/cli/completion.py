@@ -46,11 +46,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def following(root: Parser, line: str) -> list[str]:
-    """Return the words that may stand where a line ends: those that begin as its last word does."""
+    """Return the words that may stand where a line ends: those that begin as its last word does.
+
+    A file's name is a stranger's, and bash puts a word into the line as it is: names that a shell would not read as one
+    plain word are left out.
+    """
     try:
         words = shlex.split(line)
     except ValueError:  # within quotes, where a text is written
         return []
     last = words.pop() if words and not line[-1].isspace() else ""
-    choices = root.completions(words[1:], models=lambda: [*known.names(), *EMBEDDED])
+    choices = root.completions(words[1:], models=lambda: [*filter(_is_plain, known.names()), *EMBEDDED])
     return sorted({word for word in choices if word.startswith(last) and (last or not word.startswith("-"))})
+
+
+def _is_plain(name: str) -> bool:
+    """True if a name is one word in any shell, and the same one."""
+    return shlex.quote(name) == name

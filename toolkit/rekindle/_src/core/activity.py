@@ -44,6 +44,17 @@ Look = Callable[[], State | None]
 _shown: list[Activity] = []  # the first one draws: a wait inside another shows nothing
 _lock = threading.RLock()
 _typing = 0  # lines that are being typed at the terminal
+_erased = 0  # how often a line of the terminal was erased
+
+
+def erased_lines() -> int:
+    """Return how often the terminal's present line was erased, for those who had written on it."""
+    return _erased
+
+
+def _count_erased() -> None:
+    global _erased
+    _erased += 1
 
 
 @contextmanager
@@ -188,11 +199,13 @@ class _Terminal(Screen):
             filled = round(20 * state.fraction)
             head = f"[{'█' * filled}{'·' * (20 - filled)}]"
         room = min(WIDTH, terminal_columns(self._out) - 1) - len(_seconds(seconds))  # which no long line hides
+        _count_erased()
         self._out.write(f"\r\x1b[K{f'{head} {state.line}'[: max(0, room)]}{_seconds(seconds)}")
         self._out.flush()
 
     def clear(self) -> None:
         if self._drawn:
+            _count_erased()
             self._out.write("\r\x1b[K")
             self._out.flush()
             self._drawn = 0

@@ -58,6 +58,9 @@ def escape(value: object) -> str:
     return value if isinstance(value, Markup) else html.escape(str(value))
 
 
+_RUNNING = "white-space:pre-wrap;overflow-wrap:anywhere"  # of text as it is; a long word is broken
+
+
 def line(*parts: object) -> Markup:
     """Return a line of small text with its parts separated by dots."""
     content = " · ".join(escape(part) for part in parts if part != "")
@@ -69,6 +72,11 @@ PAGES = (
     "cached, so that a prompt which begins the same is not computed again"
 )
 SLOTS = "Each request that runs has a slot of the batch; others wait"
+
+
+def share(part: float) -> str:
+    """Return a share of a whole in percent; one that would be rounded to none says so."""
+    return f"{part:.1%}" if part >= 5e-4 or not part else "<0.1%"
 
 
 def with_hint(text: str, meaning: str) -> Markup:
@@ -181,10 +189,17 @@ def count(amount: int, noun: str) -> str:
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
-def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, named: bool = True) -> Markup:
+def bar(
+    parts: Mapping[str, float],
+    *,
+    rest: str = "",
+    width: int = 320,
+    named: bool = True,
+    colours: Sequence[str] = style.SERIES,
+) -> Markup:
     """Return shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is drawn in grey."""
     total = sum(parts.values()) or 1.0
-    colours = [style.GREY if name == rest else style.SERIES[index % 8] for index, name in enumerate(parts)]
+    colours = [style.GREY if name == rest else colours[index % len(colours)] for index, name in enumerate(parts)]
     cells = "".join(
         f'<span title="{escape(name)}: {escape(number(value))}" style="height:10px;'
         f'width:{100 * value / total:.2f}%;background:{colour};opacity:{0.3 if name == rest else 1}"></span>'
@@ -301,21 +316,19 @@ def _image(entry: ImageLike) -> str:
 
 def code(value: str) -> Markup:
     """Return a line of code."""
-    return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
+    return Markup(f'<div style="margin:4px 0"><code style="{_RUNNING}">{escape(value)}</code></div>')
 
 
 def text(value: str) -> Markup:
     """Return running text with its line breaks."""
-    return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
+    return Markup(f'<div style="{_RUNNING};max-width:80ch;margin:4px 0">{escape(value)}</div>')
 
 
 def tokens(entries: Iterable[Token]) -> Markup:
     """Return text whose background shows how unlikely each token was: clear where it was sure, orange where it
     surprises. Hovering tells more; forced ones are underlined.
     """
-    return Markup(
-        f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>'
-    )
+    return Markup(f'<div style="{_RUNNING};max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>')
 
 
 def _token(token: Token) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from rekindle._src.core import html, style, svg
@@ -11,7 +12,7 @@ from rekindle._src.core.labels import readable
 
 WIDTH, MOST = 620, 480  # pixels: of the picture, and of its height unless that makes lines thinner than the thinnest
 THICK, THIN = 24.0, 3.0  # pixels of a line
-LETTER = 6.2  # pixels, about
+LETTER = 6.5  # pixels, about
 ROWS = 50  # of the table
 # How strong a bar's shade is when it was used that many seconds ago. Text on the strongest one can be read.
 AGES = ((60.0, 1.0), (600.0, 0.7), (3600.0, 0.45), (float("inf"), 0.25))
@@ -50,8 +51,17 @@ class Bar(NamedTuple):
     stop: int
 
 
-def icicle(nodes: Sequence[RunLike], *, pressed: bool = False, marked: int | None = None) -> Markup:
-    """Return the picture of a tree, its nodes depth first. With `pressed`, its bars are buttons of a panel."""
+def icicle(
+    nodes: Sequence[RunLike],
+    *,
+    pressed: bool = False,
+    marked: int | None = None,
+    hits: Mapping[int, int] = MappingProxyType({}),
+) -> Markup:
+    """Return the picture of a tree, its nodes depth first. With `pressed`, its bars are buttons of a panel.
+
+    `hits` are the tokens of each bar that a prompt would hit, from the bar's beginning.
+    """
     if not nodes:
         return Markup("")
     bars = _bars(nodes)
@@ -63,10 +73,12 @@ def icicle(nodes: Sequence[RunLike], *, pressed: bool = False, marked: int | Non
         for index, (node, bar) in enumerate(zip(nodes, bars, strict=True))
         for part in _drawn(node, bar, index if pressed else None, line, WIDTH / most, marked == index)
     ]
+    for index, tokens in hits.items():
+        parts.append(_hit(nodes[index], bars[index], tokens, line, WIDTH / most))
     parts += _axis(most, line * lines)
     label = f"the prefix cache: {html.count(len(nodes), 'run')} of pages, {html.count(most, 'token')} at most"
     role = "group" if pressed else "img"  # parts of an image are nothing that can be pressed
-    return Markup(svg.picture(WIDTH, line * lines + 18, parts, label=label, role=role) + _legend(nodes))
+    return Markup(svg.picture(WIDTH, line * lines + 18, parts, label=label, role=role) + _legend(nodes, bool(hits)))
 
 
 def _bars(nodes: Sequence[RunLike]) -> list[Bar]:
@@ -118,7 +130,7 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
     yield svg.shape("rect", title=f"{name}\n{facts(node)}", fill=shade, rx=2, **frame, **edge, **act)
     if height >= 11:
         marks = " ".join(("pin",) * node.pinned + (f"×{node.visits}",) * (node.visits > 0))
-        room = int((width - 8) / LETTER) - len(marks) - 1
+        room = int((width - 8) / LETTER) - len(marks) - 2 * bool(marks)
         middle, size = y + height / 2 + 3.5, 10.5
         still = "pointer-events:none"  # the pointer means the bar
         if room >= 3:
@@ -132,6 +144,14 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
         if line >= 11:
             words = f"+{node.left_out:,} pages"
             yield svg.words(place[0] + 14, place[1] + line / 2 + 3.5, words, size=10.5, opacity=style.QUIET)
+
+
+def _hit(node: RunLike, bar: Bar, tokens: int, line: float, scale: float) -> Markup:
+    """Return the mark of what a prompt would hit: a line below its part of a bar."""
+    height = min(4.0, line)
+    y = bar.stop * line - height
+    title = f"the typed prompt hits {html.count(tokens, 'token')} here"
+    return svg.rect(node.start * scale, y, max(2.0, tokens * scale), height, style.ORANGE, title=title)
 
 
 def strength(age: float) -> float:
@@ -167,8 +187,9 @@ def _axis(most: int, y: float) -> Iterator[Markup]:
         yield svg.words(at * scale, y + 14, words, anchor=anchor, size=10, opacity=style.QUIET)
 
 
-def _legend(nodes: Sequence[RunLike]) -> Markup:
+def _legend(nodes: Sequence[RunLike], hit: bool) -> Markup:
     tiers = {tier: style.shade(colour, 1.0) for tier, colour in style.TIERS.items() if colour.startswith("#")}
+    tiers |= {"the typed prompt": style.ORANGE} if hit else {}
     gone = html.line("dashed: its payload is gone") if any(node.tier == "gone" for node in nodes) else ""
     words = html.line(
         "paler: not used for longer (1 min, 10 min, 1 h)", "×3: hit three times", "pin: stays on the device"

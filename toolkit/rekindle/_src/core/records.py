@@ -213,6 +213,9 @@ class PageRun(NamedTuple):
     pages: IntArray
 
 
+HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for the model's own head
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's part in a step: computes positions [start, start + length)."""
@@ -235,6 +238,7 @@ class Row:
     # model will.
     drafting: bool = False
     following: int = -1  # the token after its last one, if it does not sample that
+    behind: int = 0  # tokens before its first one of which the model's own head has no entries yet
 
 
 class PageMove(NamedTuple):
@@ -296,6 +300,12 @@ class StepPlan:
     def drafted(self) -> bool:
         """True if it has drafts, or makes some. The next step is then planned when this one's result is known."""
         return any(row.draft or row.drafting for row in self.decode)
+
+    @property
+    def enters(self) -> bool:
+        """True if the model's own head, where it drafts, makes entries of the step's tokens, and of those that it is
+        behind: there are prompts or drafts, or the hidden states of a row have no more room."""
+        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= HIDDEN_KEPT for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, svg
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
+from rekindle._src.core.names import checked_path
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.core.taps import Capture, Positions
 from rekindle._src.dispatch.backend import Front
@@ -39,6 +41,22 @@ class Lens:
     probabilities: NDArray[np.float32]  # of them
     entropies: NDArray[np.float32]  # [layers, positions], in bits: 0 is certain
 
+    def save(self, path: str | Path, *, positions: int = SHOWN) -> Path:
+        """Write the picture of the last `positions`, at most so many, to an SVG file for a paper. Return its path."""
+        if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
+            raise InvalidRequest("positions", positions, "is not a number of positions", "Use 1 or more")
+        target = checked_path("path", path)
+        columns = range(max(0, len(self.tokens) - positions), len(self.tokens))
+        width, height, parts = _paper(self, columns)
+        target.write_text(svg.document(width, height, parts, title="Logit lens"), encoding="utf-8")
+        return target
+
+    def rank(self, layer: int, place: int) -> int | None:
+        """Return the rank of the answer, the last layer's likeliest token, after a layer; None beyond the likeliest."""
+        ranks = self.token_ids[layer, place].tolist()
+        answer = int(self.token_ids[-1, place, 0])
+        return ranks.index(answer) if answer in ranks else None
+
     def __repr__(self) -> str:
         return f"<Lens: {html.count(len(self.texts), 'layer')}, {html.count(len(self.tokens), 'position')}>"
 
@@ -53,7 +71,7 @@ class Lens:
             cells = "".join(self._cell(layer, place) for place in columns)
             entropy = float(self.entropies[layer, first:].mean()) if columns else 0.0
             name = f'<th scope="row" style="{_CELL};font-weight:400">{html.escape(self.layers[layer])}</th>'
-            rows.append(f"<tr>{name}{_bar(entropy, most)}{cells}</tr>")
+            rows.append(f'<tr style="background:none">{name}{_bar(entropy, most)}{cells}</tr>')
         words = "the most likely next token after each layer, for each token of the prompt; hover for others"
         left_out = f"the last {SHOWN} of {len(self.tokens):,} positions" if first else ""
         look = "border-collapse:separate;border-spacing:2px;font-size:80%"
@@ -65,7 +83,7 @@ class Lens:
     def _cell(self, layer: int, place: int) -> str:
         texts, shares = self.texts[layer][place], self.probabilities[layer, place]
         answer, ranks = int(self.token_ids[-1, place, 0]), self.token_ids[layer, place].tolist()
-        rank = ranks.index(answer) if answer in ranks else None
+        rank = self.rank(layer, place)
         title = [f"{self.layers[layer]}, entropy {self.entropies[layer, place]:.1f} bits"]
         for token, text, share in zip(ranks, texts, shares.tolist(), strict=True):
             title.append(f"{text!r} {share:.1%}{', the answer' if token == answer else ''}")
@@ -99,6 +117,56 @@ def _legend() -> Markup:
     paths = f'<span style="{sample};{_FIRST}">the answer leads</span>'
     paths += f'<span style="{sample};{_AMONG}">it is among the {TOP} likeliest</span>'
     return Markup(f'<div style="font-size:80%;margin:6px 2px">probability {shades}{paths}</div>')
+
+
+_LETTER, _ROW, _ENTROPY = 6.1, 18.0, 96.0  # pixels on paper: a letter, a row, the bars of entropy with their numbers
+
+
+def _paper(lens: Lens, columns: range) -> tuple[float, float, list[Markup]]:
+    """Return the width, the height and the parts of the picture in plain colours."""
+    order = range(len(lens.texts) - 1, -1, -1)
+    names = [
+        [visible(lens.tokens[place]), *(visible(lens.texts[layer][place][0]) for layer in order)] for place in columns
+    ]
+    widths = [12 + _LETTER * max(map(len, column)) for column in names]
+    left = 12 + _LETTER * max(map(len, lens.layers), default=0)
+    parts = [svg.words(left, 13, "entropy, bits", size=10)]
+    most = max(float(lens.entropies[:, columns.start :].mean(axis=1).max(initial=0.0)), 1e-6)
+    for row, layer in enumerate(order):
+        y, entropy = _ROW * (row + 1), float(lens.entropies[layer, columns.start :].mean()) if columns else 0.0
+        parts.append(svg.words(0, y + 13, lens.layers[layer], size=10))
+        parts.append(svg.rect(left, y + 4, max(0.5, 48 * entropy / most), 9, style.GREY))
+        parts.append(svg.words(left + 4 + 48 * entropy / most, y + 13, f"{entropy:.1f}", size=10))
+    x = left + _ENTROPY
+    for column, width, place in zip(names, widths, columns, strict=True):
+        parts.append(svg.words(x + 5, 13, column[0], size=10, font_weight=600))
+        for row, layer in enumerate(order):
+            y, rank = _ROW * (row + 1), lens.rank(layer, place)
+            edge: dict[str, Any] = {} if rank is None else {"stroke": style.ORANGE, "stroke_width": 1.2}
+            if rank:
+                edge["stroke_dasharray"] = "3 2"
+            fill = _on_white(float(lens.probabilities[layer, place, 0]))
+            parts.append(svg.rect(x + 1, y + 1, width - 2, _ROW - 2, fill, **edge))
+            parts.append(svg.words(x + 5, y + 13, column[row + 1], size=10))
+        x += width
+    bottom = _ROW * (len(lens.texts) + 1) + 8
+    parts.append(svg.words(left, bottom + 11, "probability", size=10))
+    for step, share in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
+        at = left + 64 + 38 * step
+        parts.append(svg.rect(at, bottom, 36, 14, _on_white(share), stroke="#bbbbbb", stroke_width=0.5))
+        parts.append(svg.words(at + 18, bottom + 11, f"{share:.0%}", size=10, anchor="middle"))
+    for at, words, dashes in ((270.0, "the answer leads", ""), (380.0, f"it is among the {TOP} likeliest", "3 2")):
+        frame: dict[str, Any] = {"stroke": style.ORANGE, "stroke_width": 1.2, "stroke_dasharray": dashes}
+        parts.append(svg.rect(left + at, bottom, 12 + _LETTER * len(words), 14, "none", **frame))
+        parts.append(svg.words(left + at + 6, bottom + 11, words, size=10))
+    return max(x, left + 400 + _LETTER * 28) + 2, bottom + 18, parts
+
+
+def _on_white(share: float) -> str:
+    """Return the shade of a probability on paper."""
+    channels = bytes.fromhex(style.BLUE[1:])
+    strength = style.STRONGEST * min(1.0, max(0.0, share))
+    return "#" + "".join(f"{round(255 + (channel - 255) * strength):02x}" for channel in channels)
 
 
 def names_of(facts: TapFacts) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ _STILL = "Pass the frame that is meant, as an image of its own"
 
 _MOST_CHUNKS, _MOST_DATA_CHUNKS = 256, 1 << 17  # of a PNG: what is not pixels, and what is
 _MOST_SEGMENTS, _MOST_METADATA = 1024, 1 << 24  # of a JPEG: their number and bytes; photographs have about 20, and 1 MB
+_MOST_FILL = 1 << 16  # 0xFF before the markers of a JPEG, which are passed over one by one
 _MOST_EXIF = 1 << 20
 _MOST_SCANS = 64  # each scan of a progressive JPEG passes over all of its pixels; encoders write about 10
 _MOST_BLOCKS, _MOST_COMMENT = 400_000, 1 << 16  # of a GIF: blocks of up to 255 bytes, and bytes outside of frames
@@ -134,14 +135,14 @@ def _png(data: bytes) -> ImageHeader:
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    size, orientation, at, exif, metadata = None, 1, 2, 0, 0
+    size, orientation, at, exif, metadata, fill = None, 1, 2, 0, 0, 0
     for _ in range(_MOST_SEGMENTS):
         if data[at] != 0xFF:
             raise HeaderProblem("is a JPEG with something else between its segments", _AGAIN)
-        fill = at
         while data[at] == 0xFF:
-            at += 1
-        metadata += at - fill
+            at, fill = at + 1, fill + 1
+            if fill > _MOST_FILL:
+                raise HeaderProblem(f"is a JPEG with more than {_MOST_FILL:,} bytes between its segments", _AGAIN)
         marker = data[at]
         at += 1
         if marker in (0x01, *range(0xD0, 0xD8)):  # these have no length

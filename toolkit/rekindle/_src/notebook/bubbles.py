@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rekindle._src.core import html, style
+from rekindle._src.core.branches import Place
 from rekindle._src.core.reply import Reply
-from rekindle._src.notebook.branches import Place
 from rekindle._src.notebook.markdown import has_markup, render
 
 _SHADED = "width:fit-content;max-width:min(80ch,85%);padding:6px 14px;border-radius:12px;overflow-x:auto"
@@ -146,7 +146,7 @@ _MARK = f"background:{style.shade(style.ORANGE, 0.9)};outline:2px solid {style.O
 
 
 def _clickable(pieces: list[tuple[str, int]], marked: int | None, complete: bool) -> Iterator[str]:
-    yield '<div data-tokens="" style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
+    yield '<div data-tokens="" style="white-space:pre-wrap;overflow-wrap:anywhere;max-width:80ch;margin:4px 0">'
     index = 0
     for text, tokens in pieces:
         highlighted = marked is not None and 0 <= marked - index < tokens
@@ -178,8 +178,9 @@ class Alternative(NamedTuple):
 def choices(entries: Sequence[Alternative]) -> html.Markup:
     """Return the alternatives at a token as bars. A page with scripts takes the text of one that is pressed."""
     rows = "".join(_choice(place, entry) for place, entry in enumerate(entries))
-    look = f"display:grid;grid-template-columns:max-content 12em max-content;gap:2px 8px;font-size:{style.SMALL}"
-    return html.Markup(f'<div aria-label="What could stand here" style="{look};align-items:center">{rows}</div>')
+    look = "display:grid;grid-template-columns:max-content 12em max-content;gap:2px 8px;align-items:center"
+    look += f";margin:4px 0 12px;font-size:{style.SMALL}"
+    return html.Markup(f'<div aria-label="What could stand here" style="{look}">{rows}</div>')
 
 
 def _choice(place: int, entry: Alternative) -> str:
@@ -190,5 +191,5 @@ def _choice(place: int, entry: Alternative) -> str:
     bar += f'background:{style.BLUE if entry.chosen else style.shade(style.BLUE, 1.0)}"></span>'
     return (
         f'<code {label} style="font-weight:{weight};background:none">{name}</code>{bar}'
-        f'<span style="opacity:{style.QUIET}">{entry.probability:.1%}</span>'
+        f'<span style="opacity:{style.QUIET}">{html.share(entry.probability)}</span>'
     )

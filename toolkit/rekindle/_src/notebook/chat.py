@@ -12,13 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs, describe_end
+from rekindle._src.core.answers import (
+    AS_OPENED,
+    AS_OPENED_MEANING,
+    CHOICES,
+    PRESETS,
+    RANGES,
+    SUGGESTIONS,
+    facts_of,
+    stop_of,
+)
+from rekindle._src.core.branches import Branch, Branches, Place
+from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs
 from rekindle._src.core.repetition import repetition
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.notebook import bubbles
 from rekindle._src.notebook.attachments import Attachments, rooms, text_in, thumbnails_of
-from rekindle._src.notebook.branches import Branch, Branches, Place
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, field, slider
 from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
 from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
@@ -33,23 +43,6 @@ _FORK = (
     ),
     button("keep", "Cancel", group="fork"),
 )
-_SLIDERS = {  # least, most, step, title
-    "temperature": (0.0, 2.0, 0.05, "0 is greedy: always the most likely token"),
-    "top_p": (0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
-    "max_tokens": (1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
-}
-_PRESETS = {  # settings, title
-    "precise": ({"temperature": "0.0", "top_p": "1.0"}, "Always the most likely token: the same answer each time"),
-    "balanced": ({"temperature": "0.7", "top_p": "0.95"}, "Some variety, few slips"),
-    "lively": ({"temperature": "1.1", "top_p": "0.98"}, "More variety, more slips"),
-}
-_OWN = "as opened"  # the preset of the settings that a chat begins with
-SUGGESTIONS = (
-    "Tell me a short story.",
-    "Explain in three sentences what a prefix cache is.",
-    "Write a haiku about rain.",
-)
-_SHOWN_CHOICES = 5
 # Options of `chat` that are no sampling options.
 _OF_CHAT = ("tools", "template", "continue_final_message", "template_options")
 
@@ -115,7 +108,7 @@ class ChatView(Live):
         if system:
             self.system = system
         self._tuning = False  # the settings are shown
-        self._settings = {name: str(getattr(sampling, name)) for name in _SLIDERS} | {"system": self.system}
+        self._settings = {name: str(getattr(sampling, name)) for name in RANGES} | {"system": self.system}
         if options.get("max_tokens") is None:
             self._settings["max_tokens"] = str(ANSWER_TOKENS)
         if self._keeps:
@@ -180,16 +173,7 @@ class ChatView(Live):
     @property
     def stopped(self) -> str:
         """The point where the last answer was cut or stopped, in words; empty if the model ended it or it runs."""
-        tokens = html.count(len(self.answer_ids), "token")
-        match self._reason:
-            case FinishReason.ABORTED:
-                return f"stopped after {tokens}"
-            case FinishReason.LENGTH:
-                return f"cut at {tokens}"
-            case FinishReason.CONTEXT:
-                limit = self._session.config.max_model_len
-                return f"cut at {tokens}: the context of {limit:,} tokens is full"
-        return ""
+        return stop_of(self._reason, len(self.answer_ids), self._session.config.max_model_len)
 
     @property
     def can_continue(self) -> bool:
@@ -354,8 +338,7 @@ class ChatView(Live):
             self._tuning = not self._tuning
             self._mark(self._marked)
         elif kind == "preset":
-            settings = self._settings if choice == _OWN else _PRESETS.get(choice, ({}, ""))[0]
-            self.widget.values = {**self.widget.values, **{name: settings[name] for name in _TUNED if name in settings}}
+            self.widget.values = {**self.widget.values, **self._presets().get(choice, {})}
             self._mark(self._marked)
         elif kind == "suggest":
             self.send(next(iter(self._suggestions[int(choice) :][:1]), "") if choice.isdecimal() else "")
@@ -408,7 +391,7 @@ class ChatView(Live):
             peek.cancel()
         if index is None or self._last is None or self._logprobs(index) is not None:
             return
-        options = {"max_tokens": 1, "logprobs": _SHOWN_CHOICES, "ignore_eos": True}
+        options = {"max_tokens": 1, "logprobs": CHOICES, "ignore_eos": True}
         with contextlib.suppress(RekindleError):  # no place, or a model that can't: the token is marked all the same
             peek = self._session.fork(self._last.origin, at=0, edit=list(self.answer_ids[:index]), **options)
             peek.submit()
@@ -432,7 +415,7 @@ class ChatView(Live):
         if found is None or index >= len(self.answer_ids):
             return []
         chosen, decode = self.answer_ids[index], self._session.tokenizer.decode
-        likely = dict(zip(found.top_ids[:_SHOWN_CHOICES], found.top_logprobs, strict=False))
+        likely = dict(zip(found.top_ids[:CHOICES], found.top_logprobs, strict=False))
         likely |= {chosen: found.logprob} if found.token_id == chosen else {}
         return [
             bubbles.Alternative(decode([token], skip_special_tokens=False), math.exp(logprob), token == chosen)
@@ -458,14 +441,20 @@ class ChatView(Live):
     def _drawer(self) -> list[Control]:
         """Return the settings, with the presets above them."""
         now = {name: self.widget.value(name) for name in _TUNED}
-        own = {name: self._settings[name] for name in _TUNED}
-        presets = {_OWN: (own, "What the session and the checkpoint ask for"), **_PRESETS}
-        on = next((name for name, (settings, _) in presets.items() if settings == now), "")
+        presets = self._presets()
+        on = next((name for name, settings in presets.items() if settings == now), "")
+        meanings = {AS_OPENED: AS_OPENED_MEANING, **{name: preset.meaning for name, preset in PRESETS.items()}}
         buttons = [
-            button(f"preset:{name}", name, title=title, group="drawer", look="on" if name == on else "")
-            for name, (_, title) in presets.items()
+            button(f"preset:{name}", name, title=meanings[name], group="drawer", look="on" if name == on else "")
+            for name in presets
         ]
         return [*buttons, *_settings()]
+
+    def _presets(self) -> dict[str, dict[str, str]]:
+        """Return the presets as values of the sliders."""
+        own = {name: self._settings[name] for name in _TUNED}
+        others = {name: {key: str(value) for key, value in one.settings.items()} for name, one in PRESETS.items()}
+        return {AS_OPENED: own, **others}
 
     def _contents(self) -> list[Any]:
         return [message["content"] for message in self.messages]
@@ -483,7 +472,7 @@ class ChatView(Live):
     def _tuned(self) -> dict[str, float]:
         """Return the values of moved sliders. The page may send anything; `Sampling` checks the numbers."""
         values: dict[str, float] = {}
-        for name in _SLIDERS:
+        for name in RANGES:
             value = self.widget.value(name)
             if value != self._settings[name]:
                 try:
@@ -577,17 +566,14 @@ class ChatView(Live):
 
     def _quiet(self) -> tuple[str, ...]:
         """Return what is said below the last answer: the model, its speed, the reason of its end."""
-        handle, tokens = self._handle, html.count(len(self.answer_ids), "token")
+        handle, ids = self._handle, self.answer_ids
         if handle is None or not handle.done:
             return ()
-        done = handle.so_far()
-        rate = done.timings.decode_rate(len(done.token_ids))
-        reason = self._reason
-        by = "ended by the model" if reason is FinishReason.EOS else "" if reason is None else describe_end(reason)
-        ended = self.stopped or ", ".join(filter(None, (tokens, by)))
-        repeats = repetition(self.answer_ids)
+        limit = self._session.config.max_model_len
+        facts = facts_of(self._session.model, handle.so_far(), self._reason, len(ids), limit)
+        repeats = repetition(ids)
         hint = "" if repeats is None else html.with_hint(str(repeats), "Settings: a higher temperature")
-        return (self._session.model, f"{rate:,.0f} tokens/s" if rate else "", ended, hint)
+        return (*facts, hint)
 
     def _drawn_answer(self, whole: list[Message]) -> Iterator[str]:
         """Yield the last answer, what is wrong with it, and what could stand at its marked token."""
@@ -650,7 +636,7 @@ _TUNED = ("temperature", "top_p")  # what presets are of
 def _settings() -> tuple[Control, ...]:
     ranges = [
         slider(name, name.replace("_", " "), low=low, high=high, step=step, title=title, group="drawer")
-        for name, (low, high, step, title) in _SLIDERS.items()
+        for name, (low, high, step, title) in RANGES.items()
     ]
     return field("system", "System prompt", width="100%", rows=2, group="drawer"), *ranges
 

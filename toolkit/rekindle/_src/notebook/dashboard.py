@@ -179,11 +179,12 @@ def _tier(name: str, words: Mapping[str, str], parts: Mapping[str, float], colou
     )
     bar = f'<div style="display:flex;flex:1;gap:1px;border-radius:3px;overflow:hidden">{cells}</div>'
     said = " · ".join(f"{part} {words[part]}" for part in parts)
+    below = f"font-size:{style.TINY};opacity:{style.QUIET};margin-left:calc(4.5em + 8px)"  # where the bar begins
     return (
         f'<div title="{html.escape(meaning)}" style="max-width:{WIDTH}px;margin:2px 0 6px">'
         f'<div style="display:flex;gap:8px;align-items:center;font-size:{style.SMALL}">'
         f'<span style="width:4em;flex:none">{html.escape(name)}</span>{bar}</div>'
-        f'<div style="font-size:{style.TINY};opacity:{style.QUIET};margin-left:5em">{html.escape(said)}</div></div>'
+        f'<div style="{below}">{html.escape(said)}</div></div>'
     )
 
 
@@ -352,21 +353,26 @@ class TimelinePicture:
 
     def _axis(self, first: float, span: float) -> Iterator[html.Markup]:
         """Yield seconds since the first step, where they fall into a step, and the pauses that have no place."""
-        scale, end = WIDTH / span, -1.0
+        scale, end = WIDTH / span, -44.0
         each = next(each for each in _TICKS if span / each <= 6)
+        places = max(0, -math.floor(math.log10(each)))
         for step in self._steps:
             if step.pause > 0.0 and step.left > first:
                 x = (step.left - first) * scale
                 yield svg.rect(x - 1, 0, 1, 5, "currentColor", title=f"{html.seconds(step.pause)} without a step")
             earliest = step.at - (step.right - step.left)
-            for count in range(math.ceil(earliest / each), math.floor(step.at / each) + 1):
-                x = (step.right - step.at + count * each - first) * scale
+            times = [count * each for count in range(math.ceil(earliest / each), math.floor(step.at / each) + 1)]
+            if step.pause > 0.0 or step is self._steps[0]:  # time goes on from here
+                times.insert(0, earliest)
+            for time_ in times:
+                x = (step.right - step.at + time_ - first) * scale
                 if x - end < 44 or x > WIDTH - 20:  # words would stand on each other
                     continue
                 end = x
                 yield svg.rect(x, 0, 1, 4, "currentColor", opacity=0.5)
                 anchor = "middle" if x > 20 else "start"
-                yield svg.words(x, 14, f"{count * each:.6g} s", anchor=anchor, size=10, opacity=style.QUIET)
+                words = f"{time_:.6g} s" if time_ != earliest else f"{time_:.{places}f} s"
+                yield svg.words(x, 14, words, anchor=anchor, size=10, opacity=style.QUIET)
 
 
 _TICKS = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rekindle._src.core import html
 from rekindle._src.core.icicle import facts, icicle, rows
-from rekindle._src.notebook.live import CacheLike, Live, NodeLike, button, field
+from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, button, field
 from rekindle.errors import RekindleError
 
 _CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
@@ -23,6 +23,7 @@ class TreeView(Live):
         self._nodes: tuple[NodeLike, ...] = ()
         self._marked: NodeLike | None = None
         self._text = ""  # of the marked node
+        self._hit: PrefixLike | None = None  # what the typed prompt would hit
         self._pinned: dict[int, NodeLike] = {}  # by this view: those are what it can unpin
         self.widget.observe(lambda change: self.ask(self.widget.value("prompt")), "values")
         self.refresh()
@@ -31,13 +32,31 @@ class TreeView(Live):
         """Do nothing: the tree is drawn on request, so it needs no thread."""
 
     def ask(self, prompt: str) -> str:
-        """Return in words how much of a prompt is cached."""
+        """Mark what a prompt would hit, and return in words how much of it is cached."""
+        before, self._hit, answer = self._hit, None, ""
         try:
-            answer = str(self._cache.explain(prompt)) if prompt else ""
+            if prompt:
+                self._hit = self._cache.explain(prompt)
+                answer = str(self._hit)
         except (RekindleError, ValueError) as error:
             answer = str(error)
         self.widget.note = str(html.line(answer))
+        if self._keys(before) != self._keys(self._hit):
+            self.refresh()
         return answer
+
+    @staticmethod
+    def _keys(hit: PrefixLike | None) -> tuple[int, ...]:
+        return () if hit is None else hit.keys
+
+    def _hits(self) -> dict[int, int]:
+        """Return how many tokens of each bar the typed prompt would hit."""
+        hit, keys = self._hit, frozenset(self._keys(self._hit))
+        return {
+            place: min(node.tokens, hit.cached_tokens - node.start)
+            for place, node in enumerate(self._nodes)
+            if hit is not None and node.first_key in keys
+        }
 
     def token(self, index: int) -> None:
         """Mark a bar and show its text; the same one again is no longer marked."""
@@ -94,7 +113,7 @@ class TreeView(Live):
             self._marked = self._nodes[marked]
         return html.block(
             html.line(html.count(tree.total_pages, "page"), "press a bar for its text"),
-            icicle(self._nodes, pressed=True, marked=marked),
+            icicle(self._nodes, pressed=True, marked=marked, hits=self._hits()),
             "" if tree.total_pages else html.text("The cache is empty."),
             "" if marked is None else _detail(self._nodes[marked], self._text),
             *map(html.line, tree.rest()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ class OpeningProgress:
         self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
         self._weights: LoadProgress | None = None
         self._warmed: WarmingProgress | None = None
+        self._warming = 0.0  # time.monotonic() when the first program was ready
 
     def weights(self, report: LoadProgress) -> None:
         """Record how much of the weights was read."""
@@ -39,6 +41,7 @@ class OpeningProgress:
 
     def warmed(self, report: WarmingProgress) -> None:
         """Record that a program is ready."""
+        self._warming = self._warming or time.monotonic()
         self._warmed = report
 
     def look(self) -> State | None:
@@ -49,12 +52,17 @@ class OpeningProgress:
         reading = weights is not None and weights.done < weights.total
         # A compilation takes a core from the reading threads, and its words take the place of a rate.
         weights_text = "" if not reading or weights is None else f"weights {weights.share if compiling else weights}"
-        programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
+        programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}{self._left(warmed)}"
         # The opening waits for the weights, which come first; programs are compiled while they are read.
         words = [part for part in (weights_text, programs) if part] or [self.stage]
         words += [compiling] if compiling else []
         shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]
         return State(f"opening {self._name}: {', '.join(words)}", min(shares, default=None))
+
+    def _left(self, warmed: WarmingProgress) -> str:
+        """Return how long the other programs may take, at the pace since the first one."""
+        made, left = warmed.done - 1, warmed.total - warmed.done
+        return f", {(time.monotonic() - self._warming) / made * left:.0f} s left" if made > 0 and left else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

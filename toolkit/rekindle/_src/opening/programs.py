@@ -22,9 +22,9 @@ QUESTION = "What is the difference between a crocodile and an alligator?"  # as 
 class SessionPrograms:
     """Programs, and the threads that make them."""
 
-    def __init__(self, programs: Programs, warming: Warming, contexts: Contexts) -> None:
+    def __init__(self, programs: Programs, warming: Warming, contexts: Contexts, *, background: bool) -> None:
         self.all: Programs = programs
-        self._warming, self._contexts = warming, contexts
+        self._warming, self._contexts, self._background = warming, contexts, background
         self._demand: Demand | None = None
 
     @classmethod
@@ -41,7 +41,7 @@ class SessionPrograms:
             progress=shown.warmed if plan.precompile == "all" else None,  # otherwise opening does not wait for them
             contexts=given_back(request.contexts),  # memory that reading stored programs took
         )
-        return cls(programs, warming, request.contexts)
+        return cls(programs, warming, request.contexts, background=plan.precompile == "background")
 
     def wait_for_kernels(self, show: Callable[[str], None]) -> None:
         """Wait until all native kernels that can be compiled are ready: no step runs before."""
@@ -56,7 +56,7 @@ class SessionPrograms:
             return None
         self._demand = Demand(programs, contexts=self._contexts)
         finish_at_exit(self._demand)
-        return StepPrograms(programs, self._demand)
+        return StepPrograms(programs, self._demand, background=self._background)
 
     def restorable(self) -> list[Key]:
         """Load and return the stored programs that the first request for restored pages needs."""

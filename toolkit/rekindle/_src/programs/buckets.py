@@ -43,6 +43,7 @@ class ProgramVariant(enum.IntFlag):
     INNER_CAPTURES = enum.auto()  # these, and results of what is inside layers
     TAPS = enum.auto()  # the user's taps
     PICTURES = enum.auto()  # rows of pictures in the place of embeddings
+    DRAFTS = enum.auto()  # drafts where layers have states, and the model's own head
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -136,8 +136,14 @@ class Demand:
 class StepPrograms:
     """Says which steps can run now, for the scheduler. Its methods are called on the loop, between plans."""
 
-    def __init__(self, programs: Programs, demand: Demand) -> None:
+    def __init__(self, programs: Programs, demand: Demand, *, background: bool = False) -> None:
+        """`background` says that all programs are being made, while steps run in those that are ready."""
         self._programs, self._demand, self._features = programs, demand, programs.features
+        self._for_drafts = [
+            bucket
+            for bucket in (programs.lattice if background else ())
+            if ProgramVariant.DRAFTS in bucket.variants and not bucket.tokens
+        ]
         self._most = programs.config.max_requests
         self._needs: dict[tuple[ProgramVariant, tuple[Key, ...], bool, bool], Need] = {}
         self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps whose programs are ready
@@ -157,6 +163,11 @@ class StepPrograms:
         if found not in self._needs:
             self._needs[found] = Need(found[0], found[1], late=found[2], options=found[3])
         return self._needs[found]
+
+    def drafts(self) -> bool:
+        """True if no step with drafts has to wait for its program while others of its size are ready."""
+        self._for_drafts = [bucket for bucket in self._for_drafts if not self._programs.ready(bucket)]
+        return not self._for_drafts
 
     def fit(self, needs: frozenset[Need], size: StepSize) -> Fit:
         """Return the programs for a step of this size whose rows have these needs."""

@@ -8,23 +8,30 @@ it. Then the entry of the page's last token is not the text's own, and drafts ma
 Entries cost a small part of a layer. Everything else, attention, MLP and the vocabulary, is computed for the rows'
 last tokens alone, in steps that have a row which drafts.
 
-Axes: R decode rows, T prefill tokens, N rows.
+Where no row drafts, a step of decode rows is the same program as without a head, which only keeps each row's hidden
+state and token. The head falls behind the text then. The next step with the head, at the latest when as many are kept
+as there is room for, makes the entries that are missing, all of a row at once: its matrices are read once for them.
+
+Axes: R decode rows, T prefill tokens, N rows, K kept hidden states of a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from rekindle._src.core.records import IntArray, Request, Row
+from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Request, Row, StepPlan
 from rekindle._src.core.report_kinds import DRAFTED
 from rekindle._src.models.base import Model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
-from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention, write_kv
+from rekindle._src.programs.request_state import RequestState
+from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, paged_attention, write_kv
 
 NONE = -1  # no token
 
@@ -33,22 +40,41 @@ def _drafts(row: Row) -> int:
     return int(RowFlag.DRAFTING) if row.drafting else 0
 
 
-class DraftedTokens(Feature):
-    """The draft after each row: an integer of the row, the token after it in the prompt if there is one, and a column
-    of the result."""
+class DraftHeadInputs(NamedTuple):
+    """The integers of each row."""
 
-    bits, row_ints, width, follows = int(RowFlag.DRAFTING), 1, 1, True
+    following: Array  # [N]: the token after it in the prompt; NONE if there is none
+    behind: Array  # [N]: tokens before it of which the head has no entries
+
+
+class DraftChains(Feature):
+    """Drafts that follow each other where layers have states: a step without drafts need not look for them."""
+
+    variant, warmed = ProgramVariant.DRAFTS, True
+    inside = True  # programs made of parts share what layers get
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.draft for row in plan.decode)
+
+
+class DraftedTokens(Feature):
+    """The draft after each row: integers of the row, and a column of the result."""
+
+    bits, row_ints, width, follows = int(RowFlag.DRAFTING), 2, 1, True
+    variant, warmed = ProgramVariant.DRAFTS, True
     inside = True  # it needs pages after the choice, which programs made of parts have given away
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return plan.enters
 
     def row_flags(self, request: Request) -> Callable[[Row], int]:
         return _drafts
 
     def write_row(self, row: Row, out: IntArray) -> None:
-        out[0] = row.following + 1
+        out[:] = row.following + 1, min(row.behind, HIDDEN_KEPT)
 
-    def unpack(self, columns: Columns) -> Array:
-        following: Array = columns.row_ints[:, 0] - 1
-        return following
+    def unpack(self, columns: Columns) -> DraftHeadInputs:
+        return DraftHeadInputs(columns.row_ints[:, 0] - 1, columns.row_ints[:, 1])
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
         if not read.columns.shape[1]:
@@ -62,7 +88,8 @@ def drafted(
     model: Model,
     hidden: Array,
     inputs: StepInputs,
-    following: Array,
+    state: RequestState,
+    own: DraftHeadInputs,
     tokens: Array,
     kv: paged.KV,
     sample: Callable[[Array], Array],
@@ -72,16 +99,17 @@ def drafted(
 ) -> tuple[paged.KV, Array]:
     """Return the pages with the head's entries, and the draft [N] after each row; NONE in steps without drafts.
 
-    `hidden` [R + T, E] are the model's hidden states, `following` the tokens [N] after rows as the prompt has them, and
-    `tokens` [N] those that rows chose. `sample` chooses tokens by the logits of drafts.
+    `hidden` [R + T, E] are the model's hidden states, `tokens` [N] those that rows chose, and `state` is that after the
+    choice. `sample` chooses tokens by the logits of drafts.
     """
     head: ModelConfig | None = model.config.draft_head
     assert head is not None, "the model has a head"
-    after = _tokens_after(inputs, jnp.where(following >= 0, following, tokens), model.config.vocab_size)
+    after = _tokens_after(inputs, jnp.where(own.following >= 0, own.following, tokens), model.config.vocab_size)
     entries = model.draft_entries(after, hidden, inputs.positions, inputs.rope_lengths)
     layer = kv[-1]
     assert layer.pages is not None, "the head has pages"
-    pages = write_kv(layer.pages, entries.k, entries.v, inputs.page_ids, inputs.offsets)
+    pages = _caught_up(model, inputs, state, own.behind, layer.pages)
+    pages = write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets)
     (spec,) = head.attention
     options = AttentionOptions(
         inputs.flags.shape[0], spec.scale, spec.sliding_window, spec.soft_cap, deterministic=deterministic
@@ -101,6 +129,31 @@ def drafted(
     none = jnp.full(inputs.flags.shape, NONE, jnp.int32)
     wanted = inputs.any_flags & int(RowFlag.DRAFTING) != 0
     return (*kv[:-1], layer._replace(pages=pages)), branch(wanted, drafts, lambda: none)
+
+
+def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV) -> LayerKV:
+    """Return the head's pages with the entries of the tokens that it is `behind` [N]: those before decode rows."""
+    hidden, after, size = state.hidden, state.after, pages.page_size
+    assert hidden is not None, "a session whose model has a head keeps hidden states"
+    assert after is not None, "and the tokens after them"
+    rows = behind.shape[0]
+    (waiting,) = jnp.nonzero(behind > 0, size=rows, fill_value=0)
+
+    def catch_up(number: Array, pages: LayerKV) -> LayerKV:
+        row = waiting[number]
+        slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
+        missing = place < behind[row]
+        positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
+        kept = positions % HIDDEN_KEPT
+        lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
+        entries = model.draft_entries(
+            jnp.clip(after[slot, kept], 0, model.config.vocab_size - 1), hidden[slot, kept], positions, lengths
+        )
+        page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
+        return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))
+
+    caught: LayerKV = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
+    return caught
 
 
 def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:

@@ -143,6 +143,7 @@ class TokenPlaces(NamedTuple):
     owners: Array  # [R + T]: the sequence
     pages: Array  # [R + T]: the place of the page among those of the sequence
     width: int  # places of a page table
+    drafts: bool  # rows may be drafts that follow each other
 
 
 class Columns(NamedTuple):

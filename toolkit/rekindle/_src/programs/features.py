@@ -95,7 +95,7 @@ def _union(variants: Iterable[ProgramVariant]) -> ProgramVariant:
 def _choices(features: Sequence[Feature]) -> tuple[tuple[ProgramVariant, ...], ...]:
     """Return the variants of features in groups, of which a program has one at most."""
     present, others = _union(one.variant for one in features), _union(one.instead for one in features)
-    groups = ((one.variant, *one.instead) for one in features if one.variant not in others)
+    groups = dict.fromkeys((one.variant, *one.instead) for one in features if one.variant not in others)
     return tuple(tuple(variant for variant in group if variant in present) for group in groups)
 
 

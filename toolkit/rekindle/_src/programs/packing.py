@@ -506,7 +506,9 @@ def unpack(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),
         own=own,
-        sides=layout.features.for_layers(own, TokenPlaces(valid, owners, places, layout.width)),
+        sides=layout.features.for_layers(
+            own, TokenPlaces(valid, owners, places, layout.width, drafts=ProgramVariant.DRAFTS in layout.variants)
+        ),
     )
 
 

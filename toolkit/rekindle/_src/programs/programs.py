@@ -49,7 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_head import DraftedTokens
+from rekindle._src.programs.draft_head import DraftChains, DraftedTokens
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
@@ -59,7 +59,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.side_caches import side_caches
+from rekindle._src.programs.side_caches import RecurrentStates, side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -256,6 +256,8 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
+        if any(plan.name == RecurrentStates.name and plan.spare for plan in self.sides):
+            more = (*more, DraftChains())
         if config.drafts == "mtp":
             more = (*more, DraftedTokens())  # last: its column follows all others
         self.features = features or features_of(

@@ -93,7 +93,12 @@ class Recipes:
             sides=sides,
             local_kv=local_kv,
             kv=parts.pages(local_kv),
-            state=request_state.abstract_state(config.max_requests, model.vocab_size, width if resident else None),
+            state=request_state.abstract_state(
+                config.max_requests,
+                model.vocab_size,
+                width if resident else None,
+                (model.hidden_size, graph.precision.stream) if config.drafts == "mtp" else None,
+            ),
             config=config,
             features=features,
             parts=parts,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.records import Row
+from rekindle._src.core.records import HIDDEN_KEPT, Row
 from rekindle._src.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rekindle.errors import InvalidRequest
 
@@ -35,16 +35,28 @@ class RequestState(NamedTuple):
     bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
     end_ids: Array  # int32 [L, MAX_END_IDS]
     tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `packing`
+    # Of the latest tokens, each at its position modulo HIDDEN_KEPT, if the model's own head drafts
+    hidden: Array | None = None  # [L, HIDDEN_KEPT, E]: the final hidden state
+    after: Array | None = None  # int32 [L, HIDDEN_KEPT]: the token after it
 
 
-def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestState:
-    """Return the shapes of the state of `slots` requests and the scratch slot, with page tables if `width` is given."""
+def abstract_state(
+    slots: int, vocab: int, width: int | None = None, hidden: tuple[int, Any] | None = None
+) -> RequestState:
+    """Return the shapes of the state of `slots` requests and the scratch slot,
+    with page tables if `width` is given, and with kept hidden states if their size and dtype are."""
     L = slots + 1
     shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
     dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
     leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
     tables: Any = None if width is None else jax.ShapeDtypeStruct((L, width), jnp.int32)
-    return RequestState(*leaves)._replace(tables=tables)
+    state = RequestState(*leaves)._replace(tables=tables)
+    if hidden is None:
+        return state
+    size, dtype = hidden
+    kept: Any = jax.ShapeDtypeStruct((L, HIDDEN_KEPT, size), dtype)
+    after: Any = jax.ShapeDtypeStruct((L, HIDDEN_KEPT), jnp.int32)
+    return state._replace(hidden=kept, after=after)
 
 
 def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> RequestState:
@@ -56,6 +68,16 @@ def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> 
     return state._replace(
         last_token=state.last_token.at[slots].set(tokens), history=state.history.at[counted, tokens].add(2)
     )
+
+
+def keep_hidden(state: RequestState, slots: Array, lengths: Array, hidden: Array, tokens: Array) -> RequestState:
+    """Keep the `hidden` states [N, E] of the last of `lengths` [N] tokens of `slots` [N], and the `tokens` [N] after
+    them."""
+    if state.hidden is None or state.after is None:
+        return state
+    places = jnp.maximum(lengths - 1, 0) % HIDDEN_KEPT
+    kept = state.hidden.at[slots, places].set(hidden.astype(state.hidden.dtype))
+    return state._replace(hidden=kept, after=state.after.at[slots, places].set(tokens))
 
 
 def admission_sizes(context: int) -> tuple[int, int]:

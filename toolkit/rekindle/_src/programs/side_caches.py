@@ -183,7 +183,7 @@ class RecurrentStates(DevicePlan):
         }
 
     def feature(self, number: int) -> Feature:
-        return StateSlots(number, chains=self.spare > 0)
+        return StateSlots(number)
 
     def gather(self, kv: KV, ids: Array) -> Payload:
         return (jnp.concatenate([array[ids].reshape(ids.shape[0], -1) for array in _states(kv)], axis=1),)
@@ -228,14 +228,14 @@ class StateSlots(Feature):
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
     used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
 
-    With `chains`, layers get a third array: the places of rows in chains of drafts, each of which reads what the one
+    Where rows may be drafts, layers get a third array: the places of rows in chains, each of which reads what the one
     before it writes.
     """
 
     side, row_ints = "states", 2
 
-    def __init__(self, number: int, *, chains: bool = False) -> None:
-        self._number, self._chains = number, chains
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     def write_row(self, row: Row, out: IntArray) -> None:
         out[:] = row.sides[self._number]
@@ -244,7 +244,7 @@ class StateSlots(Feature):
         return columns.row_ints[:, 0], columns.row_ints[:, 1]
 
     def for_layers(self, own: tuple[Array, Array], places: TokenPlaces) -> tuple[Array, ...]:
-        return (*own, _chain_places(*own)) if self._chains else own
+        return (*own, _chain_places(*own)) if places.drafts else own
 
 
 def _chain_places(reads: Array, writes: Array) -> Array:

@@ -24,11 +24,12 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.draft_head import drafted
+from rekindle._src.programs.buckets import ProgramVariant
+from rekindle._src.programs.draft_head import DraftHeadInputs, drafted
 from rekindle._src.programs.draft_rows import recording
 from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
-from rekindle._src.programs.request_state import RequestState, record
+from rekindle._src.programs.request_state import RequestState, keep_hidden, record
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
 from rekindle_kernels import draws_in_one_call, greedy
 
@@ -82,9 +83,9 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
         new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
-        for feature, following in layout.compiled_with(inputs.own):
+        for feature, own in layout.compiled_with(inputs.own):
             if feature.follows:
-                new_kv, drafts = _drafted(graph, layout, computed, inputs, state, following, tokens, new_kv)
+                new_kv, drafts = _drafted(graph, layout, computed, inputs, new_state, own, tokens, new_kv)
                 output = output._replace(rows=jnp.concatenate([output.rows, drafts[:, None]], axis=1))
         return new_kv, new_state, output
 
@@ -205,11 +206,12 @@ def _drafted(
     computed: ModelOutput,
     inputs: StepInputs,
     state: RequestState,
-    following: Array,
+    own: DraftHeadInputs,
     tokens: Array,
     kv: paged.KV,
 ) -> tuple[paged.KV, Array]:
-    """Draft tokens with the model's own head, drawn with the noise of the positions that they are for."""
+    """Draft tokens with the model's own head, drawn with the noise of the positions that they are for. `state` is that
+    after the step, with the `tokens` that rows chose."""
     implementation = graph.precision.implementation
     choice = inputs.choice._replace(position=inputs.choice.position + 1)
     later = inputs._replace(choice=choice)
@@ -222,7 +224,8 @@ def _drafted(
         computed.model,
         computed.hidden,
         inputs,
-        following,
+        state,
+        own,
         tokens,
         kv,
         sample,
@@ -274,7 +277,11 @@ def _choose(
     samples = inputs.flag(RowFlag.SAMPLES)
     slots = jnp.where(samples, inputs.slots, layout.slots)
     counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
-    return record(state, slots, counted, tokens), jnp.concatenate([shown[:, None], *columns], axis=1), tokens
+    new_state = record(state, slots, counted, tokens)
+    if ProgramVariant.DRAFTS not in layout.variants:  # else the head takes them now
+        kept = jnp.where(inputs.flag(RowFlag.CHOOSES), inputs.slots, layout.slots)
+        new_state = keep_hidden(new_state, kept, inputs.lengths, scores.last, tokens)
+    return new_state, jnp.concatenate([shown[:, None], *columns], axis=1), tokens
 
 
 def _sample(

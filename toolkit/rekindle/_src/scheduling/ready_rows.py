@@ -47,6 +47,10 @@ class StepProgramsLike(Protocol):
         """Return the programs for a step of this size whose rows have these needs."""
         ...
 
+    def drafts(self) -> bool:
+        """True if steps with drafts can run."""
+        ...
+
     def want(self, wanted: tuple[Any, ...]) -> object:
         """Make these programs in the background, in place of those that were wanted before."""
 
@@ -68,6 +72,10 @@ class EveryRow:
 
     def takes(self, sequence: Sequence, length: int) -> bool:
         """True if a row of `length` tokens joins the step."""
+        return True
+
+    def drafts(self) -> bool:
+        """True if the step may have drafts."""
         return True
 
     def end(self) -> None:
@@ -139,6 +147,9 @@ class ReadyRows(EveryRow):
             return True
         self._held.append(row)
         return False
+
+    def drafts(self) -> bool:
+        return self._programs.drafts()
 
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()

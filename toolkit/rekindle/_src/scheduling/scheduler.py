@@ -250,7 +250,7 @@ class Scheduler:
             )
             decode = [sequence for sequence in decode if self._ready_rows.takes(sequence, 1)]
             decode_rows = [self._row(sequence, 1) for sequence in decode]
-        if decode:
+        if decode and self._ready_rows.drafts():
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
         tasks = self._drafts.tasks(decode, decode_rows)
         self._ready_rows.end()
@@ -268,6 +268,7 @@ class Scheduler:
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
         self._waited = plan.drafted
         self._flights.append(_Flight(plan, (*decode, *prefill)))
+        self._drafts.entered(self._flights[-1].sequences, plan)
         self._step += 1
         return plan
 

@@ -150,8 +150,8 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "cutting", "drafter",
-        "drafting", "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates", "generation",
-        "holding", "in_flight", "known", "limit", "limit_reason", "naming", "need", "node", "num_pages",
+        "drafting", "ended_at", "entered", "epoch", "followers", "forced", "fresh", "generated", "generates",
+        "generation", "holding", "in_flight", "known", "limit", "limit_reason", "naming", "need", "node", "num_pages",
         "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root",
         "sampled", "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
     )  # fmt: skip
@@ -191,6 +191,7 @@ class Sequence:
         self.target = 0  # positions to prefill: the prompt, and what was generated before a preemption
         self.planned = 0
         self.computed = 0
+        self.entered = 0  # leading positions whose entries the model's own head has, or that it does without
         # Tokens:
         resumed = request.resumed
         self._tokens = request.token_ids if resumed is None else np.concatenate([request.token_ids, resumed.token_ids])
@@ -321,7 +322,7 @@ class Sequence:
         self.epoch += 1
         self.slot = slot
         self.fresh = True
-        self.computed = self.planned = start
+        self.computed = self.planned = self.entered = start
         self.target = self.known
         self.status = Status.PREFILL
         self.enter(PhaseKind.PREFILL)
@@ -365,6 +366,7 @@ class Sequence:
             start < self.published * self.page_size,
             sides=sides,
             drafting=samples and self._asks,
+            behind=start - self.entered,
             following=int(self._tokens[end]) if end < self.known and not samples else -1,
         )
         self.fresh = False
@@ -412,6 +414,7 @@ class Sequence:
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""
         self.planned, self.sampled = self.computed, self.generated
+        self.entered = min(self.entered, self.planned)
 
     def growth(self, fraction: float) -> int:
         """Return how many more pages the sequence will need if it samples `fraction` of its remaining tokens."""

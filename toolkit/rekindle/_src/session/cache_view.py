@@ -53,6 +53,7 @@ class NodeView(html.Record):
     below: int = 0  # pages after it, in all branches
     left_out: int = 0  # those of them in branches that the tree has no node for, because its limit was reached
     key: int = dataclasses.field(default=0, repr=False)  # names its last page, for `text`, `pin` and `drop`
+    first_key: int = dataclasses.field(default=0, repr=False)  # names its first page
 
     def __str__(self) -> str:
         pin = ", pinned" if self.pinned else ""
@@ -210,6 +211,7 @@ class PrefixExplanation:
     compute_seconds: float | None  # expected for the same pages; None until it is measured
     stateless_tokens: int = 0  # cached ones after these that are of no use, because something at their end is missing
     lacking: str = ""  # in words, what it is
+    keys: tuple[int, ...] = dataclasses.field(default=(), repr=False)  # of the cached pages, as nodes of `tree()` have
 
     @property
     def windows(self) -> bool:
@@ -385,6 +387,7 @@ class CacheView:
                 compute_seconds=compute,
                 stateless_tokens=(len(nodes) - len(continuable)) * size,
                 lacking=" or ".join(side.cache.plan.words.lacking for side in self._sides),
+                keys=tuple(node.key for node in continuable),
             )
 
         return self._client.ask(explain)
@@ -620,6 +623,7 @@ def _runs(
         view = NodeView(
             depth, "", (first.depth - 1) * size, len(run) * size, len(run), _tier(cache, tiers, first), first.visits,
             max(0.0, now - max(node.last_use for node in run)), bool(first.pins), below, below - shown, run[-1].key,
+            first.key,
         )  # fmt: skip
         views.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
         todo += [(depth + 1, node) for node in reversed(after)]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from rekindle._src.core import html
+from rekindle._src.core import html, style
 from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.figures import FIGURES, EngineFigures, Group, figure
 from rekindle._src.core.mesh_shape import MeshReport, describe_share
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rekindle._src.kvcache.tree import CacheStatistics
     from rekindle._src.scheduling.drafting.drafter import DraftCounts
     from rekindle._src.scheduling.scheduler import SchedulerStatistics
+
+
+_PAGES = (style.TIERS["device"], style.shade(style.TIERS["device"], 1.0))  # held ones, and cached ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -375,7 +378,9 @@ class SessionStats(Figures):
         if figures.get("pages_total"):
             parts += [
                 html.with_hint(html.line(f"{html.count(figures['pages_total'], 'page')} on the device"), html.PAGES),
-                html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
+                html.bar(
+                    {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free", colours=_PAGES
+                ),
             ]
         figures.pop("model")  # it is in the title
         sizes = as_mapping(figures.pop("step_sizes", {}))

@@ -57,7 +57,10 @@ class Views:
         return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
 
     def _repr_html_(self) -> str:
-        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
+        rows = [
+            (f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0].replace("`", ""))
+            for name in NAMES
+        ]
         return str(html.table(["view", "shows"], rows))
 
     if not TYPE_CHECKING:

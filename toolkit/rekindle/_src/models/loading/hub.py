@@ -57,11 +57,18 @@ class ModelPlace(NamedTuple):
 def on_disk(model: str | Path) -> ModelPlace | None:
     """Return the place of a model that is on this machine: a path, or a name such as `ollama:qwen3:0.6b`.
 
-    Return None for anything else. Raise `CheckpointError` if a store that it names does not have it.
+    Return None for anything else. Raise `CheckpointError` if a store that it names does not have it, and for a path
+    that this process can't look at.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        return ModelPlace(path)
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return ModelPlace(path)
+    except (OSError, RuntimeError) as error:  # too long, in a closed folder, or in the home of nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{str(model)[:_WIDTH]!r} can't be looked at ({reason}). Pass the path of one that you can read."
+        ) from error
     found = known.find(model)
     return None if found is None else ModelPlace(found[1].path, found[1].projector)
 
@@ -108,9 +115,9 @@ def _download_fix(request: HubId) -> str:
 def hub_id(model: str | Path) -> HubId | None:
     """Return the parts of a hub id, None for a model that is on this machine. Raise `CheckpointError` for anything
     else."""
-    folder = Path(model).expanduser()
     if on_disk(model) is not None:
         return None
+    folder = Path(model).expanduser()
     match = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
     if match is None or match[1].lower().endswith(gguf_files.SUFFIX):  # the name of a file, not of a repository
         raise CheckpointError(

@@ -11,7 +11,8 @@ function slider(label, least, most, step, value, changed) {
 function steps(el, { steps }) {
   const slots = Math.max(1, ...steps.map((step) => Math.max(0, ...step.rows.map((row) => row.slot + 1))));
   const width = 640, height = slots * 22 + 4, each = width / steps.length;
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block",
+    role: "img", "aria-label": `${steps.length} steps of a batch, a line for each slot` });
   const names = new Map();
   steps.forEach((step, at) => {
     for (const row of step.rows) {
@@ -33,9 +34,9 @@ function steps(el, { steps }) {
     for (const earlier of steps.slice(0, at + 1)) {
       for (const row of earlier.rows) texts.set(row.id, (texts.get(row.id) ?? "") + row.text);
     }
-    words.replaceChildren(...step.rows.map((row) => make("div", { style: "font-family:monospace;font-size:85%;white-space:pre-wrap" },
+    words.replaceChildren(...step.rows.map((row) => make("div", { style: "font-family:monospace;font-size:85%;white-space:pre-wrap;overflow-wrap:anywhere" },
       make("span", { style: `display:inline-block;width:.8em;height:.8em;margin-right:.5em;background:${COLOURS[names.get(row.id) % COLOURS.length]}` }),
-      `${row.id} ${row.kind} ${row.start}–${row.stop - 1}${row.ended ? `, ended by ${row.ended}` : ""}: …${texts.get(row.id).slice(-60)}`)));
+      `${row.id} ${row.kind} ${row.stop - row.start > 1 ? `${row.start}–${row.stop - 1}` : row.start}${row.ended ? `, ended by ${row.ended}` : ""}: …${texts.get(row.id).slice(-60)}`)));
   }
   let timer = 0;
   const bar = slider("step", 1, steps.length, 1, 1, (at) => show(at - 1));
@@ -61,7 +62,8 @@ function run(el, { names, steps }) {
   const slots = 1 + Math.max(...steps.flatMap(([, , , , , rows]) => rows.map(([slot]) => slot)));
   const width = 640, above = 44, height = above + slots * 12 + 4, end = steps.at(-1)[0], span = Math.max(end / 25, 1);
   const x = (time) => (width * time) / end;
-  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block",
+    role: "img", "aria-label": `${names.length} requests in ${steps.length} steps, a line for each slot, below the tokens per second` });
   const last = names.map(() => 0); // when each request had its last step
   for (const [at, took, , , moved, rows] of steps) {
     for (const [slot, name, prefill] of rows) {
@@ -103,7 +105,7 @@ function distribution(el, { texts, logits, rest }) {
   let temperature = 1, top = 1, least = 0, logarithmic = false;
   const bars = make("div", { role: "list" }), note = make("div", { style: "margin:4px 0" }), axis = make("div", { style: "opacity:.75;font-size:80%" });
   const length = (share) => (logarithmic ? Math.max(0, 1 + Math.log10(share) / 7) : share);
-  const percent = (share) => (share >= 5e-4 || !share ? `${(100 * share).toFixed(1)} %` : `${(100 * share).toExponential(0)} %`);
+  const percent = (share) => (share >= 5e-4 || !share ? `${(100 * share).toFixed(1)}%` : `${(100 * share).toExponential(0)}%`);
   const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
   const row = (name, share, inside, colour, words) => make("div", { role: "listitem", style: "display:flex;gap:8px;align-items:center;font-size:85%" },
     make("code", { textContent: name, title: name, style: "width:9em;flex:none;text-align:right;overflow:hidden;white-space:nowrap;text-overflow:ellipsis" }),
@@ -128,8 +130,8 @@ function distribution(el, { texts, logits, rest }) {
     const theirs = shares.reduce((sum, [share, some]) => sum + share * some, 0) - seen.reduce((sum, [, share, some]) => sum + share * some, 0);
     bars.replaceChildren(...seen.map(([text, share, some]) => row(JSON.stringify(text), some ? share / mass : share, some > 0, COLOURS[0], some ? percent(share / mass) : `cut, ${percent(share)}`)));
     if (others) bars.append(row(many(others, "other"), theirs / mass, true, "var(--rk-grey)", `${percent(theirs / mass)} together`));
-    axis.textContent = logarithmic ? "The axis is logarithmic: a bar of full length is 100 %, none 0.00001 %." : "";
-    note.textContent = `${many(kept, "token")} can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)} % of the probability.`;
+    axis.textContent = logarithmic ? "The axis is logarithmic: a bar of full length is 100%, none 0.00001%." : "";
+    note.textContent = `${many(kept, "token")} can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)}% of the probability.`;
   }
   const controls = [
     slider("temperature", 0.1, 3, 0.1, 1, (value) => ((temperature = value), show())),
@@ -166,7 +168,7 @@ function attention(el, { layers, heads, rows, columns, reading, spans, cells, co
     return most;
   }
   const scaleOf = (at) => (apart ? largest(of(at)) : Math.max(...shares.map(largest)));
-  const percent = (share) => `${(100 * share).toPrecision(share >= 0.1 ? 2 : 1)} %`;
+  const percent = (share) => `${(100 * share).toPrecision(share >= 0.1 ? 2 : 1)}%`;
   const nameOf = (at) => (at < 0 ? "mean" : `head ${at}`);
 
   function paint(canvas, at, scale) {
@@ -336,7 +338,7 @@ function prefixes(el, { texts, page }) {
     show();
   });
   const bar = slider("words in a page", 1, 8, 1, size, (value) => ((size = value), show()));
-  el.append(input, bar.whole, note, picture);
+  el.append(make("div", { style: "display:flex;flex-wrap:wrap;gap:4px 16px;align-items:center" }, input, bar.whole), note, picture);
   show();
 }
 

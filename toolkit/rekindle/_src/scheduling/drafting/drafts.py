@@ -59,6 +59,7 @@ class Drafts:
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._working = tuple(one for one in self._drafters if type(one).tasks is not Drafter.tasks)
         self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
+        self._has_head = any(isinstance(one, HeadDrafter) for one in self._drafters)
         self._most = limits.prompt_lookup or _MOST
         self._costs = StepCosts()
         self._waits = -1  # the step whose plan waited for drafts
@@ -76,6 +77,10 @@ class Drafts:
         largest = max(self._limits.max_requests, SMALLEST_ROWS)
         room = min(budget, largest - len(rows))
         if room <= 0:
+            for sequence in sequences:
+                for own in sequence.drafting.values():
+                    if own.ready:
+                        own.declined()
             return
         proposals = self._proposals(sequences)
         if not proposals:
@@ -105,6 +110,12 @@ class Drafts:
             self._waits = step
         for drafter in self._drafters:
             drafter.planned(step)
+
+    def entered(self, sequences: Items[Sequence], plan: StepPlan) -> None:
+        """Note of which tokens the model's own head has entries after a step."""
+        if self._has_head and plan.enters:
+            for sequence, row in zip(sequences, plan.rows, strict=True):
+                sequence.entered = row.start + row.length
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""

@@ -2,7 +2,9 @@
 
 A request asks for drafts while they pay. A step that drafts costs the head, and the next one is planned only when its
 result is known. So a request whose drafts are not taken, since they don't gain what that costs, rests: its steps don't
-draft, and are planned ahead. It tries again after a pause, which grows as long as that goes on.
+draft, and are planned ahead. It tries again after a pause, which doubles as long as that goes on, and halves with each
+draft that was right. Pauses end at multiples of their length, counted in steps, so that requests try in the same step:
+each such step costs all of its rows a wait.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter, Tar
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
-_SHORTEST, _LONGEST = 4, 256  # tokens of a pause
+_SHORTEST, _LONGEST = 4, 256  # steps of a pause, powers of two
 _PATIENCE = 4  # proposals that are not taken before pauses grow: what a step costs is not known at first
 _PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
 _EXPECTED, _PRIOR = 0.6, 4.0  # the chance of a draft before any was seen, and how many observations that counts for
@@ -50,20 +52,21 @@ class Acceptance:
 class HeadDrafts(RequestDrafts):
     """The draft of a request, and whether its next step shall draft again."""
 
-    __slots__ = ("_acceptance", "_declined", "_head", "_next", "_pause", "_rest", "draft")
+    __slots__ = ("_acceptance", "_declined", "_head", "_next", "_pause", "_resumes", "draft")
     words = "drafts of the model's own head"
 
     def __init__(self, head: HeadDrafter) -> None:
         super().__init__()
         self._head, self._acceptance = head, Acceptance()
         self.draft = self._next = -1  # of the token after the known ones, and of the one after that; -1: none
-        self._pause = self._rest = head.pause
+        self._pause = head.pause
         self._declined = 0 if head.pause == _SHORTEST else _PATIENCE
+        self._resumes = head.end_of_pause(head.pause)  # the step in which it asks again
         self.ready = False
 
     @property
     def asks(self) -> bool:
-        return not self._rest and not self._head.measures
+        return self._head.step >= self._resumes and not self._head.measures
 
     @property
     def chance(self) -> float:
@@ -76,12 +79,13 @@ class HeadDrafts(RequestDrafts):
 
     def push(self, token: int) -> None:
         if self.draft >= 0:
-            self._acceptance.add(token == self.draft)
-            self._head.acceptance.add(token == self.draft)
+            right = token == self.draft
+            self._acceptance.add(right)
+            self._head.acceptance.add(right)
+            if right and self._declined > _PATIENCE:
+                self._pause = max(_SHORTEST, self._pause // 4)  # it was doubled when the draft was declined
         self.draft, self._next = self._next, -1
         self.ready = self.draft >= 0
-        if self._rest:
-            self._rest -= 1
 
     def learn(self, drafted: int, accepted: int) -> None:
         super().learn(drafted, accepted)
@@ -90,7 +94,7 @@ class HeadDrafts(RequestDrafts):
             self._declined = 0
 
     def declined(self) -> None:
-        self._rest = self._pause
+        self._resumes = self._head.end_of_pause(self._pause)
         self._declined += 1
         if self._declined > _PATIENCE:
             self._pause = min(2 * self._pause, _LONGEST)
@@ -106,10 +110,16 @@ class HeadDrafter(Drafter):
     def __init__(self) -> None:
         self.acceptance = Acceptance()  # of all requests
         self.pause = _SHORTEST  # of a request that begins
+        self.step = 0  # that is planned next
         self.measures = True  # nothing is drafted, so that plain steps are timed
 
     def planned(self, step: int) -> None:
-        self.measures = step % _PERIOD < _PLAIN
+        self.step = step + 1
+        self.measures = self.step % _PERIOD < _PLAIN
+
+    def end_of_pause(self, steps: int) -> int:
+        """Return the step in which a pause of so many steps ends that begins now."""
+        return (self.step // max(1, steps) + 1) * steps
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
         return HeadDrafts(self)

@@ -29,6 +29,8 @@ from rekindle._src.scheduling.sequence import Sequence
 
 _SHORTEST, _LONGEST, _LONGER = 32, 8192, 4  # steps of a pause, and by how much the next one is longer
 _PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
+_PATIENCE = 2  # steps in a row that wait for a token and have no drafts, after which it rests
+_PROVEN = 32  # steps in a row with drafts, after which they are known to pay
 _EXPECTED = 0.6  # the chance of a draft before any was seen
 _DOUBTED = 2.0  # observations that count after a pause
 _FILLED = 256  # tokens that are computed in addition before one step
@@ -64,7 +66,7 @@ class ModelDrafts(RequestDrafts):
         return self.near and self.drafter.awake
 
     def declined(self) -> None:
-        self.drafter.declined += 1
+        self.drafter.declined = True
 
     def learn(self, drafted: int, accepted: int) -> None:
         super().learn(drafted, accepted)
@@ -87,8 +89,10 @@ class ModelDrafter(Drafter):
         self._size, self._positions = page_size, positions
         self.places = [Acceptance() for _ in range(DRAFTS)]  # of all requests
         self.contents: dict[int, PageContent] = {}
-        self.declined = self._taken = 0  # proposals of the step being planned
         self._pause, self._rest = _SHORTEST, 0
+        # Of the step being planned: it waited for a token, has drafts, or could have had some that don't pay.
+        self._waited = self._drafts = self.declined = False
+        self._row = 0  # steps in a row that have drafts, or, below 0, that waited for nothing
         self._measures = True  # nothing is drafted, so that plain steps are timed
 
     @property
@@ -129,8 +133,9 @@ class ModelDrafter(Drafter):
                 continue
             known, computed = sequence.known, self._computed(sequence, drafts)
             missing = known - computed
+            self._waited |= drafts.asks
             if chain:
-                self._taken += 1
+                self._drafts = True
                 end = known
             elif not self.awake or known >= self._positions:
                 drafts.near = False
@@ -148,16 +153,22 @@ class ModelDrafter(Drafter):
 
     def planned(self, step: int) -> None:
         self._measures = step % _PERIOD < _PLAIN
-        if self._taken:
-            self._pause = _SHORTEST
-        elif self.declined:
-            self._rest, self._pause = self._pause, min(_LONGER * self._pause, _LONGEST)
-        elif self._rest:
+        if self._rest:
             self._rest -= 1
             if not self._rest:
                 for place in self.places:
                     place.doubt(_DOUBTED)
-        self._taken = self.declined = 0
+        elif self._drafts:
+            self._row = max(0, self._row) + 1
+            if self._row > _PROVEN:
+                self._pause = _SHORTEST
+        elif self._waited:
+            self._row = min(0, self._row) - 1
+            if self._row <= -_PATIENCE:
+                self._row = 0
+                self._rest = self._pause if self.declined else _SHORTEST  # there is no room for drafts now
+                self._pause = min(_LONGER * self._pause, _LONGEST) if self.declined else self._pause
+        self._waited = self._drafts = self.declined = False
 
     def lost(self) -> None:
         self.contents = {}

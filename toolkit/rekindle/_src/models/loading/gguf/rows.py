@@ -349,7 +349,14 @@ def joined(name: str, parts: Sequence[TensorEntry]) -> TensorEntry | None:
 
 
 def _rows(entry: TensorEntry) -> GgufRows:
-    return GgufRows(entry.file, entry.name, BY_NAME[entry.dtype], entry.shape, entry.offset, factors=factors_of(entry))
+    kind = BY_NAME[entry.dtype]
+    rows = GgufRows(entry.file, entry.name, kind, entry.shape, entry.offset, factors=factors_of(entry))
+    if rows.columns % kind.values:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name} of shape {[*entry.shape]} is stored as {kind.name}, and its rows are not made "
+            f"of blocks of {kind.values} values. Convert the model again."
+        )
+    return rows
 
 
 def factors_of(entry: TensorEntry) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ models--owner--name/snapshots/COMMIT/…      the files of a commit, as links to
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ def repositories(folder: Path) -> Iterator[StoreEntry]:
 def _snapshot(repository: Path) -> Path | None:
     """Return the files of the main branch; else those that were changed last. None if there are none."""
     snapshots = [path for path in children(repository / "snapshots") if _COMMIT.fullmatch(path.name)]
+    snapshots = [path for path in snapshots if os.path.isdir(path)]
     try:
         commit = read_plain(repository / "refs" / "main", 64).decode().strip()
     except (OSError, ValueError):
@@ -61,4 +63,12 @@ def _snapshot(repository: Path) -> Path | None:
     for path in snapshots:
         if path.name == commit:
             return path
-    return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    return max(snapshots, key=_changed, default=None)
+
+
+def _changed(path: Path) -> float:
+    """Return when a folder was changed; 0 if it went meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

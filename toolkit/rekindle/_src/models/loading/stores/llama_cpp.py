@@ -35,7 +35,7 @@ class LlamaCpp(ModelStore):
 
     def models(self) -> Iterator[StoreEntry]:
         for folder in self.folders():
-            names = [path.name for path in children(folder) if path.is_file()]
+            names = [path.name for path in children(folder) if os.path.isfile(path)]
             for name in gguf_files.models([name for name in names if "mmproj" not in name.lower()]):
                 yield StoreEntry(name.removesuffix(gguf_files.SUFFIX), folder / name, _projector(folder, name, names))
             yield from repositories(folder)

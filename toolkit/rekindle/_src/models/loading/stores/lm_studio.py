@@ -6,6 +6,7 @@ They lie in `models` in LM Studio's home: ~/.lmstudio, or ~/.cache/lm-studio in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class LMStudio(ModelStore):
     def models(self) -> Iterator[StoreEntry]:
         for folder in self.folders():
             for path in at_depth(folder, 2):
-                if path.is_dir():
+                if os.path.isdir(path):
                     yield from in_folder(path, path.relative_to(folder).as_posix())
 
     def key(self, name: str) -> str:

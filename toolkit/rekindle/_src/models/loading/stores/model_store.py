@@ -1,7 +1,8 @@
 """A store of another tool: the models that lie in its folders by the names that the tool gives them.
 
 A store is listed from names of files and from the tool's own small manifests; no model is opened for it. Its files are
-a stranger's: names that can't be shown are left out, what is read has a limit, and so has what is listed.
+a stranger's, and may be another user's: names that can't be shown are left out, what is read has a limit, and so has
+what is listed. `os.path.isdir` and `isfile` say False of what may not be looked at, where pathlib's raise.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class ModelStore(abc.ABC):
             fix = f"It has {', '.join(names[:MOST_NAMED])}{more}."
         else:
             fix = "It is empty. `rekindle ls` lists the models of this machine."
-        where = next((folder for folder in self.folders() if folder.is_dir()), self.folders()[0])
+        where = next((folder for folder in self.folders() if os.path.isdir(folder)), self.folders()[0])
         raise CheckpointError(f"There is no {name[:MAX_NAME]!r} in {self.TITLE} ({where}). {fix}")
 
 
@@ -109,7 +110,7 @@ def in_folder(folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntr
     """Yield the models of a folder: that of its safetensors, and its GGUF files, several with their own names after
     the folder's."""
     below = [path for depth in range(1, levels + 1) for path in at_depth(folder, depth)]
-    names = {path.relative_to(folder).as_posix(): path for path in below if not path.is_dir()}
+    names = {path.relative_to(folder).as_posix(): path for path in below if not os.path.isdir(path)}
     tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
     if tensors:
         yield StoreEntry(name, folder)

@@ -10,6 +10,7 @@ are not: a GGUF file has a chat template itself.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,7 @@ def _entry(folder: Path, manifest: Path, name: str) -> StoreEntry:
             problem = "is stored tensor by tensor, not in GGUF" if tensors else "has no weights on this machine"
         elif len(models) > 1 or any(layer.get("mediaType") == f"{_KIND}adapter" for layer in layers):
             problem = "has an adapter or several files, which only Ollama puts together"
-        elif not models[0].is_file():
+        elif not os.path.isfile(models[0]):
             problem = f"lacks its weights, {models[0].name}; `ollama pull {name}` fetches them"
         else:
             return StoreEntry(name, models[0], projectors[0] if len(projectors) == 1 else None)

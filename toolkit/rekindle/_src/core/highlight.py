@@ -1,15 +1,13 @@
-"""Colours for code in an answer: keywords, strings, numbers and comments, in one pass over its characters.
+"""The parts of code in an answer: keywords, strings, numbers and comments, in one pass over its characters.
 
 A model writes the code, so it is read as in `markdown`: nothing here goes back. A language that is not in the table
-stays in one colour.
+is one part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
-
-from rekindle._src.core import html, style
+from typing import Literal, NamedTuple
 
 
 class Language(NamedTuple):
@@ -75,49 +73,43 @@ _NAMES = {
 LANGUAGES = {name: language for language, names in _NAMES.items() for name in names.split()}
 
 
-def highlighted(code: str, language: str) -> html.Markup:
-    """Return code as escaped HTML, with the colours of a language that is known by this name."""
+Kind = Literal["", "keyword", "string", "number", "comment"]
+
+
+def pieces(code: str, language: str) -> Iterator[tuple[str, Kind]]:
+    """Yield code in pieces, each with its kind, in a language that is known by this name; else in one piece."""
     known = LANGUAGES.get(language.lower())
-    if known is None:
-        return html.Markup(html.escape(code))
-    return html.Markup("".join(_coloured(code, known)))
-
-
-_KEYWORD = f'<span style="color:{style.BLUE_INK};font-weight:600">'
-_STRING = f'<span style="color:{style.ORANGE_INK}">'
-_NUMBER = f'<span style="color:{style.BLUE_INK}">'
-_COMMENT = f'<span style="opacity:{style.QUIET};font-style:italic">'
-
-
-def _coloured(code: str, language: Language) -> Iterator[str]:
     start = plain = 0
-    while start < len(code):
-        stop, look = _piece(code, start, language)
-        if look:
-            yield f"{html.escape(code[plain:start])}{look}{html.escape(code[start:stop])}</span>"
+    while known is not None and start < len(code):
+        stop, kind = _piece(code, start, known)
+        if kind:
+            if plain < start:
+                yield code[plain:start], ""
+            yield code[start:stop], kind
             plain = stop
         start = stop
-    yield html.escape(code[plain:])
+    if plain < len(code):
+        yield code[plain:], ""
 
 
-def _piece(code: str, start: int, language: Language) -> tuple[int, str]:
-    """Return the end of what begins at `start`, and its look; empty if it has none."""
+def _piece(code: str, start: int, language: Language) -> tuple[int, Kind]:
+    """Return the end of what begins at `start`, and its kind; empty if it is of none."""
     sign = code[start]
     if sign.isalpha() or sign == "_":
         stop = _run(code, start)
         word = code[start:stop]
         known = (word.lower() if language is _SQL else word) in language.keywords
-        return stop, _KEYWORD if known else ""
+        return stop, "keyword" if known else ""
     if sign.isdecimal():
-        return _run(code, start, "."), _NUMBER
+        return _run(code, start, "."), "number"
     if code.startswith(language.comment, start):
         end = code.find("\n", start)
-        return len(code) if end < 0 else end, _COMMENT
+        return len(code) if end < 0 else end, "comment"
     if language.block is not None and code.startswith(language.block[0], start):
         end = code.find(language.block[1], start + 2)
-        return len(code) if end < 0 else end + 2, _COMMENT
+        return len(code) if end < 0 else end + 2, "comment"
     quote = next((quote for quote in language.quotes if code.startswith(quote, start)), "")
-    return (_end_of_string(code, start + len(quote), quote), _STRING) if quote else (start + 1, "")
+    return (_end_of_string(code, start + len(quote), quote), "string") if quote else (start + 1, "")
 
 
 def _run(code: str, start: int, more: str = "") -> int:

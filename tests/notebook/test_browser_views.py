@@ -1,0 +1,354 @@
+"""All views in one Chromium without a notebook or a kernel: keys, a screen reader's tree, zoom, long work, and memory.
+
+A view's widget has its own script and a model that this page stands in for, so what is tested is what a notebook runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from helpers import browsing
+from helpers.sessions import CONFIG, byte_tokenizer, parts
+from rekindle import Session, tiny
+from rekindle._src.core.icicle import icicle
+from rekindle._src.evaluation.attention import AttentionMap, AttentionMaps
+from rekindle._src.evaluation.lens import Lens
+from rekindle._src.notebook import bubbles, figures, live
+from rekindle._src.session.cache_view import NodeView
+from rekindle._src.text.chat import ChatTemplate
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+sync_api = pytest.importorskip("playwright.sync_api")
+
+STALL = 50  # milliseconds; a longer task is what a browser itself calls long
+HOUR = 36_000  # pictures, ten a second
+# A model as a notebook gives it to a widget: values, listeners, and the messages to the kernel.
+MOUNT = """async ({script, css, state}) => {
+  document.body.replaceChildren();
+  document.head.append(Object.assign(document.createElement("style"), { textContent: css }));
+  const url = URL.createObjectURL(new Blob([script], { type: "text/javascript" }));
+  const { default: widget } = await import(url);
+  const listeners = {};
+  const model = window.model = {
+    sent: [], get: (name) => state[name], set: (name, value) => ((state[name] = value), model.tell(name)),
+    tell: (name) => (listeners[`change:${name}`] ?? []).forEach((react) => react()),
+    on: (name, react) => (listeners[name] ??= []).push(react), off() {}, save_changes() {},
+    send: (message) => (model.sent.push(message), model.set("heard", (state.heard ?? 0) + 1)),
+  };
+  const el = document.createElement("div");
+  document.body.append(el);
+  widget.render({ model, el });
+}"""
+
+
+class Mounted(NamedTuple):
+    """A view in the page: its widget's values, or a page of its own for a figure."""
+
+    state: Mapping[str, Any] | None
+    html: str
+
+
+def state_of(view: Any) -> dict[str, Any]:
+    names = ("html", "note", "controls", "values", "kept", "gone", "files", "heard")
+    return {name: getattr(view.widget, name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    scheduler, runner = parts()
+    made = Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake", chat=ChatTemplate.load(tiny.folder()))
+    with made:
+        for prompt in ("a" * 64 + "b" * 40, "a" * 64 + "c" * 40, "d" * 70):
+            made.generate_sync(prompt, max_tokens=4)
+        yield made
+
+
+def lens() -> Lens:
+    ids = np.arange(5, dtype=np.int32)[None, None].repeat(4, 0).repeat(12, 1)
+    texts = tuple(tuple(tuple(f" word{token}" for token in row) for row in layer) for layer in ids.tolist())
+    shares, entropies = np.full((4, 12, 5), 0.2, np.float32), np.ones((4, 12), np.float32)
+    names = ("layer 0", "layer 1", "layer 2", "layer 3: the answer")
+    return Lens(
+        tuple(f" t{at}" for at in range(12)), np.arange(12, dtype=np.int32), names, texts, ids, shares, entropies
+    )
+
+
+def attention() -> AttentionMaps:
+    weights = np.tril(np.random.default_rng(0).random((3, 12, 12), np.float32))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    tokens, positions = tuple(f" t{at}" for at in range(12)), np.arange(12, dtype=np.int32)
+    return AttentionMaps([AttentionMap(tokens, layer, weights, positions) for layer in range(2)])
+
+
+@pytest.fixture(scope="module")
+def views(session: Session) -> Iterator[dict[str, Mounted]]:
+    chat, tree, dashboard = session.view.chat(max_tokens=24), session.view.tree(), session.watch()
+    for text in ("hello", "and then"):
+        chat.send(text)
+        chat.handle.result_sync()
+    chat.press("settings")
+    chat.token(3)
+    tree.token(0)
+    chat.refresh()
+    dashboard.refresh()
+    done = session.generate_sync("hello", max_tokens=12, logprobs=2)
+    logits = np.random.default_rng(1).normal(size=session.tokenizer.vocab_size)
+    panels = {"chat": chat, "tree": tree, "dashboard": dashboard}
+    pages = {
+        "attention": attention()._repr_html_(),
+        "lens": lens()._repr_html_(),
+        "distribution": session.view.distribution(logits).saved(),
+        "prefixes": session.view.prefixes(["the boy went to the park", "the boy went home"]).saved(),
+        "run": dashboard.recorded().saved(),
+        "completion": done._repr_html_(),
+        "session": session._repr_html_(),
+        "cache": session.cache._repr_html_(),
+        "explain": session.explain(done.id)._repr_html_(),
+    }
+    shown = {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
+    shown |= {name: Mounted(None, page) for name, page in pages.items()}
+    yield shown
+    for view in (chat, dashboard):
+        view.stop()
+        view.join(10)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright, browsing.blank_page(playwright) as page:
+        yield page
+
+
+def show(page: Any, view: Mounted) -> None:
+    page.set_content("<!doctype html><meta name=viewport content='width=device-width'><body style='margin:0'>")
+    if view.state is None:
+        page.set_content(f"<!doctype html><body style='margin:0;font-family:sans-serif'>{view.html}")
+    else:
+        page.evaluate(MOUNT, {"script": live._SCRIPT, "css": live._STYLE, "state": view.state})
+
+
+NAMES = (
+    *("chat", "tree", "dashboard", "attention", "lens", "distribution"),
+    *("prefixes", "run", "completion", "session", "cache", "explain"),
+)
+ROLES = {
+    "chat": [
+        'log "Conversation"',
+        'article "You"',
+        'article "Answer"',
+        'textbox "Say something"',
+        'slider "temperature"',
+    ],
+    "tree": ['group "the prefix cache', 'textbox "What would this prompt hit?"', 'button "Pin"'],
+    "dashboard": ['img "the last', 'button "Close"'],
+    "attention": ['slider "layer"', 'checkbox "position 0"', 'button "head 1"', 'img "attention of layer 0'],
+    "lens": ["table", 'rowheader "layer 0"', 'columnheader "·t1"'],
+    "distribution": ['slider "temperature"', 'checkbox "logarithmic"', "list"],
+    "prefixes": ['textbox "a prompt"', 'slider "words in a page"'],
+    "run": ['slider "time in ms"', 'img "'],
+    "cache": ['img "the prefix cache', "table"],
+    "explain": ['img "timeline'],
+}
+ACTIVE = "button|textbox|slider|checkbox|link|img|combobox"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_screen_reader_is_told_what_everything_is(page: Any, views: dict[str, Mounted], name: str) -> None:
+    show(page, views[name])
+    tree = page.locator("body").aria_snapshot()
+    lines = [line.strip().removeprefix("- ").removeprefix("'") for line in tree.splitlines()]
+    for role in ROLES.get(name, []):
+        assert any(line.startswith(role) for line in lines), tree
+    nameless = [line for line in lines if re.fullmatch(rf"(?:{ACTIVE})(?: \[[^\]]*\])*:?", line)]
+    assert not nameless, tree
+
+
+REACHED = """() => {
+  const seen = window.seen ??= new Set(), at = document.activeElement;
+  if (at && at !== document.body) seen.add(at);
+  return seen.size;
+}"""
+WANTED = """() => [...document.querySelectorAll(
+  "button:enabled, input:enabled:not([hidden]), textarea:enabled, summary, [tabindex='0']"
+)].filter((one) => one.checkVisibility() && !window.seen?.has(one)).map((one) => one.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_alone_reach_all_that_can_be_pressed(page: Any, views: dict[str, Mounted], name: str) -> None:
+    show(page, views[name])
+    page.evaluate("() => { window.seen = new Set(); document.body.tabIndex = -1; document.body.focus(); }")
+    before = -1
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        now = page.evaluate(REACHED)
+        if now == before and page.evaluate("() => document.activeElement === document.body"):
+            break
+        before = now
+    assert page.evaluate(WANTED) == []
+
+
+def test_keys_act(page: Any, views: dict[str, Mounted]) -> None:
+    show(page, views["chat"])
+    page.locator("[data-tokens]").last.focus()
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    page.get_by_role("button", name="Again").last.press("Enter")
+    page.get_by_role("textbox", name="Say something").press("Enter")
+    sent = page.evaluate("() => model.sent.map(({ event, name, value }) => [event, name, value ?? null])")
+    assert ["token", "", 2] in sent and ["press", "say:enter", None] in sent
+    assert ["act", "again", 3] in sent
+    show(page, views["tree"])
+    page.locator("[data-token]").nth(1).press("Enter")
+    assert page.evaluate("() => model.sent.at(-1).value") == 1
+
+
+@pytest.mark.parametrize("width", [620, 320])  # a narrow output, and a window of 1,280 pixels at 400 %
+def test_nothing_is_cut_off_where_it_is_narrow(page: Any, views: dict[str, Mounted], width: int) -> None:
+    """What is wide, such as a table or code, scrolls by itself; the page does not."""
+    before = page.viewport_size
+    page.set_viewport_size({"width": width, "height": 900})
+    try:
+        for name, view in views.items():
+            show(page, view)
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width, name
+            cut = page.evaluate(
+                """() => [...document.querySelectorAll("button, input, textarea, summary")]
+                .filter((one) => one.checkVisibility() && one.getBoundingClientRect().right > innerWidth + 1)
+                .map((one) => one.outerHTML.slice(0, 100))"""
+            )
+            assert cut == [], name
+    finally:
+        page.set_viewport_size(before)
+
+
+def test_a_saved_picture_is_the_same_without_scripts(page: Any, views: dict[str, Mounted], tmp_path: Path) -> None:
+    scripted = page.context.browser.new_page(viewport={"width": 800, "height": 900})
+    bare = page.context.browser.new_context(java_script_enabled=False, viewport={"width": 800, "height": 900})
+    plain = bare.new_page()
+    try:
+        for name, view in views.items():
+            words, shots = [], []
+            for one in (scripted, plain):
+                one.set_content(f"<!doctype html><body style='margin:8px;font-family:sans-serif'>{view.html}")
+                words.append(one.locator("body").aria_snapshot())
+                shots.append(one.screenshot())
+            if "<script" in view.html:  # a figure: its first state as a picture, with the same facts
+                assert plain.locator("body").inner_text().strip(), name
+                assert "needs a page that runs scripts" not in words[1] or name in ("prefixes", "run"), name
+            else:
+                assert words[0] == words[1] and shots[0] == shots[1], name
+    finally:
+        bare.close()
+        scripted.close()
+
+
+def growing(tokens: int) -> list[str]:
+    """Pictures of a conversation while an answer grows to so many tokens."""
+    pieces = [(" word" if at % 12 else "\nA **new** line", 1) for at in range(tokens)]
+    before = bubbles.turn("user", "Tell me a *long* story")
+    steps = range(1, tokens + 1, max(1, tokens // 100))
+    turns = [bubbles.turn("assistant", bubbles.answer(pieces[:at], marked=None, complete=False), at=1) for at in steps]
+    turns.append(bubbles.turn("assistant", bubbles.answer(pieces, marked=None, complete=True), at=1))
+    return [f'<div role="log" aria-label="Conversation">{before}{turn}</div>' for turn in turns]
+
+
+def empty() -> Mounted:
+    state = {"html": "", "note": "", "values": {}, "kept": "", "gone": "", "files": -1, "heard": 0}
+    return Mounted({**state, "controls": [live.field("say", "Say something")]}, "")
+
+
+DRAW = """async (at) => {
+  model.set("html", window.pictures[at]);
+  document.body.offsetHeight;
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+}"""
+
+
+def longest(page: Any, work: str, count: int) -> float:
+    """The most milliseconds of processor time that one of several pictures takes, script, layout and paint.
+
+    Chromium counts them in ticks of its thread, since a busy machine makes any task long. The first few are left out.
+    """
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def spent() -> float:
+        metrics = devtools.send("Performance.getMetrics")["metrics"]
+        return 1e3 * next(one["value"] for one in metrics if one["name"] == "TaskDuration")
+
+    times, before = [], spent()
+    for at in range(count):
+        page.evaluate(work, at)
+        now = spent()
+        times.append(now - before)
+        before = now
+    devtools.detach()
+    return sorted(times[3:])[-2]  # the longest one may have had the collector of garbage in it
+
+
+def test_two_thousand_tokens_are_drawn_without_a_stall(page: Any) -> None:
+    show(page, empty())
+    pictures = growing(2000)[::4]
+    page.evaluate("(pictures) => { window.pictures = pictures; }", pictures)
+    assert longest(page, DRAW, len(pictures)) < STALL
+    assert page.locator("[data-token]").count() == 2000
+
+
+def test_a_tree_of_ten_thousand_nodes_is_drawn_without_a_stall(page: Any) -> None:
+    """Of ten thousand runs the two hundred with most pages after them have bars; the rest is counted."""
+    nodes = [
+        NodeView(at % 20, f"text {at}", (at % 20) * 16, 16, 1, "device", at % 3, 1.0, False, left_out=49)
+        for at in range(200)
+    ]
+    pictures = [str(icicle(nodes, pressed=True, marked=at, hits={at: 16})) for at in range(20)]
+    show(page, empty())
+    page.evaluate("(pictures) => { window.pictures = pictures; }", pictures)
+    assert longest(page, DRAW, len(pictures)) < STALL
+    assert page.locator("[data-token]").count() == 200
+
+
+STREAM = """(turns) => {
+  for (let turn = 0; turn < turns; turn += 1) for (const picture of window.pictures) model.set("html", picture);
+}"""
+
+
+def test_an_hour_of_streaming_leaves_the_memory_as_it_was(page: Any) -> None:
+    """Four minutes of it, in answers of 120 tokens: a leak of a node or some 400 bytes a picture would be seen."""
+    show(page, empty())
+    pictures = growing(120)
+    page.evaluate("(pictures) => { window.pictures = pictures; }", pictures)
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Performance.enable")
+
+    def measured() -> dict[str, float]:
+        devtools.send("HeapProfiler.collectGarbage")
+        metrics = devtools.send("Performance.getMetrics")["metrics"]
+        return {one["name"]: one["value"] for one in metrics}
+
+    page.evaluate(STREAM, 5)
+    before = measured()
+    page.evaluate(STREAM, HOUR // 15 // len(pictures))
+    after = measured()
+    assert after["Nodes"] <= before["Nodes"] + 10
+    assert after["JSEventListeners"] <= before["JSEventListeners"] + 2
+    assert after["JSHeapUsedSize"] - before["JSHeapUsedSize"] < 1e6, json.dumps([before, after])
+
+
+def test_the_figure_of_a_long_run_is_scrubbed_without_a_stall(page: Any) -> None:
+    rows = tuple((slot, f"r{slot}", "decode") for slot in range(16))
+    records = [figures.StepRecord(0.03 * at, at, rows, 16, 16, 0, 0.02, 0.03) for at in range(1, 241)]
+    show(page, Mounted(None, figures.run(records).saved()))
+    work = """async (at) => {
+      const input = document.querySelector("input[type=range]");
+      input.value = at * 300;
+      input.dispatchEvent(new Event("input"));
+      await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+    }"""
+    assert longest(page, work, 20) < STALL

@@ -1,0 +1,123 @@
+"""A small model that drafts, over the fake device: what it keeps at the ids of pages, and when it rests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.fakes import FakeModel
+from helpers.scheduling import Loop, exact, make_request, text
+from rekindle._src.core.records import DraftTask, StepPlan
+from rekindle._src.scheduling.drafting import models
+from rekindle._src.scheduling.drafting.costs import StepCosts
+from rekindle._src.scheduling.drafting.models import ModelDrafter
+
+SIZE = 8
+
+
+class SmallModel:
+    """Does the tasks of steps as a device would: it knows of a text only what lies in the pages."""
+
+    def __init__(self, loop: Loop, *, pages: int, salt: int = 0) -> None:
+        self._model, self._memory = FakeModel(salt=salt), np.zeros((pages, SIZE), np.uint64)
+        self.tokens = 0  # that it computed
+        dispatch = loop.runner.dispatch
+
+        def with_tasks(plan: StepPlan) -> Any:
+            for task in plan.tasks:
+                self._do(task)
+            return dispatch(plan)
+
+        loop.runner.dispatch = with_tasks  # type: ignore[method-assign]
+
+    def _do(self, task: DraftTask) -> None:
+        self.tokens += len(task.tokens)
+        places = np.arange(len(task.pages) * SIZE)
+        flat = self._memory[task.pages[places // SIZE], places % SIZE]
+        values = [*flat[: task.start]]
+        inputs = task.tokens.tolist()
+        for row in task.drafts:
+            values += self._model.extend(np.array(values, np.uint64), inputs).tolist()
+            token = self._model.choose(np.array(values, np.uint64), task.request.sampling, 0, frozenset())
+            assert row.token_ids is not None
+            row.token_ids[0] = token
+            inputs = [token]
+        if not task.drafts:
+            values += self._model.extend(np.array(values, np.uint64), inputs).tolist()
+        written = places[task.start : len(values)]
+        self._memory[task.pages[written // SIZE], written % SIZE] = values[task.start :]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
+    monkeypatch.setattr(models, "_PLAIN", 0)
+
+
+def small(*, salt: int = 0, pages: int = 60, **options: Any) -> tuple[Loop, SmallModel, ModelDrafter]:
+    drafter = ModelDrafter(SIZE, 1000)
+    loop = Loop(drafters=[drafter], max_requests=6, pages=pages, page_size=SIZE, **options)
+    return loop, SmallModel(loop, pages=pages + 1, salt=salt), drafter
+
+
+def run(loop: Loop, *prompts: list[int], **options: Any) -> None:
+    requests = [make_request(prompt, max_tokens=40, eos_ids=(), **options) for prompt in prompts]
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    exact(loop, *requests)
+
+
+@pytest.mark.usefixtures("eager")
+def test_all_drafts_are_right_where_it_says_the_same() -> None:
+    """After cached pages, in forks, after preemptions, where pages were given to other texts, and when it lost all."""
+    loop, device, drafter = small(pages=40)
+    for number in range(4):
+        run(loop, text(50, number), text(50, number, 4, 5), text(20, 7, number), temperature=1.0, seed=number)
+        run(loop, *[[number, index, *range(30)] for index in range(5)])
+        if number == 2:
+            drafter.lost()
+            device._memory[:] = 0
+    statistics = loop.scheduler.statistics()
+    assert statistics.preemptions > 0
+    assert statistics.drafted_tokens > 100
+    # Those after the last token of a request are not counted as accepted.
+    assert statistics.accepted_tokens == statistics.drafted_tokens
+
+
+@pytest.mark.usefixtures("eager")
+def test_shared_pages_are_computed_once() -> None:
+    loop, device, _ = small()
+    run(loop, text(160, 1))
+    before = device.tokens
+    run(loop, text(160, 2))
+    assert device.tokens - before < 70
+
+
+def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_PLAIN", 0)
+    loop, device, drafter = small(salt=1)
+    for number in range(8):
+        run(loop, text(9, number), temperature=1.0, seed=number)
+    assert loop.scheduler.statistics().drafted_tokens < 60
+    assert not drafter.awake
+    assert device.tokens < 400
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_full_batch_does_not_wait_for_drafts() -> None:
+    """There is no room for any, so that its steps are planned ahead."""
+    loop, _, drafter = small()
+    requests = [make_request(text(9, number), max_tokens=40, eos_ids=()) for number in range(6)]
+    for request in requests:
+        loop.submit(request)
+    for _ in range(20):
+        loop.step()
+    assert not drafter.awake
+    loop.run()
+    exact(loop, *requests)
+    for number in range(2):
+        run(loop, text(30, number))
+    assert loop.scheduler.statistics().accepted_tokens > 20, "there is room again"
