@@ -137,7 +137,8 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPa
 def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
     model: Any, monkeypatch: pytest.MonkeyPatch, drafts_pay: bool
 ) -> None:
-    """Of as many requests as there are rows, no step has room for a draft."""
+    """Of as many requests as there are rows, no step has room for a draft, but before the last one came or once one
+    has ended."""
     monkeypatch.setattr(heads, "_SHORTEST", 4)
     if not drafts_pay:
         monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: 0)
@@ -146,7 +147,7 @@ def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
             [tokens(20, seed=place) for place in range(4 if drafts_pay else 3)], **LONG | {"max_tokens": 180}
         )
         stats = session.stats()
-    assert not stats.drafted_tokens
+    assert stats.drafted_tokens <= (8 if drafts_pay else 0)
     drafting = sum(count for name, count in stats.programs.items() if name.endswith("t0+drafts"))
     assert 2 < drafting < 20, "or they never try again"
     assert max(stats.programs, key=stats.programs.__getitem__).endswith("t0")

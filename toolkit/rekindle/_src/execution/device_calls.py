@@ -32,7 +32,7 @@ from rekindle._src.programs.buckets import (
     Key,
     StepPart,
 )
-from rekindle._src.programs.layered import Compiled
+from rekindle._src.programs.layered import CompiledProgram
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.side_caches import DevicePlan
@@ -126,14 +126,14 @@ class DeviceCalls:
         self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
 
-    def program(self, key: Key) -> Compiled:
+    def program(self, key: Key) -> CompiledProgram:
         """Return the executable; loads or compiles it if necessary."""
         self._recorder.prepare(key)
         program = self.programs.get(key)
         self._recorder.prepared(key)
         return program
 
-    def step(self, key: Bucket, program: Compiled, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
+    def step(self, key: Bucket, program: CompiledProgram, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
         """Run a whole step. Its numpy buffers are passed as they are: device_put costs 60 of the 190 µs of a dispatch.
 
         A late step waits for its operand at the gate; no other process does.
@@ -153,7 +153,7 @@ class DeviceCalls:
         result: StepOutput = output
         return result
 
-    def forward(self, key: Bucket, program: Compiled, upload: Buffers) -> ForwardOutput:
+    def forward(self, key: Bucket, program: CompiledProgram, upload: Buffers) -> ForwardOutput:
         """Run the first half of a late step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
@@ -169,7 +169,7 @@ class DeviceCalls:
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
-    def choose(self, key: Bucket, program: Compiled, scores: Array, upload: Buffers, operand: IntArray) -> Array:
+    def choose(self, key: Bucket, program: CompiledProgram, scores: Array, upload: Buffers, operand: IntArray) -> Array:
         """Run the second half of a late step and return its rows."""
         self._recorder.choose(key, scores, operand)
         with self._reported:
@@ -188,7 +188,7 @@ class DeviceCalls:
             parts.append(np.asarray(program(self.leaves, padded))[: len(part)])
         return np.concatenate(parts)
 
-    def admit(self, program: Compiled, ints: np.ndarray, floats: np.ndarray) -> None:
+    def admit(self, program: CompiledProgram, ints: np.ndarray, floats: np.ndarray) -> None:
         """Write a request's history into its slot."""
         self._recorder.admit(ints, floats)
         with self._reported:
@@ -209,7 +209,7 @@ class DeviceCalls:
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
-    def _reading(self, program: Compiled, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
+    def _reading(self, program: CompiledProgram, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
             if self.programs.pinned and pinned:
@@ -362,7 +362,7 @@ class ChoiceCall(NamedTuple):
     """The second half of a late step that is two programs; it is dispatched once it has its operand."""
 
     key: Bucket
-    program: Compiled
+    program: CompiledProgram
     forwarded: ForwardOutput
     operand: IntArray
 

@@ -30,7 +30,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
 from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
-from rekindle._src.programs.layered import Compiled, LayeredProgram
+from rekindle._src.programs.layered import CompiledProgram, LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
@@ -430,14 +430,14 @@ class Runner:
                 self._calls.admit(self._program(ADMIT), *self._shards.admission(*packed))
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
-    def _program(self, key: Key) -> Compiled:
+    def _program(self, key: Key) -> CompiledProgram:
         """Return a program; a wait for one that isn't ready is counted and shown."""
         if self.programs.ready(key):
             return self._calls.program(key)
         with self.program_wait.waiting(key.name):
             return self._calls.program(key)
 
-    def _complete(self, bucket: Bucket, programs: Sequence[Compiled], flags: int) -> None:
+    def _complete(self, bucket: Bucket, programs: Sequence[CompiledProgram], flags: int) -> None:
         """Make the parts that programs made of parts lack for rows with these flags, which counts as a wait, too."""
         for key, program in zip(bucket.programs, programs, strict=True):
             if isinstance(program, LayeredProgram) and program.lacks(flags):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
-class Shaped(Protocol):
+class ShapeLike(Protocol):
     """An array, or its shape and dtype alone."""
 
     @property
@@ -158,11 +158,11 @@ class Placement:
         """Return the shapes of a whole model's leaves as they lie on the devices."""
         return tuple(leaves)
 
-    def whole_shapes(self, leaves: Sequence[Shaped]) -> Sequence[Shaped]:
+    def whole_shapes(self, leaves: Sequence[ShapeLike]) -> Sequence[ShapeLike]:
         """Return the shapes of the whole model's leaves, from those that lie on the devices."""
         return leaves
 
-    def bytes_per_device(self, leaves: Sequence[Shaped]) -> int:
+    def bytes_per_device(self, leaves: Sequence[ShapeLike]) -> int:
         """Return the bytes of weights that each device holds."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -197,7 +197,7 @@ class Placement:
         # To jax.jit, an array that is committed to its device where the old one was not means another program.
         return jax.device_put(new, old.sharding if old.committed else None)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Shaped]) -> Sequence[Any]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[Any]:
         """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
         return leaves
 

@@ -27,7 +27,7 @@ from rekindle._src.models.base import (
     Graph,
     LoadedModel,
     Placement,
-    Shaped,
+    ShapeLike,
     abstract_model,
     draw,
     leaf_shapes,
@@ -121,11 +121,11 @@ class MeshPlacement(Placement):
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
-    def specs(self, shapes: Sequence[Shaped]) -> tuple[PartitionSpec, ...]:
+    def specs(self, shapes: Sequence[ShapeLike]) -> tuple[PartitionSpec, ...]:
         """Return the partitions of all leaves over the mesh, in the graph's order."""
         return tuple(self.spec(path, len(leaf.shape)) for path, leaf in zip(self.graph.paths, shapes, strict=True))
 
-    def abstract(self, path: str, leaf: Shaped) -> jax.ShapeDtypeStruct:
+    def abstract(self, path: str, leaf: ShapeLike) -> jax.ShapeDtypeStruct:
         """Return a leaf's shape on the mesh: repeated and padded parts make it larger than the checkpoint's."""
         shape = self._joined_shape(path, local_shape(self.roles[path], leaf.shape, self.sizes))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
@@ -186,12 +186,12 @@ class MeshPlacement(Placement):
         }
         return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Shaped]) -> list[LeafParts]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> list[LeafParts]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
 
-    def whole_shapes(self, leaves: Sequence[Shaped] = ()) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def whole_shapes(self, leaves: Sequence[ShapeLike] = ()) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of the whole model's leaves, as on one device."""
         return leaf_shapes(self.graph)
 
@@ -199,7 +199,7 @@ class MeshPlacement(Placement):
         """Call `abstract` for all leaves, in the graph's order."""
         return tuple(self.abstract(path, leaf) for path, leaf in zip(self.graph.paths, leaves, strict=True))
 
-    def bytes_per_device(self, leaves: Sequence[Shaped]) -> int:
+    def bytes_per_device(self, leaves: Sequence[ShapeLike]) -> int:
         """Return the bytes of weights that each device holds."""
         sizes, total = self.partition.sizes, 0
         for path, leaf in zip(self.graph.paths, leaves, strict=True):

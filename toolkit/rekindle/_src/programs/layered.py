@@ -48,7 +48,7 @@ class OpeningOutput(NamedTuple):
     inputs: StepInputs
 
 
-class Compiled(Protocol):
+class CompiledProgram(Protocol):
     """A program on its devices: a `jax.stages.Compiled`, or what a store returns in its place."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any: ...
@@ -172,10 +172,10 @@ class LayeredProgram(abc.ABC):
     def __init__(
         self,
         cut: Cut,
-        opening: Compiled,
-        layers: Sequence[Compiled],
-        greedy: Compiled | None,
-        rest: Callable[[], Compiled],
+        opening: CompiledProgram,
+        layers: Sequence[CompiledProgram],
+        greedy: CompiledProgram | None,
+        rest: Callable[[], CompiledProgram],
         has_rest: Callable[[], bool],
     ) -> None:
         """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
@@ -260,9 +260,9 @@ class LayeredPrograms:
         """Begin without parts. `counted` wraps traced functions, and `compiled` is called after each compilation."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
-        self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
+        self._parts: dict[str, Future[CompiledProgram]] = {}  # ready, or being made
         self._opened: dict[tuple[int, int], OpeningOutput] = {}  # the shapes of openings' results, by size
-        self._unsaved: list[tuple[str, Compiled, float]] = []
+        self._unsaved: list[tuple[str, CompiledProgram, float]] = []
 
     def quicker(self, keys: Iterable[Key]) -> bool:
         """True if not all of these programs are stored, and their parts are ready much sooner than whole programs."""
@@ -318,7 +318,7 @@ class LayeredPrograms:
     def _cut(self) -> Cut:
         return Cut.of(self._recipes.graph, self._recipes.leaves)
 
-    def _assembled(self, key: Bucket, found: Mapping[str, Compiled]) -> LayeredProgram:
+    def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredProgram:
         kind = LayeredForward if key.part is StepPart.FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))
@@ -330,7 +330,7 @@ class LayeredPrograms:
         future = self._parts.get(self._closing_name(key, greedy=False))
         return future is not None and future.done()
 
-    def _closed(self, key: Bucket) -> Compiled:
+    def _closed(self, key: Bucket) -> CompiledProgram:
         """Return the closing that serves all steps; load or compile it if needed."""
         name = self._closing_name(key, greedy=False)
         future = self._parts.get(name)
@@ -343,9 +343,9 @@ class LayeredPrograms:
         self.save()
         return parts[name]
 
-    def _made(self, parts: Iterable[ProgramPart]) -> dict[str, Compiled]:
+    def _made(self, parts: Iterable[ProgramPart]) -> dict[str, CompiledProgram]:
         """Trace one part after the other, as the GIL allows no more, and compile each in its own thread meanwhile."""
-        futures: dict[str, Future[Compiled]] = {}
+        futures: dict[str, Future[CompiledProgram]] = {}
         threads: list[threading.Thread] = []
         try:
             with gc_paused():
@@ -358,7 +358,7 @@ class LayeredPrograms:
             for thread in threads:
                 thread.join()
 
-    def _begin(self, part: ProgramPart, future: Future[Compiled]) -> list[threading.Thread]:
+    def _begin(self, part: ProgramPart, future: Future[CompiledProgram]) -> list[threading.Thread]:
         """Load a part, or start a thread that compiles it. Return the threads started, one or none."""
         start = time.perf_counter()
         try:
@@ -390,13 +390,13 @@ class LayeredPrograms:
         thread.start()
         return [thread]
 
-    def _claim(self, name: str) -> tuple[Future[Compiled], bool]:
+    def _claim(self, name: str) -> tuple[Future[CompiledProgram], bool]:
         """Return the future of a part, and True if the caller has to make the part."""
         with self._lock:
             is_new = name not in self._parts
             return self._parts.setdefault(name, Future()), is_new
 
-    def _give_up(self, name: str, future: Future[Compiled], error: BaseException) -> None:
+    def _give_up(self, name: str, future: Future[CompiledProgram], error: BaseException) -> None:
         """Pass the error to the threads that wait for the part, and forget the part, so that it can be tried again."""
         with self._lock:
             self._parts.pop(name, None)
@@ -483,7 +483,7 @@ class LayeredPrograms:
 _unknown: set[str] = set()  # options that this version of XLA does not take
 
 
-def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> Compiled:
+def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> CompiledProgram:
     """Compile with those of the options that this version of XLA takes."""
     while True:
         options = {name: value for name, value in wanted.items() if name not in _unknown}

@@ -53,7 +53,7 @@ from rekindle._src.programs.draft_head import DraftChains, DraftedTokens
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.layered import Compiled, LayeredProgram, LayeredPrograms, compiled_with
+from rekindle._src.programs.layered import CompiledProgram, LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
@@ -120,10 +120,10 @@ class Ledger:
         """Begin without programs. `has_parts` is True of a program that can be made of parts."""
         self.entries = {key: ProgramEntry(key) for key in keys}
         self._has_parts = has_parts
-        self.ready: dict[Key, Compiled] = {}
+        self.ready: dict[Key, CompiledProgram] = {}
         self.least = Form.WHOLE  # the form that is enough for now
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
-        self._replaced: list[Compiled | None] = []  # steps in flight may run in them
+        self._replaced: list[CompiledProgram | None] = []  # steps in flight may run in them
         self._soon: set[Key] = set()
         self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
@@ -147,7 +147,7 @@ class Ledger:
                 self._provisional.add(key)
         return entry
 
-    def offer(self, entry: ProgramEntry, form: Form, program: Compiled, record: ProgramRecord) -> None:
+    def offer(self, entry: ProgramEntry, form: Form, program: CompiledProgram, record: ProgramRecord) -> None:
         """Put a program in the place of the one that is ready, if any."""
         with self._lock:
             if entry.form is Form.PARTS:
@@ -381,7 +381,7 @@ class Programs:
         """True if a program is made next. Until it is ready, a step rather takes another one that can do the same."""
         return self.ledger.soon(key)
 
-    def get(self, key: Key) -> Compiled:
+    def get(self, key: Key) -> CompiledProgram:
         """Return the executable, compiled now if needed. Raise `CompileError`, and KeyError if it is not in `known`."""
         program = self.ledger.ready.get(key)
         if program is not None:
@@ -485,7 +485,7 @@ class Programs:
         """True if a program is a step, or one of the small model's."""
         return isinstance(key, Bucket) or key in self._draft_keys
 
-    def compile(self, key: Key, traced: TracedProgram | None = None) -> Compiled:
+    def compile(self, key: Key, traced: TracedProgram | None = None) -> CompiledProgram:
         """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
             lowered = self.build(key) if traced is None else traced.lowered
@@ -555,10 +555,12 @@ class Programs:
             time.sleep(0.02)
         return TracedProgram(lowered, end - start)
 
-    def _make(self, entry: ProgramEntry, traced: TracedProgram | None = None) -> tuple[Compiled, Callable[[], None]]:
+    def _make(
+        self, entry: ProgramEntry, traced: TracedProgram | None = None
+    ) -> tuple[CompiledProgram, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
-        compiled: Compiled
+        compiled: CompiledProgram
         with self._lock:
             self._compiling[key] = None
         try:
