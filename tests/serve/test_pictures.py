@@ -14,7 +14,7 @@ import pytest
 from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
 from rekindle import Session
-from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin
+from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
 from rekindle._src.serve import pictures as serve_pictures
@@ -42,7 +42,7 @@ class ReadPicture:
 
     def __init__(self, source: Any, *, decodes: bool) -> None:
         self.digest = bytes.fromhex(source.decode().digest) if decodes else b""
-        self.source = source
+        self.source, self.grids = source, (TokenGrid(1, 3),)
 
 
 class Pictures:
