@@ -159,7 +159,7 @@ def test_versions_are_made_and_gone_through_in_a_pipe_too(
     told = capsys.readouterr().err
     assert "> first  ‹ 1/2 ›" in told and "> second  ‹ 2/2 ›" in told
     assert "‹ 2/2 ›  6 tokens" not in told and "‹ 2/2 ›" in told
-    assert "'99' is no token of the answer. Use 0 to 5" in told
+    assert "'99' is not the number of a token in the answer. Use 0 to 5" in told
     assert len(made) == 1
 
 

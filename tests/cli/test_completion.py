@@ -57,7 +57,7 @@ def test_words_that_may_follow(home: Path, line: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("file", ["a$(touch x)", "a`id`", "a;id", "a&b", "a b", "a*", "a'b", "a|b", "a>b", "a#b"])
 def test_names_that_a_shell_would_run_are_not_offered(home: Path, file: str) -> None:
-    """Of several files in a folder each has its own name, which is whatever its author called it."""
+    """Files in one folder are offered by name, and their authors chose the names: some are not safe in a shell."""
     folder = home / ".lmstudio" / "models" / "owner" / "name"
     (folder / f"{file}.gguf").write_bytes(b"")
     assert any(file in name for name in known.names())

@@ -33,7 +33,7 @@ def read(path: Path) -> PortableExecutable:
     data = path.read_bytes()
     (start,) = struct.unpack_from("<I", data, 60)
     if data[:2] != b"MZ" or data[start : start + 4] != b"PE\0\0":
-        raise ValueError(f"{path} is no program or library for Windows")
+        raise ValueError(f"{path} is not a Windows executable or DLL (PE32+)")
     machine, count, _, _, _, size, flags = struct.unpack_from("<2H3I2H", data, start + 4)
     optional = start + 24
     magic, may = struct.unpack_from("<H68xH", data, optional)

@@ -1,4 +1,4 @@
-"""What a terminal shows: text, line ends, a cursor that goes left and up, and erasing."""
+"""A model of a terminal's screen, which handles text, line ends, cursor movement and erasing."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _caches(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What Wine reads: a Windows of its own in `folder`, which it makes at its first start, and no window."""
+    """Return the environment of Wine: a prefix in `folder`, which its first start creates, and no display."""
     return {
         **os.environ,
         "WINEPREFIX": str(folder / "wine"),

@@ -211,7 +211,7 @@ def test_keys_act(page: Any, views: dict[str, Mounted]) -> None:
 
 @pytest.mark.parametrize("width", [620, 320])  # a narrow output, and a window of 1,280 pixels at 400 %
 def test_nothing_is_cut_off_where_it_is_narrow(page: Any, views: dict[str, Mounted], width: int) -> None:
-    """What is wide, such as a table or code, scrolls by itself; the page does not."""
+    """Wide content, such as a table or code, has a scroll bar of its own; the page does not scroll sideways."""
     before = page.viewport_size
     page.set_viewport_size({"width": width, "height": 900})
     try:

@@ -249,7 +249,7 @@ def test_a_commit_that_is_a_link_to_nothing_is_no_model(home: Path, gguf: bytes)
 
 
 def test_folders_that_may_not_be_looked_at_have_no_models(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ollama's as a service, which belong to another user; pathlib's `is_dir` raises there."""
+    """Ollama as a service keeps its models under another user, where pathlib's `is_dir` raises PermissionError."""
     store = home / ".ollama" / "models"
     manifest = tool_homes.manifest(store, model=b"GGUF")
     tool_homes.ollama(store, "library/qwen3/0.6b", manifest)

@@ -242,7 +242,7 @@ class Chat:
             self.writer.show(self._numbered(ids))
             self.note("/fork 12 goes on from token 12, with what you write there or with another draw")
         elif not number.isdecimal() or int(number) >= len(ids):
-            self.note(f"{number!r} is no token of the answer. Use 0 to {len(ids) - 1}, as /fork lists them")
+            self.note(f"{number!r} is not the number of a token in the answer. Use 0 to {len(ids) - 1}, as /fork lists them")
         else:
             self._fork(int(number), text)
 
