@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import threading
@@ -129,6 +130,14 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
+
+
+async def comes_to_rest(server: Any) -> None:
+    """Wait until a server has no exchange, connection or queued token left."""
+    listener = server._listener
+    await asyncio.to_thread(eventually, lambda: not listener.life.active, 60.0)
+    await asyncio.to_thread(eventually, lambda: listener.connections.count == 0, 60.0)
+    assert listener.life.queued_tokens == 0
 
 
 def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling: Any) -> list[int]:

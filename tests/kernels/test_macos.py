@@ -11,13 +11,12 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from helpers import mach_o
+from helpers import mach_o, wheels
 from rekindle_kernels.native import cpu, library
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
 
@@ -86,20 +85,10 @@ def test_a_change_of_one_byte_breaks_the_signature(built: Path, tmp_path: Path) 
 
 
 def test_a_wheel_for_macos_is_made_here(built: Path, tmp_path: Path) -> None:
-    if find_spec("hatchling") is None:
-        pytest.skip("hatchling builds the wheel")
-    environment = {**os.environ, "REKINDLE_WHEEL_LIBRARY": str(built)}
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-macosx_11_0_arm64.whl") and wheel.stat().st_size < 15 << 20
-    inside = "rekindle_kernels/native/prebuilt/"
-    with zipfile.ZipFile(wheel) as packed:
-        names = {name for name in packed.namelist() if name.startswith(inside)}
-        manifest = json.loads(packed.read(f"{inside}{library.MANIFEST}"))
-        assert names == {f"{inside}{library.MANIFEST}", f"{inside}{manifest['library']}"}
-        assert packed.read(f"{inside}{manifest['library']}") == (built / manifest["library"]).read_bytes()
+    packed = wheels.contents(built, tmp_path, "macosx_11_0_arm64")
+    name = json.loads(packed[library.MANIFEST])["library"]
+    assert packed.keys() == {library.MANIFEST, name}
+    assert packed[name] == (built / name).read_bytes()
 
 
 def test_a_wheel_has_no_kernels_of_other_sources(tmp_path: Path) -> None:

@@ -7,16 +7,11 @@ under another calling convention; a process of Wine's checks what a call leaves 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from helpers import guest_tests, portable_executable, windows
+from helpers import guest_tests, portable_executable, wheels, windows
 from rekindle_kernels.native import build_library, cpu, library
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
 
@@ -57,17 +52,9 @@ def test_windows_would_load_the_dll(built: Path) -> None:
 
 
 def test_a_wheel_for_windows_is_made_here(built: Path, tmp_path: Path) -> None:
-    if find_spec("hatchling") is None:
-        pytest.skip("hatchling builds the wheel")
-    environment = {**os.environ, "REKINDLE_WHEEL_LIBRARY": str(built)}
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-win_amd64.whl") and wheel.stat().st_size < 15 << 20
-    with zipfile.ZipFile(wheel) as packed:
-        inside = f"rekindle_kernels/native/prebuilt/{windows.DLL}"
-        assert packed.read(inside) == (built / windows.DLL).read_bytes()
+    packed = wheels.contents(built, tmp_path, "win_amd64")
+    assert packed.keys() == {library.MANIFEST, windows.DLL}
+    assert packed[windows.DLL] == (built / windows.DLL).read_bytes()
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

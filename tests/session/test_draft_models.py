@@ -279,4 +279,4 @@ def test_tiny_drafts_for_itself_from_a_file(tiny_file: str, tmp_path: Path) -> N
             counts = session.stats().drafters.get("model")
     assert found[0] == found[1] == found[2] == found[3]
     assert counts is not None
-    assert counts.accepted > 10
+    assert counts.accepted > 40

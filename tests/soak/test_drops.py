@@ -27,7 +27,7 @@ import pytest
 import rekindle
 from helpers.fleets import local_fleet
 from helpers.loopback import Case, Counts, stream
-from helpers.sessions import eventually, wait_until_idle
+from helpers.sessions import comes_to_rest, wait_until_idle
 from rekindle import Fleet, Session
 from rekindle._src.structured import grammar
 from soak.test_http import FEATURES, live_bytes
@@ -232,9 +232,7 @@ def test_clients_that_leave_at_any_byte_change_no_answer_and_leave_nothing_behin
                         for _ in range(AT_ONCE):
                             strangers.create_task(stranger())
                     over.set()
-                await asyncio.to_thread(eventually, lambda: not server._listener.life.active, 60.0)
-                await asyncio.to_thread(eventually, lambda: server._listener.connections.count == 0, 60.0)
-                assert server._listener.life.queued_tokens == 0
+                await comes_to_rest(server)
             return counts, drops.counts
 
         live: list[int] = []

@@ -29,7 +29,7 @@ import pytest
 
 import rekindle
 from helpers.loopback import Case, Counts, stream
-from helpers.sessions import eventually, wait_until_idle
+from helpers.sessions import comes_to_rest, wait_until_idle
 from rekindle._src.structured import grammar
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
@@ -313,9 +313,7 @@ def test_strangers_change_no_answer_and_leave_nothing_behind(
                         group.create_task(neighbour(server.port, counts, until))
                     for attack in ATTACKS:
                         group.create_task(attackers.run(functools.partial(attack, attackers), until))
-                await asyncio.to_thread(eventually, lambda: not server._listener.life.active, 60.0)
-                await asyncio.to_thread(eventually, lambda: server._listener.connections.count == 0, 60.0)
-                assert server._listener.life.queued_tokens == 0
+                await comes_to_rest(server)
             return counts, attackers.counts
 
         live: list[int] = []

@@ -184,11 +184,14 @@ class Chat:
     def turns(self) -> int:
         return sum(message["role"] == "user" for message in self.conversation.messages)
 
-    def _last_message(self) -> tuple[int, str] | None:
-        """Return the place and the text of the user's last message."""
+    def _last_message(self, purpose: str) -> tuple[int, str] | None:
+        """Return the place and the text of the user's last message. Without one, say that there is none to use so."""
         messages = self.conversation.messages
         place = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=None)
-        return None if place is None else (place, messages[place]["content"])
+        if place is None:
+            self.note(f"there is no message to {purpose}")
+            return None
+        return place, messages[place]["content"]
 
     def _keep(self, at: int) -> None:
         """Keep the conversation from a place on as a version."""
@@ -206,9 +209,8 @@ class Chat:
         self.answer(lambda: self.conversation.continue_answer(**self._tuned))
 
     def again(self, argument: str) -> None:
-        message = self._last_message()
+        message = self._last_message("answer again")
         if message is None:
-            self.note("there is no message to answer again")
             return
         place, text = message
         self._keep(place + 1)
@@ -220,9 +222,8 @@ class Chat:
             self.note("the same answer once more: /settings lively, or a temperature above 0, draws others")
 
     def edit(self, argument: str) -> None:
-        message = self._last_message()
+        message = self._last_message("write anew")
         if message is None:
-            self.note("there is no message to write anew")
             return
         place, text = message
         self._keep(place)
@@ -242,7 +243,9 @@ class Chat:
             self.writer.show(self._numbered(ids))
             self.note("/fork 12 goes on from token 12, with what you write there or with another draw")
         elif not number.isdecimal() or int(number) >= len(ids):
-            self.note(f"{number!r} is not the number of a token in the answer. Use 0 to {len(ids) - 1}, as /fork lists them")
+            self.note(
+                f"{number!r} is not the number of a token in the answer. Use 0 to {len(ids) - 1}, as /fork lists them"
+            )
         else:
             self._fork(int(number), text)
 
