@@ -138,7 +138,7 @@ def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
     model: Any, monkeypatch: pytest.MonkeyPatch, drafts_pay: bool
 ) -> None:
     """Of as many requests as there are rows, no step has room for a draft, but before the last one came or once one
-    has ended."""
+    has ended: how many steps that is depends on when they come, of some 180 that all would draft."""
     monkeypatch.setattr(heads, "_SHORTEST", 4)
     if not drafts_pay:
         monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: 0)
@@ -147,9 +147,10 @@ def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
             [tokens(20, seed=place) for place in range(4 if drafts_pay else 3)], **LONG | {"max_tokens": 180}
         )
         stats = session.stats()
-    assert stats.drafted_tokens <= (24 if drafts_pay else 0)
+    assert stats.drafted_tokens <= (90 if drafts_pay else 0)
     drafting = sum(count for name, count in stats.programs.items() if name.endswith("t0+drafts"))
-    assert 2 < drafting < 20, "or they never try again"
+    assert drafting > 2, "or they never try again"
+    assert drafting < (90 if drafts_pay else 20)
     assert max(stats.programs, key=stats.programs.__getitem__).endswith("t0")
 
 
