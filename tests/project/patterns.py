@@ -254,7 +254,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
     "toolkit/rekindle/_src/notebook/transcripts.py": {"json.loads": US("a kept conversation", "a file")},
-    "toolkit/rekindle/_src/opening/draft_plan.py": {
+    "toolkit/rekindle/_src/opening/source.py": {
         "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
     },
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},

@@ -22,9 +22,8 @@ from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.blueprint import blueprint
-from rekindle._src.opening.draft_plan import draft_plan
 from rekindle._src.opening.open_request import OpenRequest
-from rekindle._src.opening.source import source_of
+from rekindle._src.opening.source import drafter_for, source_of
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError
@@ -220,9 +219,10 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))
-    divided: Any = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(divided=True, processes=1)
+    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
     with pytest.raises(ConfigError, match="which can't be divided over several devices"):
-        draft_plan(EngineConfig(drafts=twin), model.config, divided)
+        drafter_for(divided, EngineConfig(drafts=twin))
     other = shutil.copytree(tiny.folder(), tmp_path / "other")
     raw = json.loads((other / "tokenizer.json").read_text())
     ids = raw["model"]["vocab"]

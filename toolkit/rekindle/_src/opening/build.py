@@ -31,7 +31,7 @@ from rekindle._src.opening.cache import SessionCache, check_snapshot
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.source import source_of
+from rekindle._src.opening.source import ModelSource, source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
@@ -59,7 +59,6 @@ def build(request: OpenRequest) -> Front:
         request.show("weights")
         read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
         weights = owners.enter_context(closing(read))
-        del source  # no headers are needed once the weights are here
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
@@ -68,7 +67,8 @@ def build(request: OpenRequest) -> Front:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
-        drafter = _drafter(plan, programs, cache, request, owners)
+        drafter = _drafter(source, plan, programs, cache, request, owners)
+        del source  # no headers are needed once the weights are here
         runner = Runner(
             weights.model,
             programs.all.config,
@@ -99,6 +99,7 @@ def build(request: OpenRequest) -> Front:
 
 
 def _drafter(
+    source: ModelSource,
     plan: Blueprint,
     programs: SessionPrograms,
     cache: SessionCache,
@@ -106,11 +107,11 @@ def _drafter(
     owners: contextlib.ExitStack,
 ) -> DraftModel | None:
     """Return the small model that drafts, with its weights; None without one."""
-    small = plan.drafter
+    small = source.drafter
     if small is None:
         return None
     request.show("weights of the small model that drafts")
-    drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
+    drafter = DraftModel(programs.all, lambda: small.load(plan.placement).leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
 
 
