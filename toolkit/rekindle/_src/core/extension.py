@@ -84,6 +84,12 @@ class Extension:
         return self
 
 
+class DeviceLoad:
+    """Something that requests' extensions need on the device, in addition to pages, before their rows run."""
+
+    __slots__ = ()
+
+
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 

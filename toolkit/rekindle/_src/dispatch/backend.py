@@ -19,10 +19,10 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.extensions import AdapterLike
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.pictures import EncodedRows, PictureStatistics, TokenGrid
 from rekindle._src.core.records import (
-    AdapterLike,
     FinishReason,
     IntArray,
     Request,

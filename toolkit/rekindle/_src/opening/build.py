@@ -19,6 +19,7 @@ import jax
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.draft_model import DraftModel
@@ -62,7 +63,7 @@ def build(request: OpenRequest) -> Front:
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
-        adapters = AdapterShelf.open(plan, request, adapted=programs.all.adapted)
+        adapters = AdapterShelf.open(plan, request, adapted=programs.all.takes(AdapterUse))
         if request.merge is not None:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))

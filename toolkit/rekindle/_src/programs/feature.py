@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
-from rekindle._src.core.extension import Extension
-from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
+from rekindle._src.core.extension import DeviceLoad, Extension
+from rekindle._src.core.records import IntArray, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
@@ -256,8 +256,8 @@ class Feature:
 
     # -- a step is packed
 
-    def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Take the adapters that a plan puts on the device, on the device's thread and in the order of plans."""
+    def load(self, loads: Sequence[DeviceLoad]) -> None:
+        """Take from what a plan puts on the device, on the device's thread and in the order of plans."""
 
     def free(self) -> None:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""

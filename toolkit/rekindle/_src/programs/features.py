@@ -191,7 +191,7 @@ class Features:
         return _variant(joined)
 
     def load(self, plan: StepPlan) -> None:
-        """Take the adapters that a plan puts on the device."""
+        """Take what a plan puts on the device."""
         for feature in self.entries:
             feature.load(plan.loads)
 

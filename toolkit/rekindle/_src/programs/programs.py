@@ -22,16 +22,15 @@ import jax
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
-from rekindle._src.core.records import units_for
 from rekindle._src.kvcache.node import least_copied
-from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.adapters import Adapters, Stacks
+from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.buckets import (
     ADMIT,
     COPY,
@@ -247,7 +246,7 @@ class Programs:
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = _adapters(graph, config, placement, ahead=ProgramVariant.ADAPTERS in ahead)
+        adapters = adapter_features(graph, config, placement, ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
@@ -341,10 +340,9 @@ class Programs:
         """All programs that a session can have."""
         return self.ledger.entries
 
-    @property
-    def adapted(self) -> bool:
-        """True if rows may have adapters."""
-        return any(isinstance(feature, Adapters) for feature in self.features.entries)
+    def takes(self, option: type[Extension]) -> bool:
+        """True if rows may have extensions of this class."""
+        return any(feature.option is option for feature in self.features.entries)
 
     @property
     def traced_processors(self) -> bool:
@@ -652,12 +650,3 @@ def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
     """
     sizes = (FILLED, FEW) if at_once and moved == (FEW,) else moved
     return tuple(Helper(SCATTER.kind, pages) for pages in sizes[::-1])
-
-
-def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead: bool) -> tuple[Adapters, ...]:
-    """Return the feature of adapters; none where a session can't have any."""
-    if not config.max_adapters or placement.data > 1 or placement.processes > 1:
-        return ()
-    units = config.max_adapters * units_for(config.max_adapter_rank)
-    stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
-    return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)

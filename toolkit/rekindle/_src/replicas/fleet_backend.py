@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.core.records import AdapterLike
+from rekindle._src.core.extensions import AdapterLike
 from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, TurnOutcome, take
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
