@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import State, in_notebook
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.names import checked_name
+from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.threads import Contexts
+from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.kept_weights import MappedWeights
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
@@ -74,13 +76,41 @@ class OpenRequest:
     processors: Sequence[LogitsProcessor] = ()
     taps: Sequence[Tap] = ()
     steering: Mapping[str, tuple[Steer, ...]] = dataclasses.field(default_factory=dict)  # changes that have a name
-    adapters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # sources by name
-    merge: Any = None  # an adapter that is added to the weights
+    adapters: Mapping[str, object] = dataclasses.field(default_factory=dict)  # sources by name
+    merge: object = None  # an adapter that is added to the weights
     progress: Report | None = None
     contexts: Contexts = contextlib.nullcontext
     given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
     shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
     ahead: HeadStart | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: str | Path | LoadedModel,
+        config: EngineConfig,
+        *,
+        processors: object,
+        taps: object,
+        steering: object,
+        adapters: object,
+        merge: object,
+        progress: Report | None,
+        given_up: Callable[[], bool],
+    ) -> OpenRequest:
+        """Return the request of a caller. Raise ConfigError for arguments of the wrong kind."""
+        return cls(
+            model,
+            config,
+            _listed("processors", processors, "LogitsProcessor"),
+            _listed("taps", taps, "Tap"),
+            named_changes(steering),
+            _named(adapters),
+            merge,
+            progress,
+            given_up=given_up,
+            shown=OpeningProgress(model),
+        )
 
     def show(self, stage: str) -> None:
         """Show what the opening is at."""
@@ -102,3 +132,41 @@ def precompiles(option: str) -> str:
     if option != "auto":
         return option
     return "background" if in_notebook() else "lazy"
+
+
+def _listed(name: str, entries: object, kind: str) -> tuple[Any, ...]:
+    if entries is None:
+        return ()
+    if not isinstance(entries, Iterable):
+        fix = f"Pass a list of rekindle.{kind}(function, name='…')"
+        raise ConfigError(name, entries, "is not a list", fix)
+    return tuple(entries)
+
+
+def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
+    """Return the changes of each name. Raise ConfigError for anything else."""
+    if steering is None:
+        return {}
+    fix = 'Pass {"name": rekindle.Steer(layer=…, vector=…)}'
+    if not isinstance(steering, Mapping):
+        raise ConfigError("steering", steering, "does not map names to changes", fix)
+    named = {}
+    for name, entry in steering.items():
+        if isinstance(entry, str | Path):
+            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
+
+            changes = read_changes(entry)
+        else:
+            changes = tuple(entry) if isinstance(entry, Sequence) else (entry,)
+        if not (isinstance(name, str) and name and changes and all(isinstance(change, Steer) for change in changes)):
+            raise ConfigError("steering", {name: entry}, "is not a name with a Steer, a list of them, or a file", fix)
+        named[name] = changes
+    return named
+
+
+def _named(adapters: object) -> dict[str, object]:
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
+    return {checked_name("adapters", name): source for name, source in adapters.items()}
