@@ -108,7 +108,7 @@ class Handle(RequestOutput, Call[T]):
     def __init__(
         self,
         host: Host,
-        session: Any,
+        session: object,
         prompt: Prompt,
         sampling: Sampling,
         *,

@@ -171,7 +171,7 @@ class Request:
     index: int = 0  # of the sequence among the n
     resumed: ResumeState | None = None  # if it began in another process
     caller: str = ""  # grammars of several callers are compiled by turns
-    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
+    messages: Sequence[Mapping[str, object]] | None = None  # of a chat, for routing
     extensions: Extensions = NONE  # of the capabilities that it uses
 
     @property

@@ -76,7 +76,7 @@ class SamplingOptions(TypedDict, total=False):
     logprob_start: int | None
     logprob_token_ids: Sequence[int] | None
     logprobs_of: LogprobsOf | None
-    capture: Capture | Mapping[str, Any] | None
+    capture: Capture | Mapping[str, object] | None
     steer: SteerLike | Sequence[SteerLike] | None
     patch: Captured | None
     taps: str | Sequence[str] | None
@@ -84,7 +84,7 @@ class SamplingOptions(TypedDict, total=False):
     processors: str | Sequence[str] | None
     adapter: str | Mapping[str, float] | None
     salt: str | None
-    schema: Any | None
+    schema: object
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
@@ -372,7 +372,7 @@ class Sampling(html.Record):
     processors: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _named("processor")))
     adapter: str | Mapping[str, float] | None = option(None, _adapter)
     salt: str | None = option(None, _salt, also=("http",))
-    schema: Any = option(None, _schema)
+    schema: object = option(None, _schema)
     regex: str | None = option(None, _structure_text)
     choice: tuple[str, ...] | None = option(None, Several("strings", MAX_CHOICES, _choices, may_be_empty=False))
     grammar: str | None = option(None, _structure_text)

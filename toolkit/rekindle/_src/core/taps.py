@@ -72,7 +72,7 @@ class Capture(html.Line):
     prompt: a later request that captures the same of these pages, with `keep`, gets it without computing them.
     """
 
-    sites: Mapping[str, Any]
+    sites: Mapping[str, object]
     positions: Positions = None
     into: str | os.PathLike[str] | None = None
     keep: bool = False
@@ -118,10 +118,11 @@ def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
     return tuple(layer_of("capture", layer, count) for layer in numbers)
 
 
-def layer_of(name: str, layer: Any, count: int | None) -> int:
+def layer_of(name: str, layer: object, count: int | None) -> int:
     """Return a layer's number, counted from 0."""
+    number: Any = layer
     try:
-        number = layer.__index__()
+        number = number.__index__()
     except AttributeError:
         raise InvalidRequest(name, layer, "is not a layer's number", "Pass an int") from None
     if count is not None and not -count <= number < count:
@@ -259,7 +260,7 @@ class Captured(Mapping[Any, Any]):
     def __init__(
         self,
         positions: NDArray[np.int32],
-        arrays: Mapping[Any, NDArray[Any]],
+        arrays: Mapping[Key, NDArray[Any]],
         layers: int,
         *,
         folder: Path | None = None,
@@ -285,7 +286,7 @@ class Captured(Mapping[Any, Any]):
                 return np.empty(shape, dtype)
             return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)
 
-        arrays: dict[Any, NDArray[Any]] = {}
+        arrays: dict[Key, NDArray[Any]] = {}
         positions, layers = np.empty(0, np.int32), 0
         for path in sorted(Path(folder).glob("*" + SUFFIX)):
             with path.open("rb") as file:
@@ -332,7 +333,7 @@ class Captured(Mapping[Any, Any]):
     __hash__ = object.__hash__
 
     @property
-    def arrays(self) -> Mapping[Any, NDArray[Any]]:
+    def arrays(self) -> Mapping[Key, NDArray[Any]]:
         """The arrays by site and layer."""
         return self._arrays
 

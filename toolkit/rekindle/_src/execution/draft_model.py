@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.core.records import DraftTask
 from rekindle._src.programs.buckets import Helper
@@ -22,7 +23,7 @@ class DraftModel:
     """Owns the small model's weights and pages."""
 
     def __init__(
-        self, programs: Programs, load: Callable[[], Sequence[Any]], lost: Callable[[], object] = lambda: None
+        self, programs: Programs, load: Callable[[], Sequence[Array]], lost: Callable[[], object] = lambda: None
     ) -> None:
         """Make pages, and read weights by `load`, which is called again when the session wakes. `lost` is called when
         the pages are made anew, in the device thread."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import DraftTask
+from rekindle._src.core.records import DraftTask, IntArray
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
@@ -41,13 +41,16 @@ _ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
 _HEAD, _COLUMNS = 3, 7
 
 
+Ints = TypeVar("Ints", IntArray, Array)
+
+
 class DraftShapes(NamedTuple):
     """The small model of a session, as its programs see it."""
 
     graph: Graph
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
-    def facts(self) -> list[Any]:
+    def facts(self) -> list[object]:
         """Return all that its programs depend on."""
         leaves = zip(self.graph.paths, self.leaves, strict=True)
         return [self.graph.config.digest(), [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]]
@@ -84,7 +87,7 @@ class DraftLayout:
     def floats(self) -> int:
         return 3 * self.rows
 
-    def sections(self, ints: Any) -> tuple[Any, Any, Any]:
+    def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
         end = _HEAD + self.rows * _COLUMNS
         return (

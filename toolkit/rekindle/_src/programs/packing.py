@@ -297,7 +297,7 @@ class Sections(NamedTuple):
     row_extra: Any  # [N, those of features]: integers that change from row to row
 
 
-def sections(layout: Layout, ints: Any) -> Sections:
+def sections(layout: Layout, ints: IntArray | Array) -> Sections:
     """Return the parts of an integer buffer."""
     parts, offset = [], 0
     for shape in layout.sections:

@@ -102,8 +102,8 @@ def open(
     processors: Sequence[LogitsProcessor] | None = None,
     taps: Sequence[Tap] | None = None,
     steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-    merge: Any = None,
+    adapters: Mapping[str, object] | None = None,
+    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Opening:
@@ -144,8 +144,8 @@ def open_sync(
     processors: Sequence[LogitsProcessor] | None = None,
     taps: Sequence[Tap] | None = None,
     steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-    merge: Any = None,
+    adapters: Mapping[str, object] | None = None,
+    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Session:

@@ -68,7 +68,7 @@ class Structure:
     """A request's spec, and the function that makes an object of its whole text."""
 
     spec: Spec
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
 
 
 def structure_of(sampling: Sampling) -> Structure | None:
@@ -108,7 +108,7 @@ class TypeSchema(NamedTuple):
     """A JSON schema, and the function from a text that follows it to an object."""
 
     schema: Mapping[str, Any]
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     checks: bool = False  # True if `parse` refuses texts that break the schema
 
 

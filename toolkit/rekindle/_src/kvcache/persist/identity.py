@@ -52,7 +52,7 @@ class Identity:
         """The root key of the tree."""
         return root_digest(f"pages {self.version}", self.fingerprint, self.kv_dtype, str(self.page_size), self.layout)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Return the fields that an index stores."""
         return {"identity": {name: getattr(self, name) for name in STORED}}
 

@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, overload
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,6 +228,7 @@ _MAX_DIMENSIONS = 4
 _OLDER = (b"lmgg", b"tjgg", b"algg", b"fmgg")  # the formats before GGUF, as their bytes lie in the file
 Value = int | float | bool | str | Texts | np.ndarray[Any, Any]
 MAX_KEY = 1 << 16  # bytes; the format's own limit
+D = TypeVar("D")
 _MISSING: Any = object()
 # The numbers that stand for the types of values: struct's letter and numpy's dtype.
 _NUMBERS = {
@@ -259,28 +260,28 @@ class Metadata(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def integer(self, key: str, default: object = _MISSING) -> Any:
+    def integer(self, key: str, default: D = _MISSING) -> int | D:
         """Return a whole number, or `default` if the key is absent. Raise `CheckpointError` if there is no default."""
         return self._of(key, "a whole number", default, lambda value: type(value) is int)
 
-    def number(self, key: str, default: object = _MISSING) -> Any:
+    def number(self, key: str, default: D = _MISSING) -> float | D:
         """Return a number, as a float."""
         value = self._of(key, "a number", default, lambda value: type(value) in (int, float))
         return float(value) if isinstance(value, int) else value
 
-    def flag(self, key: str, default: object = _MISSING) -> Any:
+    def flag(self, key: str, default: D = _MISSING) -> bool | D:
         """Return the value of a key that has to be a boolean."""
         return self._of(key, "true or false", default, lambda value: type(value) is bool)
 
-    def text(self, key: str, default: object = _MISSING) -> Any:
+    def text(self, key: str, default: D = _MISSING) -> str | D:
         """Return the value of a key that has to be a string."""
         return self._of(key, "a string", default, lambda value: isinstance(value, str))
 
-    def texts(self, key: str, default: object = _MISSING) -> Any:
+    def texts(self, key: str, default: D = _MISSING) -> Texts | D:
         """Return the value of a key that has to be an array of strings."""
         return self._of(key, "an array of strings", default, lambda value: isinstance(value, Texts))
 
-    def numbers(self, key: str, default: object = _MISSING) -> Any:
+    def numbers(self, key: str, default: D = _MISSING) -> NDArray[Any] | D:
         """Return an array of numbers."""
         return self._of(key, "an array of numbers", default, lambda value: isinstance(value, np.ndarray))
 
@@ -460,7 +461,7 @@ def _shown(shape: tuple[int, ...]) -> str:
     return str([*shape])[:80]
 
 
-def stop_tokens(metadata: Metadata) -> dict[str, Any]:
+def stop_tokens(metadata: Metadata) -> dict[str, object]:
     """Return `bos_token_id` and `eos_token_id`, as config.json has them.
 
     Files name one end-of-sequence token. Chat models end a turn with another one, which only newer files name, so
