@@ -10,12 +10,9 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.core import style
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _TABLE = f'<table style="border-collapse:collapse;font-size:{style.SMALL};margin:4px 0">'
 _CELL = "padding:2px 12px 2px 0;text-align:{align};vertical-align:top;border:none;background:none"
@@ -275,7 +272,7 @@ class Record:
         return mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
 
 
-def figures(record: DataclassInstance) -> dict[str, Any]:
+def figures(record: Any) -> dict[str, Any]:
     """Return a dataclass's fields and properties by name."""
     names = [field.name for field in dataclasses.fields(record) if field.repr]
     # Derived figures, such as a hit rate, are properties.

@@ -390,9 +390,11 @@ class Captured(Mapping[Any, Any]):
         wrong = [key for key in self._arrays if key == "norm" or key[0] not in STEER_SITES]
         if wrong:
             raise InvalidRequest("patch", wrong[0], "can't be changed", f"Capture {_SITES_TO_STEER}")
+        changes: list[tuple[Any, int, NDArray[Any]]] = [
+            (*key, array) for key, array in self._arrays.items() if isinstance(key, tuple)
+        ]
         return tuple(
-            Steer(layer, array, positions=positions, mode="replace", site=site)
-            for (site, layer), array in self._arrays.items()
+            Steer(layer, array, positions=positions, mode="replace", site=site) for site, layer, array in changes
         )
 
     def to_pandas(self, key: object = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from rekindle._src.opening.open_request import OpenRequest
 if TYPE_CHECKING:
     from rekindle._src.opening.head_start import HeadStart
 
+log = logging.getLogger("rekindle.engine")
 _opened: list[bool] = []  # not empty once this process has opened a session: then JAX has its threads
 
 
@@ -40,6 +42,7 @@ def open_front(request: OpenRequest, import_caller: Callable[[], object]) -> Fro
                 dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead)
             )
             _opened.append(True)
+            log.info("opened %s", request.shown.times())
             return front
     finally:
         if ahead is not None:

@@ -30,12 +30,31 @@ class OpeningProgress:
 
     def __init__(self, model: object) -> None:
         self._name = Path(model).name if isinstance(model, str | Path) else "model"
-        self.stage: str = "importing JAX"
+        self._stage = "importing JAX"
+        self._seconds: dict[str, float] = {}  # of the stages that are over
+        self._since = time.monotonic()  # when this one began
         self.hidden: bool = False  # something else shows its own progress
         self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
         self._weights: LoadProgress | None = None
         self._warmed: WarmingProgress | None = None
         self._warming = 0.0  # time.monotonic() when the first program was ready
+
+    @property
+    def stage(self) -> str:
+        """What the opening is at, in words."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = name, now
+
+    def times(self) -> str:
+        """Return how long it has taken, and each of its stages, as one line."""
+        stages = {**self._seconds, self._stage: time.monotonic() - self._since}
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())
+        return f"{self._name} in {sum(stages.values()):.2f} s: {parts}"
 
     def weights(self, report: LoadProgress) -> None:
         """Record how much of the weights was read."""

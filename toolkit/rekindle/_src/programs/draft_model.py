@@ -25,15 +25,16 @@ from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask, IntArray
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
-from rekindle._src.programs.packing import drawing_floats
+from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.sampling import choose
-from rekindle_kernels import Choice, greedy, zeros
+from rekindle_kernels import greedy, zeros
 
 DRAFTS = 7  # tokens of a row, at most
 FILLS = 16, 256  # tokens of a call that drafts none
@@ -85,7 +86,7 @@ class DraftLayout:
 
     @property
     def floats(self) -> int:
-        return 3 * self.rows
+        return DRAWING * self.rows
 
     def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
@@ -98,7 +99,8 @@ class DraftLayout:
 
     def pack(self, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of a call, for tasks that bring one or two tokens and have drafts."""
-        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array([0, 1, 0], np.float32), (self.rows, 1))
+        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
+        floats = np.tile(neutral, (self.rows, 1))
         head, columns, table = self.sections(ints)
         flags = 0
         for place, task in enumerate(tasks):
@@ -214,9 +216,7 @@ class DraftRecipes:
         head, columns, table = layout.sections(ints)
         steps, used, flags = head
         before, latest, lengths, counts = (columns[:, column] for column in range(4))
-        temperature, top_p, min_p = floats.reshape(-1, 3).T
-        seed = lax.bitcast_convert_type(columns[:, 5:7], jnp.uint32)
-        choice = Choice(temperature, columns[:, 4], top_p, min_p, seed, lengths)
+        choice = choice_of(floats.reshape(-1, DRAWING), columns[:, 4], columns[:, 5:7], lengths)
         model = merge(self.shapes.graph, leaves)
 
         def chosen(hidden: Array, lengths: Array) -> Array:

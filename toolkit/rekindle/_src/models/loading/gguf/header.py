@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
+from typing import Any, BinaryIO, NamedTuple, TypedDict, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -461,7 +461,14 @@ def _shown(shape: tuple[int, ...]) -> str:
     return str([*shape])[:80]
 
 
-def stop_tokens(metadata: Metadata) -> dict[str, object]:
+class StopTokens(TypedDict):
+    """The tokens of config.json that begin and end a sequence."""
+
+    bos_token_id: int | None
+    eos_token_id: list[int] | None
+
+
+def stop_tokens(metadata: Metadata) -> StopTokens:
     """Return `bos_token_id` and `eos_token_id`, as config.json has them.
 
     Files name one end-of-sequence token. Chat models end a turn with another one, which only newer files name, so
