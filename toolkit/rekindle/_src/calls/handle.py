@@ -108,7 +108,7 @@ class Handle(RequestOutput, Call[T]):
     def __init__(
         self,
         host: Host,
-        session: object,
+        session: Any,
         prompt: Prompt,
         sampling: Sampling,
         *,

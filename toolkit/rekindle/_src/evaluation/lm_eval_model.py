@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
-from rekindle._src.calls.handle import Completions
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.evaluation.scoring import ScoreTable
 from rekindle._src.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class HarnessSession(Protocol):
     ) -> ScoreTable: ...
     def generate_sync(
         self, prompt: Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]
-    ) -> Completions: ...
+    ) -> list[Completion]: ...
 
 
 class HarnessModel(TemplateLM):

@@ -330,7 +330,8 @@ class ScoreRequests:
             ]
             if not many:
                 return scores[0]
-            index = prompt.index if hasattr(prompt, "iloc") else None  # a column of pandas
+            column: Any = prompt
+            index = column.index if hasattr(column, "iloc") else None  # of pandas
             return ScoreTable(scores, prompts=[one.shown or one.text for one in prompts], index=index)
 
         long = sum(question.characters for question in questions) >= LONG_TEXT
