@@ -58,7 +58,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.side_caches import RecurrentStates, side_caches
+from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -255,7 +255,7 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
-        if any(plan.name == RecurrentStates.name and plan.spare for plan in self.sides):
+        if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
             more = (*more, DraftedTokens())  # last: its column follows all others
