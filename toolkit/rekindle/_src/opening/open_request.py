@@ -41,7 +41,7 @@ class OpeningProgress:
 
     @property
     def stage(self) -> str:
-        """What the opening is at, in words."""
+        """The stage that the opening is at, in words."""
         return self._stage
 
     @stage.setter
