@@ -32,6 +32,7 @@ class Source:
     tiled: bool = False
     transpose: bool = False  # the checkpoint stores [in, out]
     add: float = 0.0  # added to the stored values: Gemma stores norm weights minus one
+    whole: bool = False  # stored as whole numbers, which a float holds, too
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[TensorPart]:

@@ -449,13 +449,17 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, RopeTables]:
         """Compute the input of the first layer, and the rope tables."""
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
-            if self.config.embed_scale != 1.0:
-                # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
-                # addition, where both are in one program, and other bits would come out than where they are in two.
-                x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
-            x = heard(listeners, "embedding", 0, x)
+            x = heard(listeners, "embedding", 0, self.embedded(tokens))
         return x, RopeTables(self.config, positions, lengths)
+
+    def embedded(self, tokens: Array) -> Array:
+        """Compute the embeddings [T, E] of tokens as they enter the residual stream."""
+        x = self.embed(tokens)
+        if self.config.embed_scale == 1.0:
+            return x
+        # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
+        # addition, where both are in one program, and other bits would come out than where they are in two.
+        return jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
 
     def end(self, x: Array) -> Array:
         """Compute the hidden states from the last layer's output."""
@@ -590,7 +594,7 @@ class NormedValuesAttention(QkNormAttention):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        self.shares = config.source(layer) != layer
+        self.shares = config.assists is not None or config.source(layer) != layer
         self.keys_as_values = config.attention[layer].keys_as_values
         self.kv_heads = K = 0 if self.shares else K
         rows = H + (K if self.keys_as_values else 2 * K)
