@@ -35,6 +35,11 @@ class Source:
     whole: bool = False  # stored as whole numbers, which a float holds, too
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
 
+    def renamed(self, old: str, new: str) -> Source:
+        """Return the same source with names that begin with `new` in place of `old`."""
+        names = tuple(new + name.removeprefix(old) if name.startswith(old) else name for name in self.names)
+        return dataclasses.replace(self, names=names)
+
     def parts(self, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         """Yield the tensors in the order of the parameter's rows; `shape` is that of the parameter."""
         count = len(self.rows)

@@ -82,7 +82,7 @@ def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool
     found = _look(model, projector, drafts=drafts)
     raw = {key: value for key, value in found.raw.items() if key != _DRAFT_HEAD}
     names = (entry.name for header in found.headers for entry in header.entries) if drafts else iter(())
-    if not any(name.startswith(f"{_DRAFTING}fc.") or ".nextn.eh_proj." in name for name in names):
+    if not any(name.startswith(f"{_DRAFTING}fc.") or ".eh_proj." in name for name in names):
         return found if len(raw) == len(found.raw) else found._replace(raw=raw)
     fingerprint = f"{found.fingerprint}-drafts"  # pages have one layer more
     return found._replace(raw=raw | {_DRAFT_HEAD: True}, fingerprint=fingerprint)

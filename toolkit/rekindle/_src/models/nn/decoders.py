@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.hooks import Listener, heard
@@ -282,20 +283,30 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
+        q, k, v, gate = self.split(x, step.tables, norm)
+        with jax.named_scope("attend"):
+            y = step.attend(q, k, v)
+        return self.join(y, gate, x.dtype, residual)
+
+    def split(self, x: Array, tables: RopeTables, norm: RMSNorm | None) -> tuple[Array, Array, None, None]:
+        """Return queries and keys of norm(x), normed and rotated. It has no values, and no gate."""
         spec, H, T = self.spec, self.heads, x.shape[0]
         made = self.inputs(x, norm=norm)
         q, vector, key = jnp.split(made, [self.first, self.first + spec.rank], axis=-1)
         q = q if self.query is None else self.query(q, norm=self.query_norm)
         q = q.reshape(T, H, -1)
         turned = jnp.concatenate([q[..., spec.plain_size :], key[:, None]], axis=1)
-        turned = step.tables.rotated(turned, self.rope)
-        up = self.up[...].reshape(H, -1, spec.rank)
-        queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], up[:, : spec.plain_size]), turned[:, :H]]
+        turned = tables.rotated(turned, self.rope)
+        plain = self.up[...].reshape(H, -1, spec.rank)[:, : spec.plain_size]
+        queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], plain), turned[:, :H]]
         keys = [self.norm(vector), turned[:, H]]
-        with jax.named_scope("attend"):
-            y = step.attend(jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None)
-        y = _by_head("thc,hvc->thv", y, up[:, spec.plain_size :])
-        return self.out(y.reshape(T, -1).astype(x.dtype), residual=residual)
+        return jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None, None
+
+    def join(self, y: Array, gate: None, dtype: DTypeLike, residual: Array | None) -> Array:
+        """Return the layer's result, plus `residual`, from what it attended to [T, H, C]."""
+        values = self.up[...].reshape(self.heads, -1, self.spec.rank)[:, self.spec.plain_size :]
+        y = _by_head("thc,hvc->thv", y, values)
+        return self.out(y.reshape(y.shape[0], -1).astype(dtype), residual=residual)
 
 
 class LatentBlock(SparseBlock):
@@ -366,7 +377,7 @@ class DraftEntries(NamedTuple):
     x: Array  # [T, E]
     q: Array  # [T, H, D]
     k: Array  # [T, K, D]
-    v: Array
+    v: Array | None  # None: pages are latent
     gate: Array | None
 
     def of(self, places: Array) -> tuple[Array, Array, Array | None]:
