@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax import Array
 from golden.make import PROMPT
 from helpers import assistants, checkpoints
 from rekindle._src.models.base import merge
-from rekindle._src.models.loading import checkpoint
+from rekindle._src.models.loading import checkpoint, known_models
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 MODELS = ("gemma4-shared-pages-and-embeddings-of-layers", "gemma4-values-of-keys", "gemma4-unified")
@@ -83,6 +85,9 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
 def test_checkpoints_that_differ_are_refused(tmp_path: Path) -> None:
     own = assistants.raw_of(checkpoints.CASES[MODELS[0]], **assistants.CLUSTERS)
     state = assistants.tensors(own)
+    graph = checkpoint.describe(assistants.write(tmp_path / "right", own, state), dtype="float32").graph
+    kept = json.dumps(known_models.encode_graph(graph), default=dataclasses.asdict)
+    assert known_models.decode_graph(json.loads(kept)) == graph
     floats = state | {"masked_embedding.token_ordering": state["masked_embedding.token_ordering"].astype(np.float32)}
     assert checkpoint.load(assistants.write(tmp_path / "floats", own, floats), dtype="float32").config.assists
     lacking = {name: value for name, value in state.items() if name != "pre_projection.weight"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from golden.make import PROMPT
 from helpers import checkpoints
 from helpers.draft_heads import drafts, with_head
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading import checkpoint
+from rekindle._src.models.loading import checkpoint, known_models
 from rekindle._src.models.loading.gguf.blocks import F32
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.source import llama_cpp_name
@@ -94,6 +96,8 @@ def test_a_head_is_read_from_folders_where_it_is_asked_for(name: str, tmp_path: 
     folder = checkpoints.write(tmp_path, checkpoints.CASES[name], state)
     asked = checkpoint.describe(folder, dtype="float32", drafts=True)
     checkpoints.assert_same(checkpoint.read(asked), checkpoints.model(raw, state))
+    kept = json.dumps(known_models.encode_graph(asked.graph), default=dataclasses.asdict)
+    assert known_models.decode_graph(json.loads(kept)) == asked.graph
     plain = checkpoint.describe(folder, dtype="float32")
     assert plain.found.config.draft_head is None and not any("drafter" in path for path in plain.graph.paths)
     assert plain.fingerprint != asked.fingerprint
