@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -96,10 +95,12 @@ def _drafts(
         window = drafter.config.attention[layer].sliding_window
         alike = [one for one in kept if (config.attention[one].sliding_window is None) == (window is None)]
         first = 0 if window is None else max(0, place - window + 1)
-        keys, values = (each[first:place] for each in kept[max(alike)])
+        keys, values = (np.asarray(each)[first:place] for each in kept[max(alike)])  # numpy compiles nothing
         groups = q.shape[1] // keys.shape[1]
-        weights = jax.nn.softmax(jnp.einsum("nhd,thd->nht", q, jnp.repeat(keys, groups, 1)), -1)
-        return jnp.einsum("nht,thd->nhd", weights, jnp.repeat(values, groups, 1))
+        scores = np.einsum("nhd,thd->nht", np.asarray(q), np.repeat(keys, groups, 1))
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return jnp.asarray(np.einsum("nht,thd->nhd", weights, np.repeat(values, groups, 1)))
 
     found, state = list[NDArray[Any]](), hidden[None]
     for _ in range(3):
