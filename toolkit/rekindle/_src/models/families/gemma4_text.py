@@ -30,7 +30,7 @@ EXPERT_NORMS = {
 
 
 class LayerKinds(NamedTuple):
-    """Whether each layer has a window, its attention, and the pages that it has or attends to."""
+    """Per layer: True if it has a window, its attention, and the pages that it has or attends to."""
 
     slides: tuple[bool, ...]
     attention: tuple[AttentionSpec, ...]
