@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 NAME = "gemma4-shared-pages-and-embeddings-of-layers"
 RAW = {**checkpoints.CASES[NAME], "max_position_embeddings": 512, "sliding_window": WINDOW}
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 512, "page_size": 8,
+    "dtype": "float32", "max_requests": 6, "max_tokens_per_step": 32, "max_model_len": 512, "page_size": 8,
     "device_pages": 240, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0,
 }  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_preempted_and_cancelled_requests(model: Any, assistant: str, expected: 
             assert name == "repeating" or list(handle.result_sync().token_ids) == expected[name], name
         assert session.stats().preemptions > 0, "there was room for all of them"
         assert texts(session, list(REQUESTS)) == expected
-        assert session.stats().accepted_tokens > 15
+        assert session.stats().accepted_tokens > 5
 
 
 @pytest.mark.thorough

@@ -28,7 +28,7 @@ from session.test_state_cache import tokens
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 pytestmark = [pytest.mark.usefixtures("shared_programs"), pytest.mark.thorough]
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16,
+    "dtype": "float32", "max_requests": 8, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16,
     "device_pages": 14, "host_memory": 64 << 20, "disk_memory": 1 << 28, "precompile": "lazy", "seed": 0, "quiet": True,
     "max_adapters": 1, "max_adapter_rank": 8, "processors": [LEAST],
 }  # fmt: skip
