@@ -65,9 +65,6 @@ def test_tokens_are_those_without_drafts(model: Any, assistant: str, expected: d
         assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
         assert {*stats.drafters} == {"assistant"}
         assert 15 < stats.accepted_tokens < stats.drafted_tokens
-        handle = session.submit(prompt("free"), **LONG | REQUESTS["free"])
-        handle.result_sync()
-        assert "drafts of the assistant were accepted" in str(session.explain(handle))
 
 
 @pytest.mark.parametrize("clusters", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -94,7 +91,11 @@ def test_drafts_are_those_of_the_assistant(
 
     monkeypatch.setattr(Assistant, "work", work)
     with rekindle.open_sync(model, **OPTIONS, drafts=folder) as session:
-        done = [session.generate_sync(ids, **options) for ids in (first, again)]
+        handles = [session.submit(first, **options)]
+        handles[0].result_sync()
+        handles.append(session.submit(again, **options))
+        done = [handle.result_sync() for handle in handles]
+        assert "drafts of the assistant were accepted" in str(session.explain(handles[1]))
         stats = session.stats()
     assert [list(one.token_ids) for one in done] == [text[60:], whole[len(again) :]]
     assert done[1].usage.cached_tokens >= 90
