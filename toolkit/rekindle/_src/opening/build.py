@@ -11,18 +11,19 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import jax
+from jax import Array
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import DraftModel
+from rekindle._src.execution.draft_model import Assistant, DraftModel, DraftWeights
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -106,13 +107,21 @@ def _drafter(
     cache: SessionCache,
     request: OpenRequest,
     owners: contextlib.ExitStack,
-) -> DraftModel | None:
-    """Return the small model that drafts, with its weights; None without one."""
+) -> DraftWeights | None:
+    """Return the small model or the assistant that drafts, with its weights; None without one."""
     small = source.drafter
-    if small is None:
+    if small is None or plan.drafter is None:
         return None
-    request.show("weights of the small model that drafts")
-    drafter = DraftModel(programs.all, lambda: small.load(plan.placement).leaves, cache.lose_drafts)
+    request.show("weights of the model that drafts")
+
+    def leaves() -> Sequence[Array]:
+        return small.load(plan.placement).leaves
+
+    drafter: DraftWeights
+    if plan.drafter.shapes.assists:
+        drafter = Assistant(programs.all, leaves)
+    else:
+        drafter = DraftModel(programs.all, leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
 
 

@@ -1,12 +1,14 @@
-"""The small model that drafts for a session, as a value; and the check that it has the model's tokens."""
+"""The small model or the assistant that drafts for a session, as a value; and the checks that it can."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from rekindle._src.models.base import Graph, Placement
+from rekindle._src.models.config import AssistantSpec, ModelConfig, Pages
 from rekindle._src.opening.source import CheckpointSource
+from rekindle._src.programs.assistants import source_layers
 from rekindle._src.programs.draft_model import DraftShapes
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError
@@ -15,7 +17,7 @@ _FEW = 32  # characters of a token in an error
 
 
 class DraftPlan(NamedTuple):
-    """All that is known of the small model before its weights are read."""
+    """All that is known of the model that drafts before its weights are read."""
 
     name: str
     folder: Path  # of its tokenizer
@@ -24,8 +26,10 @@ class DraftPlan(NamedTuple):
     device_bytes: int  # of its weights
 
     @classmethod
-    def of(cls, source: CheckpointSource, placement: Placement) -> DraftPlan:
-        """Return what the headers say. It lies on the devices of the model that it drafts for."""
+    def of(cls, source: CheckpointSource, model: ModelConfig, placement: Placement) -> DraftPlan:
+        """Return what the headers say; it lies on the devices of the model that it drafts for. Raise ConfigError for
+        one that can't draft for this model."""
+        _check(source.name, source.graph.config, model)
         shapes = DraftShapes(source.graph, source.leaves(placement))
         return cls(source.name, source.plan.found.folder, source.fingerprint, shapes, source.added_bytes(placement))
 
@@ -44,6 +48,8 @@ class DraftPlan(NamedTuple):
         Where neither has a tokenizer, ids are taken to mean the same.
         """
         own = Tokenizer.load(self.folder)
+        if self.shapes.assists and not own.has_text:
+            return  # its vocabulary has the size of the model's
         if own.has_text != model.has_text:
             lacks = "the model has one" if model.has_text else "the model has none to compare it with"
             problem = f"has {'a' if own.has_text else 'no'} tokenizer, and {lacks}"
@@ -57,3 +63,42 @@ class DraftPlan(NamedTuple):
                     f"has another tokenizer: token {token_id} is {mine[:_FEW]!r} there, and {theirs[:_FEW]!r} here"
                 )
                 raise ConfigError("drafts", self.name, problem, "Use a model with the same tokenizer")
+
+
+def _check(name: str, own: ModelConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that can't draft for this one."""
+    if own.assists is not None:
+        _check_assistant(name, own, own.assists, model)
+        return
+    if own.is_recurrent:
+        problem = f"is a {own.model_type} model, whose states can't be taken back where its drafts were wrong"
+        _refuse(name, problem, "Use a small model with attention in all layers")
+    if own.is_bidirectional or own.only_embeds:
+        _refuse(name, f"is a {own.model_type} model, which makes no tokens", "Use a small model that generates text")
+
+
+def _check_assistant(name: str, own: ModelConfig, spec: AssistantSpec, model: ModelConfig) -> None:
+    """Raise ConfigError for an assistant of another model than this one."""
+    fix = "Use the assistant that was made for this model"
+    if spec.hidden_size != model.hidden_size:
+        problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
+        _refuse(name, f"{problem} {model.hidden_size:,}", fix)
+    if own.vocab_size != model.vocab_size:
+        problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
+        _refuse(name, problem, fix)
+    for layer, source in enumerate(source_layers(own, model)):
+        kind = "full attention" if own.attention[layer].sliding_window is None else "a window"
+        if source is None:
+            _refuse(name, f"attends to a layer with {kind}, and this {model.model_type} model has none", fix)
+        wanted, there = own.pages_of(layer), model.pages_of(source)
+        if wanted != there:
+            problem = f"attends to a layer with {kind} and {_heads(wanted)}, and this model's has {_heads(there)}"
+            _refuse(name, problem, fix)
+
+
+def _heads(pages: Pages) -> str:
+    return f"{pages.heads} heads of {pages.key_size}"
+
+
+def _refuse(name: str, problem: str, fix: str) -> NoReturn:
+    raise ConfigError("drafts", name, problem, fix)

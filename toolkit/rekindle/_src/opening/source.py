@@ -39,7 +39,7 @@ class ModelSource(abc.ABC):
     folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
     fingerprint: str  # of config and weights
     graph: Graph
-    drafter: CheckpointSource | None = None  # the small model that drafts for it, if there is one
+    drafter: CheckpointSource | None = None  # the small model or assistant that drafts for it, if there is one
 
     @abc.abstractmethod
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
@@ -179,9 +179,9 @@ def source_of(request: OpenRequest) -> ModelSource:
 
 
 def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource | None:
-    """Read the headers of the small model that is to draft for a model; return None if drafts come from elsewhere.
+    """Read the headers of the model that is to draft for another; return None if drafts come from elsewhere.
 
-    Raise ConfigError for one that can't draft for this model.
+    Raise ConfigError where no model can draft. `DraftPlan.of` checks that this one can.
     """
     name, model = config.draft_model, source.graph.config
     if name is None:
@@ -205,12 +205,6 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         cache_dir=config.cache_folder,
         device_memory=config.device_memory,
     )
-    own = plan.graph.config
-    if own.is_recurrent:
-        problem = f"is a {own.model_type} model, whose states can't be taken back where its drafts were wrong"
-        _refuse(name, problem, "Use a small model with attention in all layers")
-    if own.is_bidirectional or own.only_embeds:
-        _refuse(name, f"is a {own.model_type} model, which makes no tokens", "Use a small model that generates text")
     return CheckpointSource(name, plan)
 
 
