@@ -34,7 +34,7 @@ from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
 from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.sampling import choose
-from rekindle_kernels import greedy, zeros
+from rekindle_kernels import Choice, greedy, zeros
 
 DRAFTS = 7  # tokens of a row, at most
 FILLS = 16, 256  # tokens of a call that drafts none
