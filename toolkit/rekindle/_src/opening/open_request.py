@@ -52,7 +52,8 @@ class OpeningProgress:
 
     def times(self) -> str:
         """Return how long it has taken, and each of its stages, as one line."""
-        stages = {**self._seconds, self._stage: time.monotonic() - self._since}
+        latest = self._seconds.get(self._stage, 0.0) + time.monotonic() - self._since
+        stages = {**self._seconds, self._stage: latest}
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())
         return f"{self._name} in {sum(stages.values()):.2f} s: {parts}"
 
