@@ -307,7 +307,7 @@ class _BoundedProtocol(_Protocol):
         elif not self._answering:
             self.head_since = self.head_since or self.loop.time()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes it, uvicorn returns None
         """Return True to keep a connection whose client sends nothing more but may still read: it awaits its answer.
 
         RFC 9112 lets clients close their half after a request. One that has left looks the same: both send a FIN. But
