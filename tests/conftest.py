@@ -142,6 +142,16 @@ class CompiledPrograms:
             self._before = resident()
 
 
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """A thread that takes turns during the test never waits for long: nothing holds the interpreter meanwhile."""
+    from helpers import turns
+
+    with turns.neighbour() as neighbour:
+        yield
+    assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
+
+
 @pytest.fixture(scope="session")
 def compiled_programs() -> CompiledPrograms:
     return CompiledPrograms()
