@@ -84,7 +84,7 @@ class SamplingOptions(TypedDict, total=False):
     processors: str | Sequence[str] | None
     adapter: str | Mapping[str, float] | None
     salt: str | None
-    schema: object
+    schema: object | None
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
