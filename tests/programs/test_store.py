@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import logging
 import os
 import subprocess
@@ -360,37 +359,3 @@ def test_a_program_with_an_operation_that_has_no_stored_form_is_left_out(
         assert not kept.save("a", compiled, name="a", model="m", compile_seconds=0.0)
     assert not (tmp_path / "compilations").exists()
     assert kept.save("b", compiled, name="b", model="m", compile_seconds=0.0)
-
-
-BOTH = """
-import json, sys
-import rekindle, jax
-print("ready", flush=True)
-sys.stdin.readline()
-with rekindle.open_sync("tiny", precompile="all", max_requests=2, max_tokens_per_step=32, max_model_len=128) as session:
-    text = session.generate_sync("Once upon a time", max_tokens=8, temperature=0).text
-    print(json.dumps({"text": text, "origins": {program.name: program.origin for program in session.programs()}}))
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_that_start_at_once_compile_each_program_once(tmp_path: Path) -> None:
-    """One waits for what the other compiles, as two notebooks on a new machine do; it was twice the work before."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REKINDLE_CACHE": str(tmp_path / "cache")}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen([sys.executable, "-c", BOTH], env=environment, **pipes) for _ in range(2)]
-    try:
-        for process in both:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for process in both:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        found = [json.loads(process.communicate(timeout=500)[0]) for process in both]
-    finally:
-        for process in both:
-            process.kill()
-            process.wait()
-    first, second = (one["origins"] for one in found)
-    assert found[0]["text"] == found[1]["text"] and first.keys() == second.keys() and len(first) > 8
-    assert all({first[name], second[name]} == {"compiled", "loaded"} for name in first), (first, second)
