@@ -269,7 +269,7 @@ class Captured(Mapping[Any, Any]):
         self.positions: NDArray[np.int32] = positions
         self.layers: int = layers  # of the model
         self.folder: Path | None = folder
-        self._arrays = dict(arrays)
+        self._arrays: dict[Any, NDArray[Any]] = dict(arrays)
         self._pictures = tuple(pictures)  # of the prompt
 
     @classmethod

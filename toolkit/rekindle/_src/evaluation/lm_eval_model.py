@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.evaluation.scoring import ScoreTable
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import MissingExtra
@@ -60,9 +59,7 @@ class HarnessSession(Protocol):
         *,
         adapter: str | Mapping[str, float] | None,
     ) -> ScoreTable: ...
-    def generate_sync(
-        self, prompt: Sequence[PromptLike], sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]
-    ) -> list[Completion]: ...
+    def generate_sync(self, *prompts: Any, **options: Any) -> Any: ...  # its overloads are no protocol's
 
 
 class HarnessModel(TemplateLM):
@@ -167,7 +164,7 @@ class HarnessModel(TemplateLM):
             sampling = {"adapter": self._adapter, **{key: fields[key] for key in fields if key not in _OWN}}
             room = max(1, self.max_length + 1 - tokens)
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            done = self._session.generate_sync(
+            done: list[Completion] = self._session.generate_sync(
                 prompts, max_tokens=tokens, stop=[text for text in fields["until"] if text], **sampling
             )
             for number, one in zip(numbers, done, strict=True):

@@ -73,7 +73,7 @@ def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
             row.token_ids[0] = token
 
 
-class Assistant(DraftWeights):
+class AssistantWeights(DraftWeights):
     """Owns an assistant's weights. It has no pages, and misses nothing of a text."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:

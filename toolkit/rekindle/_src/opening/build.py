@@ -23,7 +23,7 @@ from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import Assistant, DraftModel, DraftWeights
+from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -119,7 +119,7 @@ def _drafter(
 
     drafter: DraftWeights
     if plan.drafter.shapes.assists:
-        drafter = Assistant(programs.all, leaves)
+        drafter = AssistantWeights(programs.all, leaves)
     else:
         drafter = DraftModel(programs.all, leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
