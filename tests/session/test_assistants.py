@@ -13,7 +13,7 @@ from helpers import assistants, checkpoints
 from helpers.plain_loop import plain_loop
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
-from rekindle._src.execution.draft_model import Assistant
+from rekindle._src.execution.draft_model import AssistantWeights
 from rekindle._src.models.loading import checkpoint
 from rekindle._src.opening.draft_plan import draft_plan
 from rekindle._src.scheduling.drafting import models
@@ -78,9 +78,9 @@ def test_drafts_are_those_of_the_assistant(
     again = [*text, *tokens(9, seed=6)]  # a next turn, whose pages are there
     whole = [*again, *plain_loop(model, again, 40)]
     seen: list[tuple[int, list[int]]] = []
-    original = Assistant.work
+    original = AssistantWeights.work
 
-    def work(self: Assistant, tasks: list[DraftTask], calls: Any) -> bool:
+    def work(self: AssistantWeights, tasks: list[DraftTask], calls: Any) -> bool:
         drafts = original(self, tasks, calls)
         for task in tasks:
             seen.append((task.start, [int(row.token_ids[0]) for row in task.drafts if row.token_ids is not None]))
@@ -89,7 +89,7 @@ def test_drafts_are_those_of_the_assistant(
                 row.token_ids[0] = whole[place] if place % 5 else 7
         return drafts
 
-    monkeypatch.setattr(Assistant, "work", work)
+    monkeypatch.setattr(AssistantWeights, "work", work)
     with rekindle.open_sync(model, **OPTIONS, drafts=folder) as session:
         handles = [session.submit(first, **options)]
         handles[0].result_sync()
@@ -142,11 +142,12 @@ def test_after_a_restart_and_sleep(model: Any, assistant: str, expected: dict[st
 def test_models_of_other_sizes(name: str, tmp_path: Path) -> None:
     """Layers with other heads, with experts, and without pages of their own for windows."""
     raw = {**checkpoints.CASES[name], "max_position_embeddings": 512}
-    own, found = assistants.raw_of(raw, **assistants.CLUSTERS), []
-    folder, state = assistants.write(tmp_path, own), checkpoints.tensors(raw)
+    folder, state, found = assistants.write(tmp_path, assistants.raw_of(raw)), checkpoints.tensors(raw), []
+    free: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
     for drafts in ("none", folder):
         with rekindle.open_sync(checkpoints.model(raw, state), **OPTIONS, drafts=drafts) as session:
-            found.append(texts(session, ["greedy", "free", "drawn"]))
+            handles = [session.submit(tokens(40, seed), seed=seed, **free) for seed in range(3)]
+            found.append([handle.result_sync().token_ids for handle in handles])
             counts = session.stats()
     assert found[0] == found[1]
     assert 3 < counts.accepted_tokens < counts.drafted_tokens

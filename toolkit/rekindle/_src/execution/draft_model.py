@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.device_calls import DeviceCalls
@@ -23,10 +24,10 @@ from rekindle._src.programs.programs import Programs
 class DraftWeights(abc.ABC):
     """Owns the weights of a model that drafts."""
 
-    def __init__(self, programs: Programs, load: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, programs: Programs, load: Callable[[], Sequence[Array]]) -> None:
         """Read weights by `load`, which is called again when the session wakes."""
         self._programs, self._load = programs, load
-        self._leaves: tuple[Any, ...] = tuple(load())
+        self._leaves: tuple[Array, ...] = tuple(load())
 
     @abc.abstractmethod
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
@@ -72,7 +73,7 @@ def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
             row.token_ids[0] = token
 
 
-class Assistant(DraftWeights):
+class AssistantWeights(DraftWeights):
     """Owns an assistant's weights. It has no pages, and misses nothing of a text."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
@@ -88,7 +89,7 @@ class DraftModel(DraftWeights):
     """Owns a small model's weights and pages."""
 
     def __init__(
-        self, programs: Programs, load: Callable[[], Sequence[Any]], lost: Callable[[], object] = lambda: None
+        self, programs: Programs, load: Callable[[], Sequence[Array]], lost: Callable[[], object] = lambda: None
     ) -> None:
         """Make pages, too. `lost` is called when they are made anew, in the device thread."""
         assert programs.drafting is not None, "the session has a small model"

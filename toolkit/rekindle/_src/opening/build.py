@@ -21,7 +21,7 @@ from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import Assistant, DraftModel, DraftWeights
+from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -112,7 +112,7 @@ def _drafter(
     request.show("weights of the model that drafts")
     drafter: DraftWeights
     if small.shapes.assists:
-        drafter = Assistant(programs.all, lambda: small.load().leaves)
+        drafter = AssistantWeights(programs.all, lambda: small.load().leaves)
     else:
         drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
