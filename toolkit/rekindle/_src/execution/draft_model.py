@@ -27,7 +27,7 @@ class DraftWeights(abc.ABC):
     def __init__(self, programs: Programs, load: Callable[[], Sequence[Array]]) -> None:
         """Read weights by `load`, which is called again when the session wakes."""
         self._programs, self._load = programs, load
-        self._leaves: tuple[Any, ...] = tuple(load())
+        self._leaves: tuple[Array, ...] = tuple(load())
 
     @abc.abstractmethod
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
