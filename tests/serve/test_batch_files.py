@@ -252,6 +252,11 @@ async def test_it_goes_on_after_a_cut_and_tries_again_what_the_server_failed_at(
         third = BatchRun(session, source, out)
         await third.run()
         assert (third.resumed, third.answered) == (29, 1)
+        # What is no status of an answer is one of a failure.
+        out.write_bytes(out.read_bytes().replace(b'"status_code": 200', b'"status_code": "200"'))
+        fourth = BatchRun(session, source, out)
+        await fourth.run()
+        assert (fourth.resumed, fourth.answered) == (0, 30)
 
 
 @trio_in_ci

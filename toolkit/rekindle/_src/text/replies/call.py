@@ -14,9 +14,12 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from rekindle.errors import InvalidRequest
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
+MAX_ARGUMENTS = 2 << 20  # characters of arguments that the calls of a conversation have as text
 MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
@@ -168,6 +171,23 @@ def as_json(value: object) -> str:
     except (ValueError, TypeError):
         raise MalformedCall from None
     return text
+
+
+def check_arguments(messages: object) -> None:
+    """Raise `InvalidRequest` for messages whose calls have more arguments as text than are read.
+
+    They are JSON in a text, whose values nobody has counted: of 30 MB each three bytes may be a list.
+    """
+    size = 0
+    for message in messages if isinstance(messages, list | tuple) else ():
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            size += len(arguments) if isinstance(arguments, str) else 0
+    if size > MAX_ARGUMENTS:
+        problem = f"have calls with {size:,} characters of arguments, and {MAX_ARGUMENTS:,} are read"
+        raise InvalidRequest("messages", f"{size:,} characters", problem, "Leave old calls out")
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
