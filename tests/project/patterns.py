@@ -268,9 +268,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/serve/fetching.py": {
         "ipaddress.ip_address": STRANGER("a resolver's answer", "a DNS message")
     },
-    "toolkit/rekindle/_src/serve/generation.py": {
-        "json.loads": STRANGER("a schema as text in a body", "MAX_STRUCTURE")
-    },
+    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
     "toolkit/rekindle/_src/serve/listening.py": {
         "ipaddress.ip_address": US("an end of a connection", "an address"),

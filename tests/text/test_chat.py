@@ -249,13 +249,15 @@ def test_arguments_as_text_are_counted_before_they_are_read() -> None:
     """A body of 30 MB could have one string with ten million lists in it: a second for which nothing else ran."""
     template = ChatTemplate("{{ messages | length }}")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[]," * 300_000 + "[]]}"}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}] * 3
-    assert template.render(messages[:1]) == "1"
+    longer = {"type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[]," * 400_000 + "[]]}"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert template.render([message]) == "1"
     for convert in (template.render, lambda given: with_calls_as_text(given, HERMES)):
-        with pytest.raises(InvalidRequest, match=r"have calls with 2,.* characters of arguments, and 2,097,152 are"):
-            convert(messages)
-    with pytest.raises(InvalidRequest, match="have calls with"):
-        template.render([{**messages[0], "tool_calls": [call["function"]] * 3}])
+        with pytest.raises(InvalidRequest, match=r"have calls with 4,.* characters of arguments, and 4,194,304 are"):
+            convert([message] * 5)
+        for several in ([longer], [call["function"], longer["function"]]):
+            with pytest.raises(InvalidRequest, match=r"have a call with 1,.* characters of arguments, and 1,048,576"):
+                convert([{**message, "tool_calls": several}])
 
 
 def test_a_folder_has_a_bounded_number_of_templates(tmp_path: Path) -> None:

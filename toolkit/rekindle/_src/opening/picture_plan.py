@@ -77,7 +77,7 @@ def _plan(source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensor
     problem = misfit(reader, tensors.config)
     if problem is not None:
         raise UnsupportedModel(
-            f"{source.found.path}: pictures are cut in another way than their encoder reads them: {problem}. "
+            f"{source.found.folder}: pictures are cut in another way than their encoder reads them: {problem}. "
             "Download it again."
         )
     tower = abstract_tower(tensors.config, source.graph.precision.weights)

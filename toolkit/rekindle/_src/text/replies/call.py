@@ -19,7 +19,8 @@ from rekindle.errors import InvalidRequest
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
-MAX_ARGUMENTS = 2 << 20  # characters of arguments that the calls of a conversation have as text
+# Characters of arguments as text: of a call, which is parsed at once, and of all calls of a conversation.
+MAX_ARGUMENTS, MAX_ALL_ARGUMENTS = 1 << 20, 4 << 20
 MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
@@ -184,10 +185,12 @@ def check_arguments(messages: object) -> None:
         for call in calls if isinstance(calls, list | tuple) else ():
             function = call.get("function", call) if isinstance(call, Mapping) else None
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
-            size += len(arguments) if isinstance(arguments, str) else 0
-    if size > MAX_ARGUMENTS:
-        problem = f"have calls with {size:,} characters of arguments, and {MAX_ARGUMENTS:,} are read"
-        raise InvalidRequest("messages", f"{size:,} characters", problem, "Leave old calls out")
+            length = len(arguments) if isinstance(arguments, str) else 0
+            size += length
+            for what, count, most in (("a call", length, MAX_ARGUMENTS), ("calls", size, MAX_ALL_ARGUMENTS)):
+                if count > most:
+                    problem = f"have {what} with {count:,} characters of arguments, and {most:,} are read"
+                    raise InvalidRequest("messages", f"{len(messages):,} messages", problem, "Leave old calls out")
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
