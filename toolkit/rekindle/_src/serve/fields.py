@@ -80,7 +80,7 @@ class SmallValue:
             elif isinstance(one, list):
                 values += one
             if left < 0:
-                raise wrong(path, type(value).__name__, f"has more than {self.most:,} characters", "Send less")
+                raise wrong(path, value, f"has more than {self.most:,} characters", "Send less")
         return value
 
     def schema(self) -> dict[str, Any]:

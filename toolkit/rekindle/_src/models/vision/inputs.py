@@ -140,7 +140,8 @@ class PackedPictures:
                 here = slice(low - first, high - first)
                 numbers[here] = image.patches[order[low - begin : high - begin]]
                 taps[here], weights[here] = self._positions(self._config, image.grid, rows[low:high], columns[low:high])
-        return PatchBatch(numbers, *(_padded(array[first:stop], size) for array in self._others), taps, weights)
+        row, column, start, end = (_padded(array[first:stop], size) for array in self._others)
+        return PatchBatch(numbers, row, column, start, end, taps, weights)
 
 
 def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:

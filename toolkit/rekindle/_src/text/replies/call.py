@@ -174,7 +174,7 @@ def as_json(value: object) -> str:
     return text
 
 
-def check_arguments(messages: object) -> None:
+def check_arguments(messages: Any) -> None:
     """Raise `InvalidRequest` for messages whose calls have more arguments as text than are read.
 
     They are JSON in a text, whose values nobody has counted: of 30 MB each three bytes may be a list.
