@@ -119,6 +119,26 @@ def test_the_least_recently_used_leave_first(folder: Path, bound: str) -> None:
         assert names(folder) == {"b", f"{PARTIAL}new"}
 
 
+def test_files_are_bounded_by_their_bytes(folder: Path) -> None:
+    """Those of earlier processes count, too, and the least recently used leave first."""
+    for index in range(20):
+        Store(folder).put(f"old {index}", bytes(1000))
+        os.utime(folder / f"old {index}", (1e8 + index, 1e8 + index))
+    store = Store(folder, max_bytes=8_000)
+    assert store.get("old 15") is not None
+    for index in range(40):
+        assert store.put(f"new {index % 5}", bytes(1000))
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 8_000 * 17 / 16
+    assert names(folder) == {*(f"new {index}" for index in range(5)), "old 15", "old 19", "old 18"}
+
+
+def test_a_topic_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(folder)
+    for topic in ("write", "read", "write"):
+        store.warn_once(topic, f"{topic} failed")
+    assert [record.getMessage() for record in caplog.records] == ["write failed", "read failed"]
+
+
 def test_an_entry_that_another_process_wrote_meanwhile_is_no_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
