@@ -463,6 +463,24 @@ def check_size(name: str, characters: int) -> None:
         )
 
 
+def check_json(name: str, value: object) -> None:
+    """Raise InvalidRequest for a structure whose JSON is surely too long, before it is written as text."""
+    size, values = 0, [value]
+    while values:
+        one = values.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping):
+            size += sum(len(key) for key in one if isinstance(key, str))
+            values += one.values()
+        elif isinstance(one, list | tuple):
+            values += one
+        size += 1
+        if size > MAX_STRUCTURE:
+            problem = f"is over the {MAX_STRUCTURE:,} characters that are possible"
+            raise InvalidRequest(name, f"a {type(value).__name__}", problem, "Use a smaller one")
+
+
 def is_type(value: Any) -> bool:
     """True if `value` can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
     forms = (type, types.GenericAlias, types.UnionType)

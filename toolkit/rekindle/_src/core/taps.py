@@ -280,6 +280,8 @@ class Captured(Mapping[Any, Any]):
 
         import numpy as np
 
+        from rekindle._src.core.plain_files import open_plain
+
         def mapped(path: Path, begin: int, entry: Mapping[str, Any]) -> NDArray[Any]:
             shape, dtype = tuple(entry["shape"]), np.dtype(TYPES[entry["dtype"]])
             if 0 in shape:
@@ -289,14 +291,18 @@ class Captured(Mapping[Any, Any]):
         arrays: dict[Key, NDArray[Any]] = {}
         positions, layers = np.empty(0, np.int32), 0
         for path in sorted(Path(folder).glob("*" + SUFFIX)):
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, HEADER)))
-            layers = int(header.pop("__metadata__")["layers"])
-            positions = mapped(path, 8 + length, header.pop("positions"))
-            ((name, entry),) = header.items()
-            site, dot, layer = name.partition(".")
-            arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+            try:
+                with open_plain(path) as file:
+                    (length,) = struct.unpack("<Q", file.read(8))
+                    header = json.loads(file.read(min(length, HEADER)))
+                layers = int(header.pop("__metadata__")["layers"])
+                positions = mapped(path, 8 + length, header.pop("positions"))
+                ((name, entry),) = header.items()
+                site, dot, layer = name.partition(".")
+                arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+            except Exception as error:  # whatever a stranger's file leads to
+                problem = f"has a damaged {path.name} ({type(error).__name__}: {str(error)[:100]})"
+                raise InvalidRequest("folder", str(folder), problem, "Capture again, or remove the file") from None
         if not arrays:
             fix = "Pass the folder of one request, such as done.captured.folder"
             raise InvalidRequest("folder", str(folder), "has no captures", fix)
