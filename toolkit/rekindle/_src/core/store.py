@@ -12,7 +12,9 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -45,6 +47,21 @@ class Entry(NamedTuple):
     path: Path
     used: float  # seconds since the epoch
     size: int  # bytes
+
+
+@dataclasses.dataclass(slots=True)
+class Room:
+    """What may still be written into a folder before it has to be looked through: half of what its bounds leave."""
+
+    entries: float
+    bytes: float
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.entries <= 0 or self.bytes <= 0
+
+
+_rooms: dict[tuple[Path, int | None, int | None], Room] = {}  # of this process, by folder and bounds
 
 
 class Unusable(StoreError):
@@ -190,8 +207,26 @@ class Store:
         with self._pruning:
             self._prune(room)
 
+    def prune_after(self, name: str) -> None:
+        """Prune after an entry was written, unless half of what the bounds left is still there.
+
+        Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
+        that write into the folder at the same time.
+        """
+        with self._pruning:
+            room = _rooms.get(self._bounds)
+            if room is not None:
+                room.entries, room.bytes = room.entries - 1, room.bytes - _size(self.path(name))
+            if room is None or room.is_used_up:
+                self._prune(0)
+
+    @property
+    def _bounds(self) -> tuple[Path, int | None, int | None]:
+        return self.folder, self.most, self.max_bytes
+
     def _prune(self, room: int) -> None:
         total, oldest = 0, 0.0 if self.max_age is None else time.time() - self.max_age
+        count = room
         for count, entry in enumerate(self.entries(), 1 + room):
             total += entry.size
             beyond = (self.most is not None and count > self.most) or (
@@ -199,6 +234,10 @@ class Store:
             )
             if beyond or entry.used < oldest:
                 _remove(entry.path)
+        _rooms[self._bounds] = Room(
+            (math.inf if self.most is None else self.most - count) / 2,
+            (math.inf if self.max_bytes is None else self.max_bytes - total) / 2,
+        )
         for path in self._paths():
             unfinished = not is_finished(path.name) or path.name.startswith(".")
             if not path.name.startswith(DAMAGED) and (unfinished or self.is_broken(path)) and is_stale(path):

@@ -246,7 +246,7 @@ class ExecutableStore(Store):
             self._writable = not isinstance(error, OSError)
             self._warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
-        self.prune()
+        self.prune_after(key)
         return True
 
     def claim(self, key: str) -> Claim | None:
