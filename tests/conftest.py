@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import shutil
 import sys
@@ -123,7 +124,7 @@ def shared_programs(own_cache: Path) -> Iterator[None]:
 def resident() -> int:
     """Return the megabytes of this process in memory; 0 where the system does not say."""
     with contextlib.suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
     return 0
 
 
@@ -145,6 +146,16 @@ class CompiledPrograms:
             with contextlib.suppress(OSError, AttributeError):  # other C libraries keep what is freed, or give it back
                 ctypes.CDLL(None).malloc_trim(0)
             self._before = resident()
+
+
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """A thread that takes turns during the test never waits for long: nothing holds the interpreter meanwhile."""
+    from helpers import turns
+
+    with turns.neighbour() as neighbour:
+        yield
+    assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 
 
 @pytest.fixture(scope="session")

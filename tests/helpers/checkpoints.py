@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from helpers import families
 from rekindle._src.models.base import LoadedModel, abstract_model
-from rekindle._src.models.loading.manifest import Source
+from rekindle._src.models.loading.manifest import FusedExperts, Source
 from rekindle._src.models.registry import FAMILIES, config_from_hf, manifest
 
 Tensors = dict[str, NDArray[Any]]
@@ -85,9 +85,11 @@ def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
     return state
 
 
-def fused(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The state with all experts of a layer in one tensor, where transformers has them so."""
-    how = manifest(config_from_hf(raw)).fused
+def fused(
+    raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]], *, always: bool = False
+) -> dict[str, NDArray[Any]]:
+    """The state with all experts of a layer in one tensor, where transformers' checkpoints have them so, or always."""
+    how = manifest(config_from_hf(raw)).fused or (FusedExperts() if always else None)
     if how is None:
         return dict(state)
     result: dict[str, NDArray[Any]] = {}

@@ -182,6 +182,7 @@ WRONG: dict[str, tuple[str | bytes, str | None]] = {  # a line, and the custom_i
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("short_turns")
 @pytest.mark.anyio
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 async def test_a_line_fails_alone_whatever_it_has(

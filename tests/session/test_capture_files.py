@@ -185,6 +185,7 @@ def test_a_damaged_list_of_pictures_is_refused_by_the_folder(tmp_path: Path, con
 EXCHANGES = [_file, _dangling, shutil.rmtree, _elsewhere, _other_folder]
 
 
+@pytest.mark.usefixtures("short_turns")
 @anyio_test
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__.strip("_"))
 async def test_a_folder_that_is_exchanged_ends_its_own_request(

@@ -35,7 +35,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "_SHORTEST", 0)
 
 
-@pytest.fixture(scope="module", params=by_default(["qwen3.5", "qwen3.5-moe"], 1))
+@pytest.fixture(scope="module", params=by_default(["qwen3.5", "qwen3.5-moe", "glm4-moe-lite"], 1))
 def model(request: pytest.FixtureRequest) -> Any:
     raw = with_head(request.param) | {"max_position_embeddings": 512}
     return checkpoints.model(raw, checkpoints.tensors(raw))

@@ -224,7 +224,7 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
             rekindle.open_sync(target, **{**DRAFTS, **options}, drafts=drafts)
         assert caught.value.field == "drafts"
 
-    refused("neither a known source nor a model on this machine.*Did you mean 'suffix'", "sufix")
+    refused("neither a known source nor a model on this machine.*Did you mean 'suffix'", "suffics")
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -55,6 +55,8 @@ class Figures:
 
     requests: int
     per_second: float  # of a processor: the machine may be busy with others
+    wall: float  # of them in a second of the clock
+    driver: float  # the callers' share of that time of processors
     resident: int
     live: int  # bytes that are allocated
     objects: int  # of Python
@@ -71,7 +73,8 @@ class Figures:
 
     def __str__(self) -> str:
         return (
-            f"{self.requests:>9,} {self.per_second:>7.0f}/s {self.resident >> 20:>6} MiB {self.live / 2**20:>7.1f} MiB "
+            f"{self.requests:>9,} {self.per_second:>7.0f}/s {self.wall:>5.0f}/s {self.driver:>5.0%} "
+            f"{self.resident >> 20:>6} MiB {self.live / 2**20:>7.1f} MiB "
             f"{self.objects:>9,} {self.threads:>4} {self.descriptors:>4} {self.files:>6} {self.disk / 2**20:>6.1f} MiB "
             f"{self.nodes:>6} {self.host / 2**20:>6.2f} MiB {self.programs:>4} {self.grammars:>4} "
             f"{self.grammar_bytes / 2**20:>5.1f} MiB {self.evicted:>10,}"
@@ -79,9 +82,25 @@ class Figures:
 
 
 HEAD = (
-    f"{'requests':>9} {'rate':>9} {'resident':>10} {'allocated':>11} {'objects':>9} {'thr':>4} {'fds':>4} {'files':>6} "
+    f"{'requests':>9} {'rate':>9} {'clock':>7} {'load':>5} {'resident':>10} {'allocated':>11} {'objects':>9} "
+    f"{'thr':>4} {'fds':>4} {'files':>6} "
     f"{'on disk':>10} {'nodes':>6} {'host':>10} {'prog':>4} {'gram':>4} {'kept':>9} {'evicted':>10}"
 )
+
+
+class Times(NamedTuple):
+    """Seconds of the process's processors, of this thread's, and of the clock."""
+
+    process: float
+    thread: float
+    clock: float
+
+    @classmethod
+    def now(cls) -> Times:
+        return cls(time.process_time(), time.thread_time(), time.monotonic())
+
+    def since(self, began: Times) -> Times:
+        return Times(*(now - before for now, before in zip(self, began, strict=True)))
 
 
 class Week:
@@ -177,7 +196,7 @@ class Week:
     async def several(self) -> None:
         await self.session.generate([self.prompt() for _ in range(3)], n=2, temperature=1.0, **self.few())
 
-    def figures(self, before: int, seconds: float, folder: Path) -> Figures:
+    def figures(self, before: int, times: Times, folder: Path) -> Figures:
         session = self.session
         wait_until_idle(session)
         gc.collect()
@@ -189,7 +208,9 @@ class Week:
         scheduler: Any = session._engine.scheduler
         return Figures(
             requests=self.done,
-            per_second=(self.done - before) / seconds,
+            per_second=(self.done - before) / times.process,
+            wall=(self.done - before) / times.clock,
+            driver=times.thread / times.process,
             resident=process.memory_info().rss,
             live=live_bytes(),
             objects=len(gc.get_objects()),
@@ -220,9 +241,9 @@ def week(folder: Path, requests: int, seconds: float) -> list[Figures]:
         print(f"\n{HEAD}", flush=True)
         kinds: list[collections.Counter[str]] = []
         for tenth in range(TENTHS):
-            before, began = run.done, time.process_time()
+            before, began = run.done, Times.now()
             anyio.run(run.run, (tenth + 1) / TENTHS)
-            curve.append(run.figures(before, time.process_time() - began, folder))
+            curve.append(run.figures(before, Times.now().since(began), folder))
             kinds.append(collections.Counter(type(one).__name__ for one in gc.get_objects()))
             print(curve[-1], flush=True)
         if len(kinds) > 3:

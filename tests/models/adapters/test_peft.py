@@ -217,6 +217,7 @@ def test_arrays_are_those_of_any_trainer(tmp_path: Path) -> None:
 EXPONENTIAL = "(?:[a-z_.0-9]|[a-z_.0-9])*!"
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path) -> None:
     folder = adapters.write(tmp_path, CONFIG, targets=("q_proj", "down_proj"))
     config = (folder / "adapter_config.json").read_text()
@@ -267,6 +268,7 @@ def written(folder: Path, shapes: dict[str, list[int]]) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_nothing_is_read_before_all_shapes_are_those_of_the_model(tmp_path: Path) -> None:
     folder = adapters.write(tmp_path, CONFIG, targets=("q_proj",), rank=4)
     names = list(load_file(folder / "adapter_model.safetensors"))
@@ -296,6 +298,7 @@ def _none_fits(rank: int) -> None:
     raise ConfigError("adapter", rank, "is too high", "Train again")
 
 
+@pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("name", ["a" * 1025, "é" * 600, "layers.0." * 100_000 + "experts.lora_A.weight"])
 def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
     folder = written(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), {name: [1, 1]})

@@ -32,7 +32,7 @@ class CacheItem(NamedTuple):
     """A removable entry: a folder or a file two levels below the cache directory."""
 
     path: Path
-    kind: str  # the folder it is in: chats, programs, pages, snapshots, tokenizers, weights
+    kind: str  # the folder it is in, one of `KINDS`
     size: int
     used: float  # seconds since the epoch
     model: str = ""  # its model; "" if several models share it, or the model is unknown

@@ -213,7 +213,7 @@ class PageRun(NamedTuple):
     pages: IntArray
 
 
-HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for the model's own head
+HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,11 +262,19 @@ class DraftTask(NamedTuple):
     The tokens that it drafts are written into those of the rows `drafts`.
     """
 
-    request: Request
-    pages: IntArray  # the page table of the request's rows, long enough for the drafts
+    row: Row  # of the request's next token
     start: int  # the place of the first token
     tokens: IntArray
     drafts: tuple[Row, ...] = ()
+
+    @property
+    def request(self) -> Request:
+        return self.row.request
+
+    @property
+    def pages(self) -> IntArray:
+        """The page table of the request's rows, long enough for the drafts."""
+        return (self.drafts or (self.row,))[-1].pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from rekindle._src.core.atomic_checkpoint import (
     DAMAGED,
@@ -39,6 +39,7 @@ from rekindle_kernels import private_files, read_through
 T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 _SUM = 32  # bytes of a checksum
+_PART = 16  # files are pruned when they have grown by a part in so many of their most bytes
 
 
 class Entry(NamedTuple):
@@ -79,6 +80,8 @@ class Sound(StoreError):
 class Store:
     """The entries of one kind in a cache folder."""
 
+    log: ClassVar[logging.Logger] = log  # of `warn_once`
+
     def __init__(
         self,
         folder: Path,
@@ -96,6 +99,10 @@ class Store:
         self.folder, self.verified = folder, verified
         self.most, self.max_bytes, self.max_age, self.kept_damaged = most, max_bytes, max_age, kept_damaged
         self._pruning = threading.Lock()
+        self._grown = (
+            max_bytes or 0
+        )  # bytes of files that were written since the latest pruning, or before this process
+        self._warned: set[str] = set()
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is read or written here
         if self.distrusted is not None:
             private_files.tell_once(self.distrusted)
@@ -114,6 +121,8 @@ class Store:
             content = private_files.read(self.path(name), inside=self.folder)
         except FileNotFoundError:
             return None
+        if self.max_bytes is not None:
+            _touch(self.path(name))
         if not self.verified:
             return content
         checksum, content = content[:_SUM], content[_SUM:]
@@ -135,6 +144,11 @@ class Store:
             self.prune(room=1)
         parts = [_checksum(name, content), content] if self.verified else [content]
         private_files.write(self.path(name), parts, durable=durable)
+        if self.max_bytes is not None:
+            self._grown += sum(map(len, parts))
+            if self._grown > self.max_bytes // _PART:
+                self._grown = 0
+                self.prune()
         return True
 
     def remove(self, name: str) -> None:
@@ -160,8 +174,7 @@ class Store:
             raise
         except errors as error:
             raise self.unusable(name, error) from error
-        with contextlib.suppress(OSError):
-            os.utime(path)  # for the order in which entries are removed; it stays as it is in a read-only cache
+        _touch(path)
         read_through.keep(path)
         return result
 
@@ -185,6 +198,12 @@ class Store:
             if not path.is_dir():
                 raise
         read_through.keep(path)
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """Log `text`, once for each `topic`."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.log.warning(text)
 
     # Room.
 
@@ -253,8 +272,15 @@ def _checksum(name: str, content: bytes) -> bytes:
     return private_files.checksum(name, content).encode()
 
 
+def _touch(path: Path) -> None:
+    """Note that an entry is used, for the order in which entries are removed. In a read-only cache it stays."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _remove(path: Path) -> None:

@@ -32,6 +32,7 @@ from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import check_places
+from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.opening.picture_plan import PicturesPlan
@@ -60,7 +61,7 @@ class Blueprint:
     caches: tuple[CachePlan, ...]  # pages first
     taps: TapFacts | None  # None if nothing can be tapped
     pictures: PicturesPlan | None = None  # None if it reads text alone
-    drafter: DraftPlan | None = None  # the small model that drafts, if there is one
+    drafter: DraftPlan | None = None  # the small model or assistant that drafts, if there is one
 
     @property
     def model(self) -> ModelConfig:
@@ -143,7 +144,13 @@ class Blueprint:
 
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
-    graph, (options, placement) = source.graph, source.placed(request.config)
+    graph = source.graph
+    if graph.config.assists is not None:
+        raise UnsupportedModel(
+            f"{source.name} is a {graph.config.model_type} model, which drafts for a Gemma 4 model and makes no texts "
+            f"of its own. Open that model, with drafts={source.name!r}."
+        )
+    options, placement = source.placed(request.config)
     pictures, drafter = source.pictures(options), draft_plan(options, graph.config, placement)
     weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
     weight_bytes += 0 if drafter is None else drafter.device_bytes
@@ -198,8 +205,9 @@ def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...
     host -= sum(plan.host_bytes for plan in sides)
     pages = CachePlan("pages", config.device_pages, page, host, disk)
     kinds = [CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides]
-    if programs.drafter is not None:  # below the device there are none: a small model computes them again
-        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(programs.drafter.graph, config), 0, 0))
+    drafter = programs.drafter
+    if drafter is not None and not drafter.assists:  # below the device there are none: it computes them again
+        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(drafter.graph, config), 0, 0))
     return pages, *kinds
 
 

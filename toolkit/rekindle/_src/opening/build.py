@@ -21,7 +21,7 @@ from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import DraftModel
+from rekindle._src.execution.draft_model import Assistant, DraftModel, DraftWeights
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -104,13 +104,17 @@ def _drafter(
     cache: SessionCache,
     request: OpenRequest,
     owners: contextlib.ExitStack,
-) -> DraftModel | None:
-    """Return the small model that drafts, with its weights; None without one."""
+) -> DraftWeights | None:
+    """Return the small model or the assistant that drafts, with its weights; None without one."""
     small = plan.drafter
     if small is None:
         return None
-    request.show("weights of the small model that drafts")
-    drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
+    request.show("weights of the model that drafts")
+    drafter: DraftWeights
+    if small.shapes.assists:
+        drafter = Assistant(programs.all, lambda: small.load().leaves)
+    else:
+        drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
 
 

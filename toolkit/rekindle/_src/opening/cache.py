@@ -200,4 +200,5 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
         draft_positions=0 if plan.drafter is None else plan.drafter.positions,
+        assists=plan.drafter is not None and plan.drafter.shapes.assists,
     )

@@ -1,4 +1,4 @@
-"""The small model that drafts for a session, as a value; and the check that it has the model's tokens."""
+"""The small model or the assistant that drafts for a session, as a value; and the checks that it can."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import NamedTuple, NoReturn, get_args
 from rekindle import tiny
 from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.models.base import Graph, LoadedModel, Placement
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import AssistantSpec, ModelConfig, Pages
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
 from rekindle._src.models.loading.hub import on_disk
+from rekindle._src.programs.assistants import source_layers
 from rekindle._src.programs.draft_model import DraftShapes
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError
@@ -20,7 +21,7 @@ _FEW = 32  # characters of a token in an error
 
 
 class DraftPlan(NamedTuple):
-    """All that is known of the small model before its weights are read."""
+    """All that is known of the model that drafts before its weights are read."""
 
     name: str
     checkpoint: CheckpointPlan
@@ -53,6 +54,8 @@ class DraftPlan(NamedTuple):
         Where neither has a tokenizer, ids are taken to mean the same.
         """
         own = Tokenizer.load(self.checkpoint.found.folder)
+        if self.shapes.assists and not own.has_text:
+            return  # its vocabulary has the size of the model's
         if own.has_text != model.has_text:
             lacks = "the model has one" if model.has_text else "the model has none to compare it with"
             problem = f"has {'a' if own.has_text else 'no'} tokenizer, and {lacks}"
@@ -69,7 +72,7 @@ class DraftPlan(NamedTuple):
 
 
 def draft_plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> DraftPlan | None:
-    """Return how the small model of a session is read; None if its drafts come from elsewhere. Raise ConfigError for
+    """Return how the model that drafts for a session is read; None if drafts come from elsewhere. Raise ConfigError for
     one that can't draft for this model."""
     name = config.draft_model
     if name is None:
@@ -91,6 +94,9 @@ def draft_plan(config: EngineConfig, model: ModelConfig, placement: Placement) -
         ),
     )
     own = plan.graph.config
+    if own.assists is not None:
+        _check_assistant(name, own, own.assists, model)
+        return plan
     if own.is_recurrent:
         problem = f"is a {own.model_type} model, whose states can't be taken back where its drafts were wrong"
         _refuse(name, problem, "Use a small model with attention in all layers")
@@ -107,6 +113,29 @@ def _check_source(name: str, folder: str | Path) -> None:
         close = f"Did you mean {matches[0]!r}? " if matches else ""
         known = ", ".join(map(repr, words))
         _refuse(name, "is neither a known source nor a model on this machine", f"{close}Use one of {known}, or a model")
+
+
+def _check_assistant(name: str, own: ModelConfig, spec: AssistantSpec, model: ModelConfig) -> None:
+    """Raise ConfigError for an assistant of another model than this one."""
+    fix = "Use the assistant that was made for this model"
+    if spec.hidden_size != model.hidden_size:
+        problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
+        _refuse(name, f"{problem} {model.hidden_size:,}", fix)
+    if own.vocab_size != model.vocab_size:
+        problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
+        _refuse(name, problem, fix)
+    for layer, source in enumerate(source_layers(own, model)):
+        kind = "full attention" if own.attention[layer].sliding_window is None else "a window"
+        if source is None:
+            _refuse(name, f"attends to a layer with {kind}, and this {model.model_type} model has none", fix)
+        wanted, there = own.pages_of(layer), model.pages_of(source)
+        if wanted != there:
+            problem = f"attends to a layer with {kind} and {_heads(wanted)}, and this model's has {_heads(there)}"
+            _refuse(name, problem, fix)
+
+
+def _heads(pages: Pages) -> str:
+    return f"{pages.heads} heads of {pages.key_size}"
 
 
 def _refuse(name: str, problem: str, fix: str) -> NoReturn:

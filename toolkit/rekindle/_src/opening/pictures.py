@@ -142,7 +142,7 @@ class KeptRows:
             try:
                 self._store.put(digest.hex(), content.getvalue())
             except OSError as error:
-                log.warning("the rows of a picture could not be stored: %s", error)
+                self._store.warn_once("write", f"the rows of pictures can't be stored now: {error}")
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,7 @@ class KeptRows:
             content = self._store.get(digest.hex())
             return None if content is None else np.load(io.BytesIO(content), allow_pickle=False)
         except (OSError, ValueError) as error:
-            log.warning("the stored rows of a picture can't be read: %s", error)
+            self._store.warn_once("read", f"stored rows of pictures can't be read, and are computed: {error}")
             return None
 
 

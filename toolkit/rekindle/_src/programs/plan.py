@@ -30,7 +30,7 @@ class ProgramPlan:
     taps: tuple[Tap, ...] = ()
     ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
-    drafter: DraftShapes | None = None  # the small model that drafts, if there is one
+    drafter: DraftShapes | None = None  # the small model or assistant that drafts, if there is one
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:

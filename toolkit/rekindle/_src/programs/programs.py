@@ -32,6 +32,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.adapters import Adapters, Stacks
+from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import (
     ADMIT,
     COPY,
@@ -264,8 +265,14 @@ class Programs:
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
-        self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
-        self.drafting = None if drafter is None else DraftRecipes(drafter, config, model.vocab_size)
+        keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
+        self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
+        self.drafting: DraftRecipes | None = None
+        self.assisting: AssistantRecipes | None = None
+        if drafter is not None and drafter.assists:
+            self.assisting = AssistantRecipes(drafter, config, self._recipes)
+        elif drafter is not None:
+            self.drafting = DraftRecipes(drafter, config, model.vocab_size)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
         self.width, self.page_size, self.parts = self._recipes.width, self._recipes.page_size, self._recipes.parts
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
@@ -323,8 +330,9 @@ class Programs:
 
     @property
     def _draft_keys(self) -> tuple[Helper, ...]:
-        """The programs of the small model that drafts."""
-        return () if self.drafting is None else self.drafting.keys
+        """The programs of the small model or the assistant that drafts."""
+        drafting = self.drafting or self.assisting
+        return () if drafting is None else drafting.keys
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -477,12 +485,13 @@ class Programs:
             return whole.lower(*self.parts.arguments(recipe))
 
     def _recipe(self, key: Key) -> Recipe:
-        if self.drafting is not None and isinstance(key, Helper) and key in self._draft_keys:
-            return self.drafting.recipe(key)
+        drafting = self.drafting or self.assisting
+        if drafting is not None and isinstance(key, Helper) and key in drafting.keys:
+            return drafting.recipe(key)
         return self._recipes.recipe(key)
 
     def _runs_a_model(self, key: Key) -> bool:
-        """True if a program is a step, or one of the small model's."""
+        """True if a program is a step, or one of a model that drafts."""
         return isinstance(key, Bucket) or key in self._draft_keys
 
     def compile(self, key: Key, traced: TracedProgram | None = None) -> CompiledProgram:

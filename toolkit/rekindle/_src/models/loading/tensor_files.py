@@ -34,6 +34,7 @@ DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+WHOLE = frozenset(("I64", "I32"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit

@@ -169,7 +169,7 @@ function render({ model, el }) {
   function prepare(root) {
     for (const one of root.querySelectorAll("[data-press]")) {
       const made = make("button", { type: "button", title: one.title });
-      Object.assign(made.dataset, { ...one.dataset, look: "quiet" });
+      Object.assign(made.dataset, { look: "quiet", ...one.dataset });
       if (SHY.includes(made.dataset.press)) made.className = "rekindle-shy";
       made.setAttribute("aria-label", made.dataset.label);
       one.replaceWith(made);
