@@ -39,7 +39,6 @@ from rekindle_kernels import private_files, read_through
 T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 _SUM = 32  # bytes of a checksum
-_PART = 16  # files are pruned when they have grown by a part in so many of their most bytes
 
 
 class Entry(NamedTuple):
@@ -99,9 +98,6 @@ class Store:
         self.folder, self.verified = folder, verified
         self.most, self.max_bytes, self.max_age, self.kept_damaged = most, max_bytes, max_age, kept_damaged
         self._pruning = threading.Lock()
-        self._grown = (
-            max_bytes or 0
-        )  # bytes of files that were written since the latest pruning, or before this process
         self._warned: set[str] = set()
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is read or written here
         if self.distrusted is not None:
@@ -145,10 +141,7 @@ class Store:
         parts = [_checksum(name, content), content] if self.verified else [content]
         private_files.write(self.path(name), parts, durable=durable)
         if self.max_bytes is not None:
-            self._grown += sum(map(len, parts))
-            if self._grown > self.max_bytes // _PART:
-                self._grown = 0
-                self.prune()
+            self.prune_after(sum(map(len, parts)))
         return True
 
     def remove(self, name: str) -> None:
@@ -226,8 +219,8 @@ class Store:
         with self._pruning:
             self._prune(room)
 
-    def prune_after(self, name: str) -> None:
-        """Prune after an entry was written, unless half of what the bounds left is still there.
+    def prune_after(self, size: int) -> None:
+        """Prune after an entry of `size` bytes was written, unless half of what the bounds left is still there.
 
         Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
         that write into the folder at the same time.
@@ -235,7 +228,7 @@ class Store:
         with self._pruning:
             room = _rooms.get(self._bounds)
             if room is not None:
-                room.entries, room.bytes = room.entries - 1, room.bytes - _size(self.path(name))
+                room.entries, room.bytes = room.entries - 1, room.bytes - size
             if room is None or room.is_used_up:
                 self._prune(0)
 
