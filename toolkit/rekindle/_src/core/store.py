@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Room:
-    """What may still be written into a folder before it has to be looked through: half of what its bounds leave."""
+class FolderRoom:
+    """Half of what the bounds of a folder leave: as much may be written before it is looked through again."""
 
     entries: float
     bytes: float
@@ -61,7 +61,7 @@ class Room:
         return self.entries <= 0 or self.bytes <= 0
 
 
-_rooms: dict[tuple[Path, int | None, int | None], Room] = {}  # of this process, by folder and bounds
+_rooms: dict[tuple[Path, int | None, int | None], FolderRoom] = {}  # of this process, by folder and bounds
 
 
 class Unusable(StoreError):
@@ -246,7 +246,7 @@ class Store:
             )
             if beyond or entry.used < oldest:
                 _remove(entry.path)
-        _rooms[self._bounds] = Room(
+        _rooms[self._bounds] = FolderRoom(
             (math.inf if self.most is None else self.most - count) / 2,
             (math.inf if self.max_bytes is None else self.max_bytes - total) / 2,
         )
