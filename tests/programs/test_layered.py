@@ -476,7 +476,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
-    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: None)
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped, **options: None)
     parts = {name: program for name, program in store.kept.items() if " parts " in name}
     for whole in ({}, {first[1].name: store.kept[first[1].name]}):
         store.kept = parts | whole
@@ -510,7 +510,7 @@ def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) ->
     """A session that is still reading its weights has better uses for the cores."""
     many_layers(monkeypatch, 0.0)
     replaced = threading.Event()
-    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: replaced.set())
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped, **options: replaced.set())
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     going = Warming(programs, "lazy")
     try:

@@ -254,6 +254,16 @@ def refuse_keywords(unknown: Mapping[str, object], call: Callable[..., object]) 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Decorator(Protocol):
+    """A decorator that returns the function itself.
+
+    The first Tab in a notebook infers the type of a decorated call. With `Callable[[F], F]` it would parse all of the
+    standard library's collections for that: a second of a core.
+    """
+
+    def __call__(self, function: F, /) -> F: ...
+
+
 class _Annotation(str):
     """An annotation as it stands in the source; `inspect` would show a plain string in quotes."""
 
@@ -263,7 +273,7 @@ class _Annotation(str):
         return str(self)
 
 
-def takes_options(record: type, *, returns: str = "", **defaults: object) -> Callable[[F], F]:
+def takes_options(record: type, *, returns: str = "", **defaults: object) -> Decorator:
     """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a

@@ -424,20 +424,23 @@ class Programs:
         self.ledger.least = form
         self._store.late |= self.keeps and form is Form.PARTS
 
-    def replace_parts(self, stopped: Callable[[], bool] | None = None) -> None:
+    def replace_parts(
+        self, stopped: Callable[[], bool] | None = None, *, before_each: Callable[[], None] = lambda: None
+    ) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so
         consecutive steps may run in different programs. With `stopped` it works in the background, and gives steps in
-        parts a moment between tracing and compiling the program that decodes.
+        parts a moment between tracing and compiling the program that decodes. `before_each` is called before each one.
         """
         self.settle_for(Form.WHOLE)
         with handing_over():
-            self._replace_each(stopped)
+            self._replace_each(stopped, before_each)
         self._store.flush()
 
-    def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
+    def _replace_each(self, stopped: Callable[[], bool] | None, before_each: Callable[[], None]) -> None:
         for number, entry in enumerate(self.ledger.jobs()):
+            before_each()
             if stopped is not None and stopped():
                 return
             if number == 0 and COPY in self.keys:
