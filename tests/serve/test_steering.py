@@ -14,6 +14,7 @@ import pytest
 import rekindle
 from helpers.asgi import get, post
 from helpers.small import MODEL, OPTIONS, plain, prompt
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Steer
 from rekindle._src.cli import main
 from rekindle._src.cli.usage import paths_by_name

@@ -61,6 +61,7 @@ def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.thorough
 def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None:
     file = export("tiny", tmp_path / "tiny.gguf", type="q4_0")
     with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:

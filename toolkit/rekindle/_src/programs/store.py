@@ -245,7 +245,7 @@ class ExecutableStore(Store):
             self._writable = not isinstance(error, OSError)
             self.warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
-        self.prune()
+        self.prune_after(len(executable))
         return True
 
     def claim(self, key: str) -> Claim | None:
