@@ -10,7 +10,7 @@ import pytest
 
 from helpers.faults import NAMES, PASSING
 from rekindle._src.core.atomic_checkpoint import DAMAGED, ITEM, PARTIAL
-from rekindle._src.core.store import Sound, Store, Unusable
+from rekindle._src.core.store import Entry, Sound, Store, Unusable
 from rekindle_kernels import read_through
 from rekindle_kernels.private_files import tell_once
 
@@ -117,6 +117,23 @@ def test_the_least_recently_used_leave_first(folder: Path, bound: str) -> None:
         os.utime(store.path("a"), (1e8, 1e8))
         store.prune(room=1)
         assert names(folder) == {"b", f"{PARTIAL}new"}
+
+
+def test_many_writes_look_through_the_folder_a_few_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, entries = list[int](), Store.entries
+
+    def counted(self: Store) -> list[Entry]:
+        looks.append(1)
+        return entries(self)
+
+    monkeypatch.setattr(Store, "entries", counted)
+    for number in range(70):
+        store = Store(folder, most=64)  # as each session makes one
+        write(store, str(number), used=1e8 + number)
+        store.prune_after(7)
+        assert len(names(folder)) <= 64
+        assert len(looks) <= 8 or number >= 64
+    assert names(folder) == {str(number) for number in range(6, 70)}
 
 
 def test_files_are_bounded_by_their_bytes(folder: Path) -> None:

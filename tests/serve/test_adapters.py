@@ -14,6 +14,7 @@ import rekindle
 from helpers import adapters
 from helpers.asgi import get, post
 from helpers.small import MODEL, OPTIONS, plain, prompt
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle.serve import app
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]

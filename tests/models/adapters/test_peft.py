@@ -306,3 +306,15 @@ def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"a name of .* characters, .*at most 1,024 bytes are read") as caught:
         read_adapter(folder, "x", CONFIG)
     assert len(str(caught.value)) < 400 and time.process_time() - start < 2
+
+
+def test_a_header_is_bounded_by_the_tensors_that_an_adapter_may_have(tmp_path: Path) -> None:
+    """Parsing 100 MB of JSON, which any loaded adapter may bring, stopped all streams of the session for seconds."""
+    folder = adapters.write(tmp_path, CONFIG)
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    raw = data[8 : 8 + length] + b" " * (3 << 20)
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+    with pytest.raises(CheckpointError, match=r"has a header of 3,.* bytes, and at most 1,.* are read"):
+        read_adapter(folder, "x", CONFIG)

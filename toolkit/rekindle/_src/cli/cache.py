@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.names import printable
 from rekindle._src.kvcache.persist.segment import Segment
 from rekindle._src.models.loading.hub import readable_name
 from rekindle.errors import ConfigError, StoreError
@@ -73,7 +74,11 @@ def entries(folder: Path) -> list[CacheItem]:
 
 
 def owner(path: Path, kind: str) -> str:
-    """Return the name of the model in an entry; "" if it has none."""
+    """Return the name of the model in an entry, as it may be printed; "" if it has none."""
+    return printable(_owner(path, kind))
+
+
+def _owner(path: Path, kind: str) -> str:
     with contextlib.suppress(Exception):  # a damaged entry is listed without a name
         match kind:
             case "programs":

@@ -12,7 +12,9 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -37,7 +39,6 @@ from rekindle_kernels import private_files, read_through
 T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 _SUM = 32  # bytes of a checksum
-_PART = 16  # files are pruned when they have grown by a part in so many of their most bytes
 
 
 class Entry(NamedTuple):
@@ -46,6 +47,21 @@ class Entry(NamedTuple):
     path: Path
     used: float  # seconds since the epoch
     size: int  # bytes
+
+
+@dataclasses.dataclass(slots=True)
+class FolderRoom:
+    """Half of what the bounds of a folder leave: as much may be written before it is looked through again."""
+
+    entries: float
+    bytes: float
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.entries <= 0 or self.bytes <= 0
+
+
+_rooms: dict[tuple[Path, int | None, int | None], FolderRoom] = {}  # of this process, by folder and bounds
 
 
 class Unusable(StoreError):
@@ -82,9 +98,6 @@ class Store:
         self.folder, self.verified = folder, verified
         self.most, self.max_bytes, self.max_age, self.kept_damaged = most, max_bytes, max_age, kept_damaged
         self._pruning = threading.Lock()
-        self._grown = (
-            max_bytes or 0
-        )  # bytes of files that were written since the latest pruning, or before this process
         self._warned: set[str] = set()
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is read or written here
         if self.distrusted is not None:
@@ -128,10 +141,7 @@ class Store:
         parts = [_checksum(name, content), content] if self.verified else [content]
         private_files.write(self.path(name), parts, durable=durable)
         if self.max_bytes is not None:
-            self._grown += sum(map(len, parts))
-            if self._grown > self.max_bytes // _PART:
-                self._grown = 0
-                self.prune()
+            self.prune_after(sum(map(len, parts)))
         return True
 
     def remove(self, name: str) -> None:
@@ -209,8 +219,26 @@ class Store:
         with self._pruning:
             self._prune(room)
 
+    def prune_after(self, size: int) -> None:
+        """Prune after an entry of `size` bytes was written, unless half of what the bounds left is still there.
+
+        Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
+        that write into the folder at the same time.
+        """
+        with self._pruning:
+            room = _rooms.get(self._bounds)
+            if room is not None:
+                room.entries, room.bytes = room.entries - 1, room.bytes - size
+            if room is None or room.is_used_up:
+                self._prune(0)
+
+    @property
+    def _bounds(self) -> tuple[Path, int | None, int | None]:
+        return self.folder, self.most, self.max_bytes
+
     def _prune(self, room: int) -> None:
         total, oldest = 0, 0.0 if self.max_age is None else time.time() - self.max_age
+        count = room
         for count, entry in enumerate(self.entries(), 1 + room):
             total += entry.size
             beyond = (self.most is not None and count > self.most) or (
@@ -218,6 +246,10 @@ class Store:
             )
             if beyond or entry.used < oldest:
                 _remove(entry.path)
+        _rooms[self._bounds] = FolderRoom(
+            (math.inf if self.most is None else self.most - count) / 2,
+            (math.inf if self.max_bytes is None else self.max_bytes - total) / 2,
+        )
         for path in self._paths():
             unfinished = not is_finished(path.name) or path.name.startswith(".")
             if not path.name.startswith(DAMAGED) and (unfinished or self.is_broken(path)) and is_stale(path):

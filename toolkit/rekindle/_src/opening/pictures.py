@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -268,7 +268,7 @@ class SessionPictures:
         processor = self._processor
         return processor.before + processor.marker + processor.after
 
-    def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[GivenPicture, ...]:
         """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
         values = [one.source if isinstance(one, GivenPicture) else one for one in values]

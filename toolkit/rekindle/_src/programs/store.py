@@ -27,7 +27,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,13 +64,13 @@ JAX_OPTIONS = (
 SOURCES = ("models", "programs", "execution")  # folders of the toolkit; the kernels are added as a whole
 
 
-def config_fields(config: EngineConfig) -> dict[str, Any]:
+def config_fields(config: EngineConfig) -> dict[str, object]:
     """Return the fields of a resolved config that programs depend on."""
     fields = dataclasses.fields(config)
     return {field.name: getattr(config, field.name) for field in fields if field.name not in NOT_IN_PROGRAMS}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return everything outside the session that programs depend on: sources, versions, device, processor, flags."""
     device = default_device()
     return {
@@ -97,7 +97,7 @@ def default_device() -> Any:
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
-def digest(fields: dict[str, Any]) -> str:
+def digest(fields: Mapping[str, object]) -> str:
     """Return a digest of `fields`, the same in every process for equal fields."""
     text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -245,7 +245,7 @@ class ExecutableStore(Store):
             self._writable = not isinstance(error, OSError)
             self.warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
-        self.prune()
+        self.prune_after(len(executable))
         return True
 
     def claim(self, key: str) -> Claim | None:
@@ -312,7 +312,7 @@ class ProgramStore:
     store: ExecutableStore
     model: str
     identity: str  # a digest of all the causes of a program except its name
-    devices: tuple[Any, ...] = ()  # the devices of its programs; none: the default one
+    devices: tuple[object, ...] = ()  # the devices of its programs; none: the default one
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name), self.devices)
