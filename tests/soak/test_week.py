@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -282,7 +283,7 @@ def test_a_great_many_requests_leave_nothing_behind(
 def check(curve: list[Figures], fresh: Figures) -> None:
     """Counts stay what they were when everything had been used once.
 
-    The last rate is compared with that of a new session: what else the machine does changes both.
+    The last rates are compared with that of a new session: what else the machine does changes all of them.
     """
     assert len(curve) >= 5, "too few parts to compare"
     warm, last = curve[2], curve[-1]
@@ -297,4 +298,5 @@ def check(curve: list[Figures], fresh: Figures) -> None:
     assert last.nodes <= 1.5 * most["nodes"] + 256
     assert last.objects <= 1.1 * most["objects"] + 20_000 + 0.1 * served
     assert last.live <= warm.live + (24 << 20) + 40 * served, "memory grew"
-    assert last.per_second > 0.6 * fresh.per_second, "it became slower"
+    late = statistics.harmonic_mean(one.per_second for one in curve[-3:])  # of as many requests each
+    assert late > 0.5 * fresh.per_second, "it became slower"
