@@ -219,7 +219,7 @@ def without_copies(objects: Mapping[cpu.Level, Path]) -> dict[cpu.Level, Path]:
 
 def likeliest(kernels: Mapping[str, dict[cpu.Level, Path]], room: int) -> dict[str, dict[cpu.Level, Path]]:
     """Return the first of these kernels, whose object files take no more than `room` bytes once they are compressed."""
-    kept, left = {}, room
+    kept, left = dict[str, dict[cpu.Level, Path]](), room
     for name, objects in kernels.items():
         left -= len(zlib.compress(b"".join(path.read_bytes() for path in objects.values())))
         if left < 0:
