@@ -60,7 +60,7 @@ def main() -> None:
 
 def take(page: Any, theme: str, target: Path) -> None:
     index = {name: position for position, name in enumerate(CELLS)}
-    browsing.printed(page, 0, "ready")
+    browsing.printed(page, 0, "ready", seconds=600)  # its programs may have to be compiled
     browsing.run(page, index["completion"]).locator("span[title]").first.wait_for()
     keep(page, index["completion"], target / f"completion-{theme}.png")
     browsing.run(page, index["dashboard"]).get_by_role("button", name="Close").wait_for()
@@ -71,9 +71,11 @@ def take(page: Any, theme: str, target: Path) -> None:
     prompt = tree.get_by_placeholder("What would this prompt hit?")
     prompt.fill("Once upon a time there was a small green dragon called Zoe. Zoe lived in a house.")
     tree.get_by_text("prompt tokens are cached").wait_for()
+    prompt.press("Home")  # its beginning is in sight
     keep(page, index["tree"], target / f"tree-{theme}.png")
     chat = browsing.run(page, index["chat"]).locator(".jp-OutputArea-output").last
     chat.locator("[data-token='9']").click()
+    chat.get_by_label("What could stand here").wait_for()
     chat.get_by_placeholder("what should come there instead").fill(" small blue bird")
     keep(page, index["chat"], target / f"chat-{theme}.png")
 
@@ -82,7 +84,9 @@ def keep(page: Any, index: int, path: Path) -> None:
     """A screenshot of the cell's output, in the few colours that it has."""
     page.mouse.move(0, 0)
     output = browsing.cell(page, index).locator(".jp-OutputArea-output").last  # the first may be a hidden copy
+    output.evaluate("(one) => Object.assign(one.style, { padding: '12px', boxSizing: 'border-box' })")
     taken = Image.open(io.BytesIO(output.screenshot())).convert("RGB")
+    output.evaluate("(one) => { one.style.padding = ''; }")
     taken.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path.name}: {taken.width}×{taken.height}, {path.stat().st_size // 1024} KiB", flush=True)
 

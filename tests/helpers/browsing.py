@@ -12,7 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme} if theme else {}))
+    (settings / "notification.jupyterlab-settings").write_text(
+        json.dumps({"fetchNews": "false"})
+    )  # it asks, over cells
     environment = os.environ | {
         "PYTHONPATH": os.environ.get("PYTHONPATH") or f"{ROOT / 'toolkit'}{os.pathsep}{ROOT / 'kernels'}",
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
@@ -99,7 +102,7 @@ def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 14
         page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         kernels = urllib.parse.urljoin(address, "/api/kernels")
         for _ in range(240):
-            with urllib.request.urlopen(kernels, timeout=10) as answer:
+            with suppress(OSError), urllib.request.urlopen(kernels, timeout=10) as answer:
                 if any(kernel["execution_state"] == "idle" for kernel in json.load(answer)):
                     break
             time.sleep(0.5)

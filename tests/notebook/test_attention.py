@@ -80,7 +80,22 @@ def test_a_page_without_scripts_shows_the_first_state() -> None:
     assert re.search(r"<title>·t5 reads ·t1: \d+\.\d%</title>", page), "numbers on hover"
     assert re.search(r"position 0, which gets \d+%, is left out", page)
     assert not re.search(r"<title>[^<]* reads ·t0:", page)
+    text = page.partition("what ·t5 reads, in the text")[2]
+    shades = [float(share) for share in re.findall(r'<span title="[\d.]+%" style="[^"]*,([\d.]+)\)">', text)]
+    assert len(shades) == 6 and shades[0] == 0.0 and max(shades) == 0.5, "position 0 would hide the others"
+    assert ">0 <span" in page and "linear-gradient" in page, "what the shades mean"
     assert "<b " not in page and "onmouseover=" not in page
+
+
+def test_names_have_the_room_that_they_need() -> None:
+    """Tokens of one letter leave no gap around the map, and long or wide ones are not cut."""
+
+    def room(*tokens: str) -> tuple[float, float]:
+        weights = np.full((1, len(tokens), len(tokens)), 1 / len(tokens), np.float32)
+        data = data_of(AttentionMap(tokens, 0, weights, np.arange(len(tokens), dtype=np.int32)))
+        return data["left"], data["top"]
+
+    assert room("a", "b") < (20, 20) < (90, 80) < room("a", "b" * 12) < room("a", "語" * 12)
 
 
 def test_nothing_ends_the_script_or_the_element() -> None:
@@ -139,11 +154,19 @@ def test_heads_layers_and_cells_are_reached_by_pointer_and_keys() -> None:
         page.get_by_role("button", name="head 1").click()
         map_of_all = page.get_by_role("img", name="attention of layer 0, head 1")
         map_of_all.focus()
+        assert page.get_by_text("what ·t5 (5) reads, head 1; point at another token").is_visible()
         page.keyboard.press("ArrowUp")
         share = maps[0].weights[1, 5, 5]
         assert page.get_by_text(f"·t5 (5) reads ·t5 (5): {100 * share:.1g}").is_visible()
         page.keyboard.press("ArrowLeft")
         assert page.get_by_text("·t5 (5) reads ·t4 (4): ").is_visible()
+        page.keyboard.press("ArrowUp")
+        assert page.get_by_text("what ·t4 (4) reads, head 1").is_visible(), "the text follows the map"
+        shade = "(one) => Number(getComputedStyle(one).backgroundColor.match(/[\\d.]+(?=\\)$)/)[0])"
+        row, token = maps[0].weights[1, 4], page.get_by_text("t3", exact=True).first
+        assert token.evaluate(shade) == pytest.approx(0.5 * row[3] / row[1:].max(), abs=0.02)
+        token.hover()
+        assert page.get_by_text("what ·t3 (3) reads, head 1").is_visible(), "a token that is pointed at reads"
         page.get_by_role("slider", name="layer").fill("1")
         assert page.get_by_text("attention of layer 3, head 1").is_visible()
         assert page.get_by_role("button", name="head 2").is_visible()

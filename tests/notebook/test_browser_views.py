@@ -44,7 +44,7 @@ MOUNT = """async ({script, css, state}) => {
   };
   const el = document.createElement("div");
   document.body.append(el);
-  widget.render({ model, el });
+  window.leave = widget.render({ model, el });
 }"""
 
 
@@ -100,6 +100,13 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
     dashboard.refresh()
     done = session.generate_sync("hello", max_tokens=12, logprobs=2)
     logits = np.random.default_rng(1).normal(size=session.tokenizer.vocab_size)
+    with session.paused():
+        stream = session.view.stream("hello", max_tokens=24)
+        for _ in range(4):
+            session.step_sync()
+        stream.refresh()
+        shown = {"stream": Mounted(state_of(stream), stream.picture)}
+        stream.stop()
     panels = {"chat": chat, "tree": tree, "dashboard": dashboard}
     pages = {
         "attention": attention()._repr_html_(),
@@ -112,7 +119,7 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
         "cache": session.cache._repr_html_(),
         "explain": session.explain(done.id)._repr_html_(),
     }
-    shown = {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
+    shown |= {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
     shown |= {name: Mounted(None, page) for name, page in pages.items()}
     yield shown
     for view in (chat, dashboard):
@@ -135,10 +142,11 @@ def show(page: Any, view: Mounted) -> None:
 
 
 NAMES = (
-    *("chat", "tree", "dashboard", "attention", "lens", "distribution"),
+    *("stream", "chat", "tree", "dashboard", "attention", "lens", "distribution"),
     *("prefixes", "run", "completion", "session", "cache", "explain"),
 )
 ROLES = {
+    "stream": ['log "Text of r', 'button "Stop"'],
     "chat": [
         'log "Conversation"',
         'article "You"',
@@ -207,6 +215,55 @@ def test_keys_act(page: Any, views: dict[str, Mounted]) -> None:
     show(page, views["tree"])
     page.locator("[data-token]").nth(1).press("Enter")
     assert page.evaluate("() => model.sent.at(-1).value") == 1
+    show(page, views["stream"])
+    page.get_by_role("button", name="Stop").press("Enter")
+    assert page.evaluate("() => model.sent.at(-1)") == {"event": "act", "name": "stop", "value": 0}
+
+
+def test_a_saved_picture_does_not_say_what_only_a_live_one_can_do(page: Any, views: dict[str, Mounted]) -> None:
+    show(page, views["tree"])
+    hint = page.get_by_text("press a bar for its text")
+    assert hint.is_visible()
+    page.set_content(views["tree"].html)
+    assert hint.count() == 1 and not hint.is_visible()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_focus_stays_in_the_cell_whose_view_ends(page: Any, views: dict[str, Mounted], elsewhere: bool) -> None:
+    """The button that ended it is gone, and a focus that is lost would begin at the top of the page."""
+    show(page, views["stream"])
+    page.evaluate("""() => {
+      const cell = document.createElement("div"), other = document.createElement("button");
+      cell.tabIndex = -1;
+      cell.id = "cell";
+      other.id = "other";
+      document.body.append(cell, other);
+      cell.append(document.querySelector(".rekindle-panel"));
+    }""")
+    page.get_by_role("button", name="Stop").focus()
+    if elsewhere:
+        page.locator("#other").focus()
+        page.wait_for_timeout(50)
+    page.evaluate("() => { document.querySelector('.rekindle-panel').remove(); leave(); }")
+    assert page.evaluate("() => document.activeElement.id") == ("other" if elsewhere else "cell")
+
+
+def test_stop_keeps_its_place_and_its_focus_while_a_long_text_comes(page: Any, views: dict[str, Mounted]) -> None:
+    """Its lines scroll in a part of their own, whose end is in sight; keys scroll it, and those of a notebook wait."""
+    show(page, views["stream"])
+    stop = page.get_by_role("button", name="Stop")
+    stop.focus()
+    before, log = stop.bounding_box(), page.get_by_role("log")
+    picture = views["stream"].html
+    for count in (40, 400):
+        page.evaluate("(html) => model.set('html', html)", picture.replace("▌", "a line\n" * count + "▌"))
+        assert stop.bounding_box() == before
+        assert stop.evaluate("(one) => one === document.activeElement")
+    assert log.evaluate("(one) => one.scrollHeight - one.scrollTop - one.clientHeight") < 40
+    page.keyboard.press("Tab")
+    assert log.evaluate("(one) => one === document.activeElement")
+    page.keyboard.press("Home")
+    page.wait_for_function("() => document.querySelector('[role=log]').scrollTop === 0")
 
 
 @pytest.mark.parametrize("width", [620, 320])  # a narrow output, and a window of 1,280 pixels at 400 %

@@ -109,6 +109,20 @@ def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) ->
     assert len(session.cache.tree().nodes) == 2, "nothing is marked"
 
 
+def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: Session) -> None:
+    view = session.view.tree()
+    saved = session.cache.stats().saved_tokens
+    assert saved > 2 * SIZE and f"{saved} prompt tokens found here so far, not computed again" in view.picture
+    assert "what begins alike shares a bar" in view.picture
+    with opened() as fresh:
+        fresh.generate_sync(SHARED + "x", max_tokens=1)
+        assert "no prompt has begun like an earlier one yet" in fresh.view.tree().picture
+    session.cache.clear().result_sync()
+    event(view, event="press", name="refresh")
+    assert f"Nothing is cached now. What requests compute stays here, in whole pages of {SIZE} tokens" in view.picture
+    assert "shares a bar" not in view.picture
+
+
 def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
     view = session.view.tree()
     assert "the typed prompt" not in view.picture
@@ -131,7 +145,7 @@ def test_a_bar_that_has_left_the_cache_says_so(session: Session) -> None:
     event(view, event="token", name="", value=0)
     assert "is no longer in the cache" in view.widget.note
     event(view, event="press", name="refresh")
-    assert "The cache is empty." in view.picture
+    assert "Nothing is cached now." in view.picture
 
 
 def test_a_node_is_read_pinned_and_dropped_by_code(session: Session) -> None:

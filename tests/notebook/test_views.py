@@ -66,6 +66,22 @@ def test_a_stream_shows_the_text_and_then_the_completion(session: Session) -> No
     assert not any("widget" in kind for kind in bundle), "a dead widget would be all that is left"
 
 
+def test_a_stream_has_its_prompt_before_the_text_and_a_stop_that_acts(slow: Session) -> None:
+    view = slow.view.stream("hello <b>", max_tokens=400)
+    assert "waits for its first token" in view.draw() or "so far" in view.draw()
+    eventually(lambda: len(view.handle.token_ids) > 3)
+    picture = view.draw()
+    assert picture.index("hello &lt;b&gt;") < picture.index('data-press="stop"') < picture.index('role="log"')
+    assert picture.index('role="log"') < picture.index("tokens so far")
+    for name in ("copy", "stop"):
+        assert not view.handle.done
+        view.widget._handle_custom_msg({"event": "act", "name": name, "value": 0}, [])
+    view.join(10)
+    assert view.handle.status is Status.ABORTED
+    assert view.picture.index("hello &lt;b&gt;") < view.picture.index("stopped after")
+    assert "data-press" not in view.picture, "nothing is left that could be stopped"
+
+
 def test_a_chat_refuses_wrong_options_at_once(session: Session) -> None:
     with pytest.raises(InvalidRequest, match="Did you mean 'max_tokens'"):
         session.view.chat(max_token=4)
@@ -152,7 +168,7 @@ def seen(step: int, *rows: tuple[int, str, str], moved: int = 0, at: float | Non
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
     timeline = TimelinePicture(2)
-    assert "Nothing has run yet" in timeline.draw()
+    assert "Nothing has run since this was opened" in timeline.draw()
     for step in (
         seen(0, (0, "a", "prefill")),
         seen(1, (0, "a", "decode"), (1, "<b>", "prefill")),

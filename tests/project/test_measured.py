@@ -1,17 +1,20 @@
 """Measured numbers in prose have a source: a cell that printed or asserted them, or a section that says on what.
 
 A quantity is a number with a unit of time, size, rate or ratio. In the course it comes from its own page: an output
-that is stored there, an assertion, or a value that a cell sets. So do larger counts, and all numbers of an answer. A
-picture belongs to its page. In the documentation, a section names what its numbers were measured on, or links a page of
-the course that holds them; sizes that the packages hold are bounds. README repeats what these pages hold.
+that is stored there, an assertion, or a value that a cell sets. So do larger counts, and all numbers of an answer. Its
+tables and the comments in its cells are words, too. A picture belongs to its page. In the documentation, a section
+names what its numbers were measured on, or links a page of the course that holds them; sizes that the packages hold are
+bounds. README repeats what these pages hold.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import json
 import math
 import re
+import tokenize
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from functools import cache, cached_property
@@ -33,7 +36,6 @@ ALLOWED = {
     ("18", "0.5 GB"): "a condition of the exercise",
     ("checkpoints", "44 MiB"): "computed from a shape",
     ("checkpoints", "10.2 GB"): "computed from a number of weights",
-    ("checkpoints", "38 GB"): "computed from a number of weights",
     ("checkpoints", "5 s"): "a bound of the code",
     ("checkpoints", "64 MB"): "a bound of the code",
     ("checkpoints", "269 MB"): "a message, as page 10 has it",
@@ -134,14 +136,26 @@ def prose(markdown: str) -> str:
     return " ".join(line for line in text.splitlines() if not line.lstrip().startswith("|"))
 
 
+def rows(markdown: str) -> str:
+    """The rows of its tables."""
+    return "\n".join(line for line in markdown.splitlines() if line.lstrip().startswith("|"))
+
+
+def comments(code: str) -> str:
+    """The comments of a cell."""
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return "\n".join(token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT)
+
+
 class Page:
     """A page of the course: its words, and what its cells printed, asserted and set."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.stem[:2]
         cells = json.loads(path.read_text())["cells"]
-        self.words = prose("\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"))
         self.code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        self.words = "\n\n".join((*map(prose, texts), *map(rows, texts), *map(comments, self.code)))
         self.printed = "\n".join(shown(output) for cell in cells for output in cell.get("outputs", ()))
         flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         self.trees = [compile(code, self.name, "exec", flags) for code in self.code]
@@ -247,6 +261,33 @@ def test_readme_repeats_what_its_pages_hold(name: str) -> None:
     held = set(quantities(" \n".join(path.read_text() for path in DOCS)))
     text = prose((ROOT / name).read_text())
     assert not [str(one) for one in quantities(text) if one not in held], "measured nowhere"
+
+
+def test_the_table_of_readme_is_that_of_its_page() -> None:
+    """Its numbers have no units next to them, so they are compared one by one: the first figures, those of Zen 4."""
+    readme = (ROOT / "README.md").read_text().partition("<!-- figures: real files -->")[2]
+    lines = [line for line in readme.partition("\n\n")[0].splitlines() if line.endswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+    wanted = [
+        [f"{one['name']}, {one['format']}", f"{one['size']} MB", f"{warm[5]} MB", warm[2], theirs[2], cold[1], warm[1]]
+        for one, cold, warm, theirs in first_files()
+    ]
+    assert [row[1:5] for row in rows] == [row[1:5] for row in wanted]
+    for row, figures in zip(rows, wanted, strict=True):
+        assert row[0].replace("-Instruct", "") == figures[0]
+        for shown, measured in zip(row[5:], figures[5:], strict=True):
+            assert float(shown.removesuffix(" s")) == pytest.approx(float(measured), abs=0.0501)
+
+
+def first_files() -> Iterator[tuple[re.Match[str], list[str], list[str], list[str]]]:
+    """The page's rows of each file: its name, the first figures with an empty cache, of later starts, of llama.cpp."""
+    page = next(path for path in DOCS if path.stem == "processors").read_text()
+    lines = [line for line in page.partition("## Starting, and memory")[2].splitlines() if line.startswith("|")]
+    for at, line in enumerate(lines):
+        found = re.match(r"\| (?P<name>.+) (?P<format>Q\w+) \((?P<size>\d+) MB\), empty cache \|", line)
+        if found:
+            rows = [[cell.split(";")[0].strip() for cell in one.split("|")[2:-1]] for one in lines[at : at + 4]]
+            yield found, rows[0], rows[2], rows[3]
 
 
 def test_one_page_says_how_many_tokens_a_second_the_real_model_makes() -> None:

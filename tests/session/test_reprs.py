@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -112,13 +113,36 @@ def test_a_figure_is_declared_once(session: Session) -> None:
     assert shared <= set(FIGURES) and all(isinstance(getattr(FleetStats, name), property) for name in shared)
 
 
-def test_six_figures_come_first_and_the_others_are_folded(session: Session) -> None:
+def test_a_session_that_did_nothing_says_how_to_begin() -> None:
+    with fake_session() as fresh:
+        first = shown(fresh).partition("<details")[0]
+        assert "nothing has run yet" in first and "await session.generate(" in first and "data-tile" not in first
+        assert ("session.view.chat()" in first) == (fresh.chat_template is not None)
+        fresh.generate_sync("hello", max_tokens=2)
+        first = shown(fresh).partition("<details")[0]
+        assert "nothing has run yet" not in first and "data-tile" in first
+
+
+def test_a_few_figures_come_first_and_the_others_are_folded(session: Session) -> None:
     session.generate_sync(["hello"] * 3, max_tokens=2)
     for thing in (session.stats(), session):
         first, folded = shown(thing).split("<details", 1)
-        assert first.count("data-tile") == 6
-        for words in ("requests running", "tokens generated", "of 15", "programs compiled"):
+        assert 2 <= first.count("data-tile") <= 6
+        for words in ("requests finished", "tokens generated"):
             assert words in first, words
+        for words in ("requests running", "waiting", "were cached"):
+            assert words not in first, "a zero says nothing"
+    for _ in range(2):
+        session.generate_sync("hello" * 8, max_tokens=2)
+    assert re.search(r">\d+%<.*?>of 95 prompt tokens were cached<", shown(session))
+    assert "programs compiled" in shown(session)
+    with session.paused():
+        handle = session.submit("hello", max_tokens=2)
+        session.step_sync()
+        assert "requests running" in shown(session.stats()).partition("<details")[0]
+    handle.result_sync()
+    for thing in (session.stats(), session):
+        first, folded = shown(thing).split("<details", 1)
         assert "pages total" in folded
         assert folded.count("</details>") == (2 if thing is session else 1)
 

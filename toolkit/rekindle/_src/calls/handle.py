@@ -365,12 +365,12 @@ class Handle(RequestOutput, Call[T]):
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
             prompt = "" if self.prompt is None else html.text(html.shorten(self.prompt, 200))
             tokens = html.count(self._tokens_so_far, "token")
-            return str(html.block(html.line(self.id, state, tokens), prompt, html.text(self._text_so_far)))
+            return str(html.block(prompt, html.text(self._text_so_far), html.line(self.id, state, tokens)))
         if (error := self._mailbox.error) is not None:
             state = f"{type(error).__name__}: {error}"
             if isinstance(error, RequestAborted):  # an abort is requested: it is no fault
                 state = f"stopped after {html.count(self._tokens_so_far, 'token')}"
-            return str(html.block(html.line(self.id, state), html.text(self._text_so_far)))
+            return str(html.block(html.text(self._text_so_far), html.line(self.id, state)))
         return str(
             html.block(
                 *(

@@ -141,7 +141,9 @@ def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None)
 
 
 def tiles(values: Mapping[str, object]) -> Markup:
-    """Return a few figures next to each other, each above its name."""
+    """Return a few figures next to each other, each above its name; nothing without figures."""
+    if not values:
+        return Markup("")
     small, shown = f"font-size:{style.TINY};opacity:{style.QUIET}", []
     for name, value in values.items():
         figure = f'<div style="font-size:130%;font-weight:600;line-height:1.3">{escape(number(value))}</div>'

@@ -6,6 +6,7 @@ import base64
 import itertools
 import math
 import struct
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from rekindle._src.core.names import checked_path
 CELLS = 1 << 20  # of one figure, over all of its layers and heads
 SIDE, LEAST = 48, 12  # positions of a picture: at most, and at least
 LEVELS = 255  # of a cell: by the square root of its weight, so that small weights are told apart too
-WIDTH, LEFT, TOP, RIGHT = 620, 96, 78, 34  # pixels, of a page's picture and of the tokens around its map
+WIDTH, RIGHT = 620, 34  # pixels, of a page's picture and at the right of its map
 SMALL = 64  # pixels of a head's small map
 DARKEST = (8, 64, 129)  # red, green and blue of the largest weight on paper; the smallest is white
 
@@ -49,6 +50,16 @@ class MapGrid(NamedTuple):
     columns: tuple[tuple[int, int], ...]  # runs of the positions that are read, half-open
     row_names: tuple[str, ...]
     column_names: tuple[str, ...]
+
+    @property
+    def left(self) -> float:
+        """The pixels that the names of rows need."""
+        return 10 + max(map(_pixels, self.row_names), default=0.0)
+
+    @property
+    def top(self) -> float:
+        """The pixels that the names of columns need, which lean."""
+        return 12 + math.sin(math.pi / 3) * max(map(_pixels, self.column_names))
 
     @classmethod
     def of(cls, shown: MapLike, maps: int) -> MapGrid:
@@ -79,6 +90,11 @@ class MapGrid(NamedTuple):
         return ", and ".join(parts)
 
 
+def _pixels(name: str) -> float:
+    """Return how wide a token's name is, at most."""
+    return sum(11.0 if unicodedata.east_asian_width(letter) in "WF" else 7.0 for letter in name)
+
+
 def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
     """Return the data of an interactive figure, its summary, and what a page without scripts shows."""
     frame = MapGrid.of(maps[0], len(maps) * max(len(each.weights) for each in maps))
@@ -90,6 +106,8 @@ def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
         "heads": heads,
         "rows": frame.row_names,
         "columns": frame.column_names,
+        "left": frame.left,
+        "top": frame.top,
         "reading": [int(maps[0].positions[row]) for row in frame.rows],
         "spans": frame.columns,
         "cells": [base64.b64encode(_levels(each).tobytes()).decode() for each in shares],
@@ -113,12 +131,12 @@ def _still(frame: MapGrid, shares: NDArray[np.float32], layer: int, left_out: st
     scale = _scale(mean, first=first)
     skipped = "" if first or not len(mean) else f"position 0, which gets {mean[:, 0].mean():.0%}, is left out"
     cell = _cell(frame)
-    height = TOP + cell * len(frame.rows) + 2
+    height = frame.top + cell * len(frame.rows) + 2
     parts = [
         *_names(frame, cell, first=first),
         *(
             svg.rect(
-                LEFT + cell * column, TOP + cell * row, cell, cell, _translucent(share / scale),
+                frame.left + cell * column, frame.top + cell * row, cell, cell, _translucent(share / scale),
                 title=f"{frame.row_names[row]} reads {frame.column_names[column]}: {share:.1%}",
             )
             for row, column, share in _visible_cells(mean, scale, first=first)
@@ -127,15 +145,37 @@ def _still(frame: MapGrid, shares: NDArray[np.float32], layer: int, left_out: st
     title = f"attention of layer {layer}, mean of its heads"
     small = "".join(_small(f"head {head}", _left(shares[head], first=first)) for head in range(len(shares)))
     return html.block(
-        html.line("rows read, columns are read", f"strongest shade {scale:.0%}", skipped, left_out),
+        html.line("rows read, columns are read", left_out),
+        _reading(frame, mean, first=first),
         svg.picture(WIDTH, height, parts, label=title),
+        html.line(Markup(f"0 {_SHADES} {scale:.0%}"), skipped),
         Markup(f'<div style="display:flex;flex-wrap:wrap;gap:8px;margin:8px 0">{small}</div>'),
         title=title,
     )
 
 
+_SHADES = (
+    '<span aria-hidden="true" style="display:inline-block;width:96px;height:.7em;border-radius:2px;'
+    f'background:linear-gradient(90deg,transparent,{style.BLUE})"></span>'
+)
+
+
+def _reading(frame: MapGrid, shares: NDArray[np.float32], *, first: bool) -> Markup:
+    """Return the text with a shade for what its last position that reads, reads of each token."""
+    if not len(frame.rows):
+        return Markup("")
+    line, scale = _left(shares[-1], first=first), _scale(shares[-1:], first=first)
+    tokens = "".join(
+        f'<span title="{share:.1%}" style="border-radius:2px;background:{style.likely(float(share) / scale)}">'
+        f"{html.escape(name.replace('·', ' '))}</span>"
+        for name, share in zip(frame.column_names, line.tolist(), strict=True)
+    )
+    words = html.line(f"what {frame.row_names[-1]} reads, in the text")
+    return Markup(f'{words}<div style="white-space:pre-wrap;max-width:{WIDTH}px;line-height:1.7">{tokens}</div>')
+
+
 def _cell(frame: MapGrid, width: float = WIDTH) -> float:
-    return min(18.0, (width - LEFT - RIGHT) / len(frame.columns))
+    return min(18.0, (width - frame.left - RIGHT) / len(frame.columns))
 
 
 def _left(shares: NDArray[np.float32], *, first: bool) -> NDArray[np.float32]:
@@ -158,13 +198,13 @@ def _names(frame: MapGrid, cell: float, *, first: bool) -> Iterator[Markup]:
     """Yield the tokens of rows and columns, and the outline of the map."""
     size = min(11.0, cell)
     for row, name in enumerate(frame.row_names):
-        yield svg.words(LEFT - 5, TOP + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
+        yield svg.words(frame.left - 5, frame.top + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
     for column, name in enumerate(frame.column_names):
-        x, y = LEFT + cell * (column + 0.5) + size * 0.3, TOP - 5
+        x, y = frame.left + cell * (column + 0.5) + size * 0.3, frame.top - 5
         faint = 1 if first or column else 0.55
-        yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y})", opacity=faint)
+        yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y:.1f})", opacity=faint)
     width, height = cell * len(frame.columns), cell * len(frame.rows)
-    yield _outline(LEFT, TOP, width, height)
+    yield _outline(frame.left, frame.top, width, height)
 
 
 def _outline(x: float, y: float, width: float, height: float) -> Markup:
@@ -220,16 +260,16 @@ def save(shown: MapLike, path: str | Path, *, head: int | None, first: bool) -> 
 
 
 def _head(frame: MapGrid, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:
-    cell, scale = _cell(frame), _scale(shares[0], first=first)
-    width, bottom = LEFT + cell * len(frame.columns) + RIGHT, TOP + cell * len(frame.rows)
-    parts = [*_paper(shares[0], scale, LEFT, TOP, cell, first=first), *_names(frame, cell, first=first)]
+    cell, scale, left, top = _cell(frame), _scale(shares[0], first=first), frame.left, frame.top
+    width, bottom = left + cell * len(frame.columns) + RIGHT, top + cell * len(frame.rows)
+    parts = [*_paper(shares[0], scale, left, top, cell, first=first), *_names(frame, cell, first=first)]
     steps = 24
-    bar = [svg.rect(LEFT + 5 * step, bottom + 14, 5.2, 8, _plain((step + 0.5) / steps)) for step in range(steps)]
+    bar = [svg.rect(left + 5 * step, bottom + 14, 5.2, 8, _plain((step + 0.5) / steps)) for step in range(steps)]
     numbers = [
-        svg.words(LEFT, bottom + 33, "0", size=10),
-        svg.words(LEFT + 5 * steps, bottom + 33, f"{scale:.0%}", anchor="end", size=10),
+        svg.words(left, bottom + 33, "0", size=10),
+        svg.words(left + 5 * steps, bottom + 33, f"{scale:.0%}", anchor="end", size=10),
     ]
-    return max(width, LEFT + 5 * steps + 4), bottom + 38, [*parts, *bar, *numbers]
+    return max(width, left + 5 * steps + 4), bottom + 38, [*parts, *bar, *numbers]
 
 
 def _grid(frame: MapGrid, shares: NDArray[np.float32], first: bool) -> tuple[float, float, list[Markup]]:

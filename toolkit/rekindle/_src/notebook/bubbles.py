@@ -29,9 +29,11 @@ class Action(NamedTuple):
     name: str
     label: str
     title: str = ""
+    look: str = "quiet"  # "quiet" has no outline until it is pointed at, "plain" has one
 
     def draw(self, at: int) -> str:
         facts = f'data-press="{self.name}" data-at="{at}" data-label="{html.escape(self.label)}"'
+        facts += "" if self.look == "quiet" else f' data-look="{self.look}"'
         return f'<span {facts} title="{html.escape(self.title)}"></span>'
 
 

@@ -174,7 +174,7 @@ def _tier(name: str, words: Mapping[str, str], parts: Mapping[str, float], colou
     free = list(parts)[-1]
     cells = "".join(
         f'<span title="{html.escape(f"{part}: {words[part]}")}" style="height:10px;width:{100 * size / total:.2f}%;'
-        f'background:{style.WASH if part == free else style.shade(colour, 0.5 if place else 1.0)}"></span>'
+        f'background:{style.WASH if part == free else style.shade(colour, 1.0) if place else colour}"></span>'
         for place, (part, size) in enumerate(parts.items())
     )
     bar = f'<div style="display:flex;flex:1;gap:1px;border-radius:3px;overflow:hidden">{cells}</div>'
@@ -336,7 +336,9 @@ class TimelinePicture:
     def draw(self) -> html.Markup:
         """Return the picture as SVG. A mark above a step means that pages moved between tiers."""
         if not self._steps:
-            return html.line("Nothing has run yet. Requests appear here as bars, in a line for each slot")
+            return html.line(
+                "Nothing has run since this was opened. Requests appear here as bars, in a line for each slot"
+            )
         first = self._steps[0].left
         span = max(self._now - first, 1e-4)
         runs = [markup for _, markup in self._over] + [self._rect(slot, run) for slot, run in self._open.items()]
@@ -371,7 +373,7 @@ class TimelinePicture:
                 end = x
                 yield svg.rect(x, 0, 1, 4, "currentColor", opacity=0.5)
                 anchor = "middle" if x > 20 else "start"
-                words = f"{time_:.6g} s" if time_ != earliest else f"{time_:.{places}f} s"
+                words = f"{time_:.6g} s" if time_ != earliest else f"{abs(time_):.{places}f} s"
                 yield svg.words(x, 14, words, anchor=anchor, size=10, opacity=style.QUIET)
 
 

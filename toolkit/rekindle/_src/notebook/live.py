@@ -28,6 +28,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.icicle import RunLike
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.notebook.bubbles import Action
 from rekindle.errors import RekindleError
 
 
@@ -91,8 +92,12 @@ class TreeLike(Protocol):
 
 
 class TierSizes(Protocol):
-    """Cached pages by tier; see `CacheStats`."""
+    """Cached pages by tier, and what they were good for; see `CacheStats`."""
 
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def saved_tokens(self) -> int: ...
     @property
     def page_bytes(self) -> int: ...
     @property
@@ -437,10 +442,13 @@ class Live:
 
 
 class StreamView(Live):
-    """`StreamView(session, prompt, **options)`. The request runs once the view is made; `handle` is its handle."""
+    """`StreamView(session, prompt, **options)`. The request runs once the view is made; `handle` is its handle.
+
+    Stop is next to the prompt, above the text: below it, every new line would move it away from the pointer.
+    """
 
     def __init__(self, session: SessionLike, prompt: object, **options: object) -> None:
-        super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
+        super().__init__()
         self.handle: RequestLike = session.submit(prompt, **options)
         self._shown_deltas = 0
         self.start()
@@ -453,6 +461,10 @@ class StreamView(Live):
         """Block until there is another delta, so an idle view costs nothing."""
         self._shown_deltas = self.handle.wait_for_more(self._shown_deltas)
 
+    def act(self, name: str, at: int) -> None:
+        if name == _STOP.name:
+            self.stop()
+
     def stop(self) -> None:
         """Cancel the request. Its text so far stays."""
         self.handle.cancel()
@@ -460,8 +472,17 @@ class StreamView(Live):
 
     def draw(self) -> str:
         handle = self.handle
+        prompt = html.line(html.shorten(handle.prompt, 400)) if handle.prompt else ""
         if handle.done:
-            return handle._repr_html_()
-        prompt = html.text(html.shorten(handle.prompt, 400)) if handle.prompt else ""
-        tokens = f"{html.count(len(handle.token_ids), 'token')} so far"
-        return html.block(html.line(handle.id, tokens), prompt, html.text(handle.text))
+            return html.block(prompt, handle._repr_html_())
+        head = f'<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:center">{prompt}{_STOP.draw(0)}</div>'
+        text = html.text(f"{handle.text} ▌")
+        log = (
+            f'<div role="log" aria-label="Text of {html.escape(handle.id)}" aria-busy="true" tabindex="0">{text}</div>'
+        )
+        tokens = len(handle.token_ids)
+        state = f"{html.count(tokens, 'token')} so far" if tokens else "waits for its first token"
+        return html.block(head, log, html.line(handle.id, state))
+
+
+_STOP = Action("stop", "Stop", "End the request; its text stays", look="plain")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rekindle._src.core import html
 from rekindle._src.core.icicle import facts, icicle, rows
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, button, field
 from rekindle.errors import RekindleError
 
 _CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
+_PRESS = html.Markup('<span class="rekindle-live" style="display:none">press a bar for its text</span>')
 _TEXT = 1200  # characters of a node's text, its end
 
 
@@ -112,14 +115,25 @@ class TreeView(Live):
             marked = keys.index(self._marked.key)
             self._marked = self._nodes[marked]
         return html.block(
-            html.line(html.count(tree.total_pages, "page"), "press a bar for its text"),
+            *self._summary(tree.total_pages),
             icicle(self._nodes, pressed=True, marked=marked, hits=self._hits()),
-            "" if tree.total_pages else html.text("The cache is empty."),
             "" if marked is None else _detail(self._nodes[marked], self._text),
             *map(html.line, tree.rest()),
             rows(self._nodes),
             title="Prefix cache",
         )
+
+    def _summary(self, pages: int) -> Iterator[html.Markup]:
+        """Yield what the cache has done so far, and how its picture is read; in an empty one, what fills it."""
+        stats = self._cache.stats()
+        if not pages:
+            size = html.count(stats.page_size, "token")
+            yield html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
+            return
+        found = f"{html.count(stats.saved_tokens, 'prompt token')} found here so far, not computed again"
+        saved = found if stats.saved_tokens else "no prompt has begun like an earlier one yet"
+        yield html.line(html.with_hint(html.count(pages, "page"), html.PAGES), saved)
+        yield html.line("what begins alike shares a bar, and parts to the right", _PRESS)
 
     def __repr__(self) -> str:
         return f"<TreeView of {self._model}>"

@@ -456,11 +456,27 @@ class Session(OpenModel, RolloutRequests):
             "chats with": describe(self.chat_sampling) if self.chat_sampling != self.sampling else "",
         }
         opened = html.details("how it was opened", html.pairs({name: value for name, value in limits.items() if value}))
-        parts = [] if self.closed else self.stats().shown()
+        stats = None if self.closed else self.stats()
+        figures = {} if stats is None else stats.as_dict()
         state = html.line(
-            "closed" if self.closed else "open", f"weights: {self.weights}" if device.weights else self.weights
+            "closed" if self.closed else "open",
+            f"weights: {self.weights}" if device.weights else self.weights,
+            "" if stats is None else f"{html.count(figures.get('compilations', 0), 'program')} compiled",
         )
+        parts = [] if stats is None else stats.shown()
+        if stats is not None and not figures.get("steps"):
+            calls = [call for call in _FIRST if self.chat_template is not None or call is not _CHAT]
+            parts.insert(0, html.table(["nothing has run yet", ""], calls))
         return str(html.block(state, *parts, opened, title=f"rekindle session: {self.model or 'over given parts'}"))
+
+
+_CHAT = html.Markup("<code>session.view.chat()</code>"), "a conversation in the notebook"
+_FIRST = [
+    (html.Markup('<code>await session.generate("Once upon a time")</code>'), "a text"),
+    _CHAT,
+    (html.Markup("<code>session.watch()</code>"), "the engine at work"),
+]
+"""What a session says that has done nothing yet: a call, and what it gives."""
 
 
 def client_of(session: Session) -> Client:

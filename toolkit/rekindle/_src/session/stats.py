@@ -522,17 +522,18 @@ GROUPS: dict[str, dict[str, str]] = {  # the meanings of figures, in the order i
 
 
 def foremost(figures: Mapping[str, Any]) -> html.Markup:
-    """Show the six figures that summarise a session; the others are for a closer look."""
+    """Show the figures that summarise a session, six at most; zeros say nothing, and the others are folded."""
     prompted, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+    generated, busy = figures.get("generated_tokens", 0), figures.get("device_seconds", 0.0)
     pairs = {
         "requests running": figures.get("running", 0),
         "waiting": figures.get("waiting", 0),
-        "finished": figures.get("finished", 0),
-        "tokens generated": figures.get("generated_tokens", 0),
-        "prompt tokens cached": f"{cached:,} of {prompted:,}" + (f" ({cached / prompted:.0%})" if prompted else ""),
-        "programs compiled": figures.get("compilations", 0),
+        "requests finished": figures.get("finished", 0),
+        "tokens generated": generated,
+        "tokens/s while it computed": generated / busy if busy else 0,
+        f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if cached else 0,
     }
-    return html.tiles(pairs)
+    return html.tiles({name: figure for name, figure in pairs.items() if figure})
 
 
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:

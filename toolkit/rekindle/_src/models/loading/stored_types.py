@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint's tensors, by the type that they are stored in: kept exactly, rounded or unpacked."""
+"""The forms that a checkpoint's tensors take in memory, by the type they are stored in: exact, rounded or unpacked."""
 
 from __future__ import annotations
 

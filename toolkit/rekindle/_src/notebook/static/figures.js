@@ -144,8 +144,8 @@ function distribution(el, { texts, logits, rest }) {
 }
 
 // Attention, a layer at a time: every head as a small map, one of them large with its tokens. A cell is the square root of a weight.
-function attention(el, { layers, heads, rows, columns, reading, spans, cells, colour, note }) {
-  const LEFT = 96, TOP = 78, RIGHT = 34, SMALL = 64, COLUMNS = columns.length, ROWS = rows.length, SIZE = ROWS * COLUMNS;
+function attention(el, { layers, heads, rows, columns, left: LEFT, top: TOP, reading, spans, cells, colour, note }) {
+  const RIGHT = 34, SMALL = 64, COLUMNS = columns.length, ROWS = rows.length, SIZE = ROWS * COLUMNS;
   const only = COLUMNS === 1;
   let layer = 0, head = -1, first = only, apart = true, place = null, shares = [];
 
@@ -200,8 +200,24 @@ function attention(el, { layers, heads, rows, columns, reading, spans, cells, co
   svg.append(image, around, cursor);
   const words = make("div", { style: "min-height:1.5em;font-size:90%" });
   words.setAttribute("aria-live", "polite");
+  const most = make("span"), sunk = make("span");
+  const scales = make("div", { style: "font-size:90%;opacity:.75" }, "0 ", make("span", { ariaHidden: "true",
+    style: `display:inline-block;width:96px;height:.7em;border-radius:2px;background:linear-gradient(90deg,transparent,rgb(${colour}))` }), most, sunk);
+  // The text itself, shaded by what one of its tokens reads: the last one, or one that is pointed at.
+  const reader = make("div", { style: "font-size:90%;opacity:.75" });
+  const prose = make("div", { style: "white-space:pre-wrap;max-width:620px;line-height:1.7;cursor:default" });
+  const pieces = columns.map((name, column) => {
+    const piece = make("span", { textContent: name.replaceAll("·", " "), style: "border-radius:2px" });
+    piece.addEventListener("pointerenter", () => {
+      const row = reading.indexOf(spans[column][0]);
+      if (row >= 0 && spans[column][1] === spans[column][0] + 1) point([row, column]);
+    });
+    return piece;
+  });
+  prose.append(...pieces);
+  prose.addEventListener("pointerleave", () => point(null));
   const title = make("div", { style: "font-weight:600;margin:4px 0 2px" });
-  const about = make("div", { style: "font-size:90%;opacity:.75", textContent: ["rows read, columns are read", note].filter(Boolean).join(" · ") });
+  const about = make("div", { style: "font-size:90%;opacity:.75", textContent: ["rows read, columns are read", "press a head to enlarge it", note].filter(Boolean).join(" · ") });
 
   function point(next) {
     for (const [names, at] of [[left, place?.[0]], [above, place?.[1]]]) if (at !== undefined) names[at].removeAttribute("font-weight");
@@ -214,16 +230,32 @@ function attention(el, { layers, heads, rows, columns, reading, spans, cells, co
     describe();
   }
 
+  function shade() {
+    const row = place ? place[0] : ROWS - 1;
+    if (row < 0) return;
+    const line = of(head).subarray(row * COLUMNS, (row + 1) * COLUMNS);
+    let largest = 1e-6;
+    line.forEach((share, column) => { if (first || column) largest = Math.max(largest, share); });
+    pieces.forEach((piece, column) => {
+      const shown = first || column ? line[column] : 0, own = spans[column][0] === reading[row];
+      piece.style.background = `rgba(${colour},${(0.5 * shown / largest).toFixed(2)})`;
+      piece.style.outline = own ? "1.5px solid var(--rk-orange)" : "";
+      piece.title = shown ? percent(shown) : "";
+    });
+    reader.textContent = `what ${rows[row]} (${reading[row]}) reads, ${head < 0 ? "mean of all heads" : nameOf(head)}; point at another token`;
+  }
+
   function describe() {
     const scale = scaleOf(head);
+    shade();
     if (place) {
       const [row, column] = place, [start, stop] = spans[column];
       const where = stop === start + 1 ? `${columns[column]} (${start})` : `${columns[column]} (${start} to ${stop - 1})`;
       words.textContent = `${rows[row]} (${reading[row]}) reads ${where}: ${percent(of(head)[row * COLUMNS + column])}`;
-    } else {
-      const sink = shares.length && ROWS ? Array.from({ length: ROWS }, (_, row) => of(head)[row * COLUMNS]).reduce((sum, share) => sum + share, 0) / ROWS : 0;
-      words.textContent = `strongest shade ${percent(scale)}${first ? "" : ` · position 0, which gets ${percent(sink)}, is left out`}`;
-    }
+    } else words.textContent = "Point at a cell for its number, or go there with the arrow keys.";
+    const sink = shares.length && ROWS ? Array.from({ length: ROWS }, (_, row) => of(head)[row * COLUMNS]).reduce((sum, share) => sum + share, 0) / ROWS : 0;
+    most.textContent = ` ${percent(scale)}`;
+    sunk.textContent = first ? "" : ` · position 0, which gets ${percent(sink)}, is left out`;
   }
 
   const maps = make("div", { style: "display:flex;flex-wrap:wrap;gap:8px;margin:8px 0" });
@@ -287,7 +319,7 @@ function attention(el, { layers, heads, rows, columns, reading, spans, cells, co
   }
   if (!only) controls.append(ticked({ label: "position 0", title: "Many heads rest there", value: first, changed: (on) => ((first = on), draw()) }).whole);
   controls.append(ticked({ label: "a scale for each head", title: "Otherwise the largest weight of all heads has the strongest shade", value: apart, changed: (on) => ((apart = on), draw()) }).whole);
-  el.append(title, about, controls, svg, words, maps);
+  el.append(title, about, controls, reader, prose, svg, scales, words, maps);
   change();
 }
 
