@@ -43,6 +43,7 @@ ALLOWED = {
     ("fleets", "2 seconds"): "a rule of the code",
     ("install", "1 minutes"): "an estimate for two cores of any kind; the bound is five minutes",
     ("install", "2 minutes"): "an estimate for two cores of any kind; the bound is five minutes",
+    ("install", "15 MiB"): "a bound of the code",
     ("operations", "8 GiB"): "an option's default",
     ("operations", "2 ×"): "a factor of a formula",
     ("operations", "22.5 KiB"): "computed by the formula in its sentence",

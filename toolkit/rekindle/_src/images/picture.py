@@ -439,12 +439,20 @@ def _levels(array: np.ndarray[Any, Any]) -> Pixels:
     )
 
 
+def _figure_of(artist: Any) -> Any:
+    """Return the figure that an artist is drawn in, which may be in a part of it."""
+    try:
+        return artist.get_figure(root=True)
+    except TypeError:  # matplotlib 3.9 has no such argument, and its parts of figures name the whole
+        return artist.get_figure().figure
+
+
 def _figure(source: object) -> Any:
     """Return the matplotlib figure of a figure, of axes, or of the array of axes that pandas returns for subplots."""
     artists: list[Any] = list(source.flat[:256]) if isinstance(source, np.ndarray) else [source]
     if not all(_is_a("matplotlib.artist", "Artist", artist) for artist in artists):
         return None
-    figures = {id(figure): figure for figure in (artist.get_figure(root=True) for artist in artists)}
+    figures = {id(figure): figure for figure in (_figure_of(artist) for artist in artists)}
     return next(iter(figures.values())) if len(figures) == 1 else None
 
 
