@@ -36,7 +36,7 @@ WIDER = {
     "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
     "logprob_token_ids": Sequence[int] | None,
-    "capture": Capture | Mapping[str, Any] | None,
+    "capture": Capture | Mapping[str, object] | None,
     "steer": SteerLike | Sequence[SteerLike] | None,
     "taps": str | Sequence[str] | None,
     "choice": Sequence[str] | None,

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from helpers import families
 from rekindle._src.models.base import LoadedModel, abstract_model
-from rekindle._src.models.loading.manifest import Source
+from rekindle._src.models.loading.manifest import FusedExperts, Source
 from rekindle._src.models.registry import FAMILIES, config_from_hf, manifest
 
 Tensors = dict[str, NDArray[Any]]
@@ -28,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {name: raw for it in FAMILY_CASES.values() fo
 GENERATING = tuple(model_type for model_type, it in FAMILY_CASES.items() if it.cases)  # the others embed only
 OF_FAMILY = {model_type: tuple((it.cases or it.embeds).values()) for model_type, it in FAMILY_CASES.items()}  # configs
 ONE_EACH = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # a case of each family
+# Each has arithmetic that those before it lack.
+UNLIKE = (
+    "llama", "gpt2", "qwen2", "cohere", "olmo2", "glm", "gemma2", "mixtral", "deepseek-v2", "gpt-oss", "lfm2",
+    "granite4", "qwen3.5", "gemma4-shared-pages-and-embeddings-of-layers",
+)  # fmt: skip
 
 
 def one_each(*others: str) -> list[Any]:
@@ -80,9 +85,11 @@ def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
     return state
 
 
-def fused(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The state with all experts of a layer in one tensor, where transformers has them so."""
-    how = manifest(config_from_hf(raw)).fused
+def fused(
+    raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]], *, always: bool = False
+) -> dict[str, NDArray[Any]]:
+    """The state with all experts of a layer in one tensor, where transformers' checkpoints have them so, or always."""
+    how = manifest(config_from_hf(raw)).fused or (FusedExperts() if always else None)
     if how is None:
         return dict(state)
     result: dict[str, NDArray[Any]] = {}

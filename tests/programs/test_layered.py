@@ -381,6 +381,7 @@ def test_a_first_message_waits_for_no_program(monkeypatch: pytest.MonkeyPatch) -
         going.stop(60)
 
 
+@pytest.mark.thorough
 def test_a_part_that_the_first_drawn_step_compiles_counts_as_a_wait() -> None:
     programs = programs_of()
     first = first_needed(programs, restoring=False)[:2]
@@ -578,6 +579,7 @@ def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch)
     assert not isinstance(programs.get(DECODE), LayeredStep)
 
 
+@pytest.mark.thorough
 def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

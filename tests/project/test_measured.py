@@ -36,7 +36,6 @@ ALLOWED = {
     ("18", "0.5 GB"): "a condition of the exercise",
     ("checkpoints", "44 MiB"): "computed from a shape",
     ("checkpoints", "10.2 GB"): "computed from a number of weights",
-    ("checkpoints", "38 GB"): "computed from a number of weights",
     ("checkpoints", "5 s"): "a bound of the code",
     ("checkpoints", "64 MB"): "a bound of the code",
     ("checkpoints", "269 MB"): "a message, as page 10 has it",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ from numpy.typing import NDArray
 from golden.make import PROMPT
 from helpers import checkpoints
 from helpers.draft_heads import drafts, with_head
-from rekindle._src.models.loading import checkpoint
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading import checkpoint, known_models
 from rekindle._src.models.loading.gguf.blocks import F32
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.source import llama_cpp_name
 from rekindle._src.models.registry import config_from_hf, gguf_form, manifest
 
-HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe")
+HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe", "glm4-moe-lite")
 TOLERANCE = 2e-4  # of the logits' standard deviation
 
 
@@ -33,19 +36,31 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     raw = with_head(name)
     state = checkpoints.tensors(raw, seed=7)
     ours = drafts(checkpoints.model(raw, state), PROMPT)
-    trunk = {key: value for key, value in state.items() if not key.startswith("mtp.")}
+    own = set(of_head(raw))
+    trunk = {key: value for key, value in state.items() if key not in own}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoints.write(tmp_path, checkpoints.CASES[name], trunk), attn_implementation="eager", dtype=torch.float32
     )
     config = copy.deepcopy(theirs.config)
     config.layer_types, config.num_hidden_layers = ["full_attention"], 1
+    if hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = ["sparse"]
     block, norm = type(theirs.model.layers[0]), type(theirs.model.norm)
     head = layers.MtpLayer(config, block, norm, 0).eval()
+    block_names = {
+        ".enorm.": "enorm.",
+        ".hnorm.": "hnorm.",
+        ".eh_proj.": "eh_proj.",
+        ".shared_head.norm.": "post_norm.",
+    }
+    last = f"model.layers.{raw['num_hidden_layers']}"
     renamed = {
         "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
         "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
+        **{f"{last}{name}": new for name, new in block_names.items()}, f"{last}.": "mtp_block.",
     }  # fmt: skip
-    fused = checkpoints.fused(raw, {key: value for key, value in state.items() if key.startswith("mtp.")})
+    stacked = any(key.endswith("experts.gate_up_proj") for key in head.state_dict())
+    fused = checkpoints.fused(raw, {key: state[key] for key in own}, always=stacked)
     for old, new in renamed.items():
         fused = {key.replace(old, new): value for key, value in fused.items()}
     head.load_state_dict({key: torch.tensor(value) for key, value in fused.items()})
@@ -68,6 +83,12 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert np.abs(found - wanted).max() / wanted.std() <= TOLERANCE
 
 
+def of_head(raw: dict[str, Any]) -> list[str]:
+    """The names of the tensors of a model's head."""
+    sources = manifest(config_from_hf(raw)).sources
+    return [name for path, source in sources.items() if path.startswith("drafter.") for name in source.names]
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_read_from_folders_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
     raw = with_head(name)
@@ -75,6 +96,8 @@ def test_a_head_is_read_from_folders_where_it_is_asked_for(name: str, tmp_path: 
     folder = checkpoints.write(tmp_path, checkpoints.CASES[name], state)
     asked = checkpoint.describe(folder, dtype="float32", drafts=True)
     checkpoints.assert_same(checkpoint.read(asked), checkpoints.model(raw, state))
+    kept = json.dumps(known_models.encode_graph(asked.graph), default=dataclasses.asdict)
+    assert known_models.decode_graph(json.loads(kept)) == asked.graph
     plain = checkpoint.describe(folder, dtype="float32")
     assert plain.found.config.draft_head is None and not any("drafter" in path for path in plain.graph.paths)
     assert plain.fingerprint != asked.fingerprint
@@ -104,27 +127,47 @@ def file_of(raw: dict[str, Any], state: dict[str, NDArray[Any]], file: Path) -> 
     sizes = {
         "block_count": config.num_layers + 1, "nextn_predict_layers": 1, "embedding_length": config.hidden_size,
         "attention.head_count": config.num_heads, "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim, "context_length": 256,
-        "rope.dimension_count": config.head_dim // 4, "feed_forward_length": raw.get("intermediate_size", 0),
-        "ssm.group_count": 4, "ssm.time_step_rank": 4, "ssm.state_size": raw["linear_key_head_dim"],
-        "ssm.inner_size": 4 * raw["linear_value_head_dim"], "ssm.conv_kernel": 4,
+        "context_length": raw["max_position_embeddings"], "feed_forward_length": raw.get("intermediate_size", 0),
+        **(latent_sizes(config) if config.latent else state_sizes(raw, config)),
     }  # fmt: skip
     if config.moe:
-        (spec,) = {*config.moe}
+        spec = config.moe[-1]
         assert spec is not None
         sizes |= {"expert_count": spec.num_experts, "expert_used_count": spec.top_k}
         sizes |= {"expert_feed_forward_length": spec.intermediate_size}
         sizes |= {"expert_shared_feed_forward_length": spec.shared_size}
-    numbers = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": 10_000.0}
+    numbers: dict[str, float] = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": 10_000.0}
+    if config.latent:
+        numbers["expert_weights_scale"] = raw.get("routed_scaling_factor", 1.8)
     metadata = {"general.architecture": prefix} | {f"{prefix}.{key}": value for key, value in (sizes | numbers).items()}
     tensors = [OutgoingTensor(name, F32, value.shape) for name, value in stored.items()]
     write_gguf(file, metadata, tensors, iter(value.astype(np.float32) for value in stored.values()))
     return file
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def state_sizes(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim // 4, "ssm.group_count": 4, "ssm.time_step_rank": 4,
+        "ssm.state_size": raw["linear_key_head_dim"], "ssm.inner_size": 4 * raw["linear_value_head_dim"],
+        "ssm.conv_kernel": 4,
+    }  # fmt: skip
+
+
+def latent_sizes(config: ModelConfig) -> dict[str, Any]:
+    spec = config.latent
+    assert spec is not None
+    return {
+        "attention.kv_lora_rank": spec.rank, "attention.q_lora_rank": spec.query_rank,
+        "rope.dimension_count": spec.rotated_size, "attention.key_length_mla": spec.plain_size + spec.rotated_size,
+        "attention.value_length_mla": spec.value_size, "expert_shared_count": 2, "leading_dense_block_count": 1,
+        "expert_weights_norm": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe-lite"])
 def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
-    raw = with_head(name) | EQUAL
+    raw = with_head(name) | (EQUAL if name.startswith("qwen") else {"n_group": 1})
     state = checkpoints.tensors(raw, seed=7)
     expected = checkpoints.model(raw, state)
     file = file_of(raw, state, tmp_path / "model.gguf")

@@ -49,13 +49,13 @@ class Whole(NamedTuple):
     fix: str = ""
     problem: str = ""  # with a value out of bounds, where the usual words don't say it
 
-    def __call__(self, name: str, value: Any, error: Refusal, /) -> int:
-        whole = value
+    def __call__(self, name: str, value: object, error: Refusal, /) -> int:
+        whole: Any = value
         if type(value) is not int:
             try:
                 if isinstance(value, bool):
                     raise TypeError
-                whole = value.__index__()
+                whole = whole.__index__()
             except Exception:
                 raise error(name, value, "must be a whole number", "Pass an int") from None
         if (self.low is not None and whole < self.low) or (self.high is not None and whole > self.high):
@@ -72,13 +72,14 @@ class Real(NamedTuple):
     fix: str = ""
     above: bool = False
 
-    def __call__(self, name: str, value: Any, error: Refusal, /) -> float:
-        number = value
+    def __call__(self, name: str, value: object, error: Refusal, /) -> float:
+        number: Any = value
         if type(value) is not float:
-            number = math.nan
-            if not isinstance(value, (bool, str)):
+            if isinstance(value, (bool, str)):
+                number = math.nan
+            else:
                 try:
-                    number = float(value)
+                    number = float(number)
                 except Exception:
                     number = math.nan
         if not math.isfinite(number):

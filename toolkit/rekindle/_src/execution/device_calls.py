@@ -178,6 +178,12 @@ class DeviceCalls:
                 rows.copy_to_host_async()
         return rows
 
+    def assist(self, program: CompiledProgram, leaves: Sequence[Array], ints: np.ndarray, floats: np.ndarray) -> Array:
+        """Let an assistant with these weights draft tokens, of the pages and the state as they are."""
+        with self._reported:
+            drafts: Array = program(leaves, self.leaves, self.kv, self.state.hidden, ints, floats)
+        return drafts
+
     def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the logits of rows of the residual stream. Any thread may call it, between or during steps."""
         program, size = self.program(LENS), LENS.pages

@@ -1,4 +1,4 @@
-"""The small model that drafts tokens, on the device: its weights, its pages, and the calls of its programs.
+"""Models that draft tokens, on the device: their weights, the pages of a small one, and the calls of their programs.
 
 All calls are made on the device thread. A step that has drafts waits for them on the host, since what follows reads the
 tokens there: grammars make their masks of them, and the scheduler compares them with those that the model chooses.
@@ -6,34 +6,98 @@ tokens there: grammars make their masks of them, and the scheduler compares them
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.core.records import DraftTask
+from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs.buckets import Helper
 from rekindle._src.programs.draft_model import FILLS, DraftLayout, pack_fill
 from rekindle._src.programs.programs import Programs
 
 
-class DraftModel:
-    """Owns the small model's weights and pages."""
+class DraftWeights(abc.ABC):
+    """Owns the weights of a model that drafts."""
+
+    def __init__(self, programs: Programs, load: Callable[[], Sequence[Array]]) -> None:
+        """Read weights by `load`, which is called again when the session wakes."""
+        self._programs, self._load = programs, load
+        self._leaves: tuple[Array, ...] = tuple(load())
+
+    @abc.abstractmethod
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        """Do tasks. If some draft, wait for their tokens, write them into the tasks' rows, and return True. `calls`
+        have the session's model with its pages and state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    def renew(self) -> None:  # noqa: B027  most have nothing to do
+        """Replace what was lost with a failed step."""
+
+    def sleep(self) -> int:
+        """Give its memory back. Return the bytes."""
+        return self._free(self._leaves)
+
+    def wake(self) -> None:
+        """Read the weights again."""
+        self._leaves = tuple(self._load())
+
+    def close(self) -> None:
+        """Give its memory back; nothing reads it any more."""
+        self._free(self._leaves)
+
+    def _free(self, arrays: Sequence[Any]) -> int:
+        freed = sum(array.nbytes for array in arrays)
+        for array in arrays:
+            array.delete()
+        self._leaves = ()
+        return freed
+
+    def _program(self, key: Helper) -> Any:
+        return self._programs.get(key)
+
+
+def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
+    """Wait for drafts, and write them into the tasks' rows."""
+    for task, tokens in zip(tasks, np.asarray(drafts), strict=False):
+        for row, token in zip(task.drafts, tokens, strict=False):
+            assert row.token_ids is not None, "a draft has a place for its token"
+            row.token_ids[0] = token
+
+
+class AssistantWeights(DraftWeights):
+    """Owns an assistant's weights. It has no pages, and misses nothing of a text."""
+
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        recipes = self._programs.assisting
+        assert recipes is not None, "the session has an assistant"
+        rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
+        ints, floats = recipes.layout(rows).pack(tasks, scratch=self._programs.config.max_requests)
+        _take(tasks, calls.assist(self._program(recipes.drafts[rows]), self._leaves, ints, floats))
+        return True
+
+
+class DraftModel(DraftWeights):
+    """Owns a small model's weights and pages."""
 
     def __init__(
-        self, programs: Programs, load: Callable[[], Sequence[Any]], lost: Callable[[], object] = lambda: None
+        self, programs: Programs, load: Callable[[], Sequence[Array]], lost: Callable[[], object] = lambda: None
     ) -> None:
-        """Make pages, and read weights by `load`, which is called again when the session wakes. `lost` is called when
-        the pages are made anew, in the device thread."""
+        """Make pages, too. `lost` is called when they are made anew, in the device thread."""
         assert programs.drafting is not None, "the session has a small model"
-        self._programs, self._recipes = programs, programs.drafting
-        self._load, self.lost = load, lost
-        self._leaves: tuple[Any, ...] = tuple(load())
+        super().__init__(programs, load)
+        self._recipes, self.lost = programs.drafting, lost
         self._kv: Any = self._program(self._recipes.memory)()
 
-    def work(self, tasks: Sequence[DraftTask]) -> bool:
-        """Do tasks. If some draft, wait for their tokens, write them into the tasks' rows, and return True."""
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
         drafting = []
         for task in tasks:
             rest = self._fill(task)
@@ -43,32 +107,25 @@ class DraftModel:
             self._draft(drafting)
         return bool(drafting)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return sum(leaf.nbytes for leaf in self._leaves)
-
     def renew(self) -> None:
-        """Make pages anew after a failed step, if they were lost with it."""
         self.lost()
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._kv)):
             self._kv = self._program(self._recipes.memory)()
 
     def sleep(self) -> int:
-        """Give weights and pages back. Return the bytes."""
         jax.block_until_ready(self._kv)
-        freed = self._free()
+        freed = self._free([*self._leaves, *jax.tree.leaves(self._kv)])
+        self._kv = ()
         self.lost()
         return freed
 
     def wake(self) -> None:
-        """Read the weights again, and make new pages."""
-        self._leaves = tuple(self._load())
+        super().wake()
         self._kv = self._program(self._recipes.memory)()
 
     def close(self) -> None:
-        """Give weights and pages back; nothing reads them any more."""
-        self._free()
+        self._free([*self._leaves, *jax.tree.leaves(self._kv)])
+        self._kv = ()
 
     def _fill(self, task: DraftTask) -> DraftTask:
         """Compute the tokens of a task, but for one or two that are drafted after. Return what is left of it."""
@@ -88,18 +145,4 @@ class DraftModel:
         ints, floats = DraftLayout(rows, self._recipes.width).pack(tasks)
         program = self._program(self._recipes.drafts[rows])
         self._kv, drafts = program(self._leaves, self._kv, ints, floats)
-        for task, tokens in zip(tasks, np.asarray(drafts), strict=False):
-            for row, token in zip(task.drafts, tokens, strict=False):
-                assert row.token_ids is not None, "a draft has a place for its token"
-                row.token_ids[0] = token
-
-    def _program(self, key: Helper) -> Any:
-        return self._programs.get(key)
-
-    def _free(self) -> int:
-        arrays = [*self._leaves, *jax.tree.leaves(self._kv)]
-        freed = sum(array.nbytes for array in arrays)
-        for array in arrays:
-            array.delete()
-        self._leaves, self._kv = (), ()
-        return freed
+        _take(tasks, drafts)

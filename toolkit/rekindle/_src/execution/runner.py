@@ -24,7 +24,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
-from rekindle._src.execution.draft_model import DraftModel
+from rekindle._src.execution.draft_model import DraftWeights
 from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfers, PayloadStore, prefault
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -61,9 +61,9 @@ class Runner:
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
         recorder: CallRecorder | None = None,
-        drafter: DraftModel | None = None,
+        drafter: DraftWeights | None = None,
     ) -> None:
-        """Make pages and state. `drafter` is the small model that drafts, which its owner closes."""
+        """Make pages and state. `drafter` is the model that drafts with weights of its own, which its owner closes."""
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
@@ -141,13 +141,13 @@ class Runner:
         return step
 
     def _draft(self, plan: StepPlan, start: float) -> float | None:
-        """Let the small model do its tasks of a step. If it drafts, wait for the tokens, and return how long the device
-        was idle before: the step is taken to begin with the drafts, which it pays for."""
+        """Let the model that drafts do its tasks of a step. If it drafts, wait for the tokens, and return how long the
+        device was idle before: the step is taken to begin with the drafts, which it pays for."""
         if not plan.tasks:
             return None
-        assert self._drafter is not None, "only a small model has tasks"
+        assert self._drafter is not None, "only a model that drafts has tasks"
         idle = self._idle(start)
-        return idle if self._drafter.work(plan.tasks) else None
+        return idle if self._drafter.work(plan.tasks, self._calls) else None
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
@@ -286,8 +286,8 @@ class Runner:
         self._owners = [None] * len(self._owners)
 
     def sleep(self, leaving: Sequence[PageMove]) -> None:
-        """Hand pages over to the host tier, then give pages, state, adapters and the hold on the weights back. Programs
-        stay."""
+        """Hand pages over to the host tier, then give back pages, state, the features' arrays and the hold on the
+        weights. Programs stay."""
         self.set_aside(leaving)
         self._latest = None
         self._calls.sleep()

@@ -127,6 +127,7 @@ _LATER = (
     "pictures",
     "sections",
     "draft_head",
+    "assists",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -141,6 +142,15 @@ class PictureSpec:
     levels: int = 0  # first layers after which rows of a picture add more to the stream
     token: int | None = None  # the token whose embeddings in layers pictures have; None: that of their places
     both_ways: str = "no"  # in which layers a picture's tokens see later ones of it: "windows", "all"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantSpec:
+    """How an assistant drafts for another model: its layers attend to the pages of that model, which says the rest."""
+
+    hidden_size: int  # of that model
+    centroids: int = 0  # clusters of the vocabulary, all alike in size; 0: it has none
+    nearest: int = 0  # how many of them have logits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +189,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
     draft_head: ModelConfig | None = None  # one layer more, which drafts tokens; None: it has none, or it is not used
+    assists: AssistantSpec | None = None  # it drafts for another model, whose pages are of the shapes of `pages`
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 

@@ -26,11 +26,11 @@ FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(famili
 
 def family(model_type: object, shown: str = "") -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in (*FAMILIES, *families.ASSISTANTS):
         raise UnsupportedModel(
             f"model_type={model_type!r}{shown} is not implemented. Use one of: {', '.join(FAMILIES)}."
         )
-    module = families.RELATIVES.get(model_type, model_type)
+    module = (families.RELATIVES | families.ASSISTANTS).get(model_type, model_type)
     entry: Family = import_module(f"{families.__name__}.{module}").FAMILIES[model_type]
     return entry
 

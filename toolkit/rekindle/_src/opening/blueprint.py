@@ -21,7 +21,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.opening.draft_plan import DraftPlan, draft_plan
+from rekindle._src.opening.draft_plan import DraftPlan
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.opening.source import ModelSource
@@ -32,6 +32,7 @@ from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.user_functions import check_places
+from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.opening.picture_plan import PicturesPlan
@@ -60,7 +61,7 @@ class Blueprint:
     caches: tuple[CachePlan, ...]  # pages first
     taps: TapFacts | None  # None if nothing can be tapped
     pictures: PicturesPlan | None = None  # None if it reads text alone
-    drafter: DraftPlan | None = None  # the small model that drafts, if there is one
+    drafter: DraftPlan | None = None  # the small model or assistant that drafts, if there is one
 
     @property
     def model(self) -> ModelConfig:
@@ -127,7 +128,7 @@ class Blueprint:
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "pictures": None if self.pictures is None else self.pictures.identity.hex(),
-            "drafter": None if self.drafter is None else self.drafter.checkpoint.fingerprint,
+            "drafter": None if self.drafter is None else self.drafter.fingerprint,
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
             if self.taps
@@ -143,8 +144,15 @@ class Blueprint:
 
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
-    graph, (options, placement) = source.graph, source.placed(request.config)
-    pictures, drafter = source.pictures(options), draft_plan(options, graph.config, placement)
+    graph = source.graph
+    if graph.config.assists is not None:
+        raise UnsupportedModel(
+            f"{source.name} is a {graph.config.model_type} model, which drafts for a Gemma 4 model and makes no texts "
+            f"of its own. Open that model, with drafts={source.name!r}."
+        )
+    options, placement = source.placed(request.config)
+    pictures = source.pictures(options)
+    drafter = None if source.drafter is None else DraftPlan.of(source.drafter, graph.config, placement)
     weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
     weight_bytes += 0 if drafter is None else drafter.device_bytes
     config = resolve(
@@ -198,8 +206,9 @@ def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...
     host -= sum(plan.host_bytes for plan in sides)
     pages = CachePlan("pages", config.device_pages, page, host, disk)
     kinds = [CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides]
-    if programs.drafter is not None:  # below the device there are none: a small model computes them again
-        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(programs.drafter.graph, config), 0, 0))
+    drafter = programs.drafter
+    if drafter is not None and not drafter.assists:  # below the device there are none: it computes them again
+        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(drafter.graph, config), 0, 0))
     return pages, *kinds
 
 

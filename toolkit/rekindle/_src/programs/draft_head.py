@@ -111,8 +111,14 @@ def drafted(
     pages = _caught_up(model, inputs, state, own.behind, layer.pages)
     pages = write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets)
     (spec,) = head.attention
+    kept = head.pages_of(0)
     options = AttentionOptions(
-        inputs.flags.shape[0], spec.scale, spec.sliding_window, spec.soft_cap, deterministic=deterministic
+        inputs.flags.shape[0],
+        spec.scale,
+        spec.sliding_window,
+        spec.soft_cap,
+        deterministic=deterministic,
+        value_size=kept.value_size if kept.latent else None,
     )
 
     # Attention reads nothing of rows without a length. It is not under the condition, which would copy the pages.

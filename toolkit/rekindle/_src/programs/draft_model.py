@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import DraftTask
+from rekindle._src.core.records import DraftTask, IntArray
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
-from rekindle._src.programs.packing import drawing_floats
+from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.sampling import choose
 from rekindle_kernels import Choice, greedy, zeros
@@ -41,21 +42,31 @@ _ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
 _HEAD, _COLUMNS = 3, 7
 
 
+Ints = TypeVar("Ints", IntArray, Array)
+
+
 class DraftShapes(NamedTuple):
-    """The small model of a session, as its programs see it."""
+    """The model that drafts for a session with weights of its own, as its programs see it."""
 
     graph: Graph
     leaves: tuple[jax.ShapeDtypeStruct, ...]
 
-    def facts(self) -> list[Any]:
+    @property
+    def assists(self) -> bool:
+        """True if it reads the pages and the hidden states of the session's model, and has no pages."""
+        return self.graph.config.assists is not None
+
+    def facts(self) -> list[object]:
         """Return all that its programs depend on."""
         leaves = zip(self.graph.paths, self.leaves, strict=True)
         return [self.graph.config.digest(), [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]]
 
 
 def page_bytes(graph: Graph, config: EngineConfig) -> int:
-    """Return the bytes of one of its pages, over all of its layers. The config is resolved."""
+    """Return the bytes of one of its pages, over all of its layers; 0 without any. The config is resolved."""
     assert config.page_size is not None, "resolved"
+    if graph.config.assists is not None:
+        return 0
     return paged.page_bytes(graph.config, config.page_size, config.kv_dtype)
 
 
@@ -82,9 +93,9 @@ class DraftLayout:
 
     @property
     def floats(self) -> int:
-        return 3 * self.rows
+        return DRAWING * self.rows
 
-    def sections(self, ints: Any) -> tuple[Any, Any, Any]:
+    def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
         end = _HEAD + self.rows * _COLUMNS
         return (
@@ -95,21 +106,53 @@ class DraftLayout:
 
     def pack(self, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of a call, for tasks that bring one or two tokens and have drafts."""
-        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array([0, 1, 0], np.float32), (self.rows, 1))
+        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
+        floats = np.tile(neutral, (self.rows, 1))
         head, columns, table = self.sections(ints)
         flags = 0
         for place, task in enumerate(tasks):
-            sampling, end = task.request.sampling, task.start + len(task.tokens)
-            flags |= drawing_flags(sampling)
+            flags |= drawing_flags(task.request.sampling)
             before = int(task.tokens[-2]) if len(task.tokens) > 1 else -1
-            halves = np.array([(sampling.seed or 0) >> 32, (sampling.seed or 0) & 0xFFFFFFFF], np.uint32)
-            columns[place] = (
-                before, task.tokens[-1], end, len(task.drafts), min(sampling.top_k, 2**31 - 1), *halves.view(np.int32),
-            )  # fmt: skip
-            floats[place] = drawing_floats(sampling)
+            columns[place] = before, *draft_columns(task)
+            floats[place] = drawing_floats(task.request.sampling)
             table[place, : len(task.pages)] = task.pages[: self.width]
         head[:] = max(len(task.drafts) for task in tasks), len(tasks), flags
         return ints, floats.reshape(-1)
+
+
+def draft_columns(task: DraftTask) -> tuple[int, ...]:
+    """Return the integers of a row that drafts: its last token, the length of its text with it, how many it drafts,
+    top_k, and the halves of its seed."""
+    sampling, seed = task.request.sampling, task.request.sampling.seed or 0
+    halves = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    end = task.start + len(task.tokens)
+    return int(task.tokens[-1]), end, len(task.drafts), min(sampling.top_k, 2**31 - 1), *map(int, halves)
+
+
+class DraftChoice(NamedTuple):
+    """How a call chooses the tokens that it drafts, of logits [N, V]."""
+
+    choice: Choice  # of the rows, at the lengths of their texts
+    flags: Array  # of all rows together
+    vocab_size: int  # the model's
+    implementation: str | None
+
+    @classmethod
+    def of(
+        cls, columns: Array, floats: Array, flags: Array, vocab_size: int, implementation: str | None
+    ) -> DraftChoice:
+        """Return it for rows with `draft_columns` and the floats of their sampling."""
+        choice = choice_of(floats.reshape(-1, DRAWING), columns[:, 3], columns[:, 4:6], columns[:, 1])
+        return cls(choice, flags, vocab_size, implementation)
+
+    def tokens(self, logits: Array, lengths: Array) -> Array:
+        """Return tokens [N], drawn with the noise of the positions `lengths` [N]."""
+        logits, at = _fitted(logits, self.vocab_size), self.choice._replace(position=lengths)
+        return branch(
+            self.flags & RowFlag.DRAWS == 0,
+            lambda: greedy(logits, implementation=self.implementation),
+            lambda: choose(logits, at, self.flags, implementation=self.implementation),
+        )
 
 
 def pack_fill(tokens: int, width: int, task: DraftTask) -> np.ndarray:
@@ -211,19 +254,12 @@ class DraftRecipes:
         head, columns, table = layout.sections(ints)
         steps, used, flags = head
         before, latest, lengths, counts = (columns[:, column] for column in range(4))
-        temperature, top_p, min_p = floats.reshape(-1, 3).T
-        seed = lax.bitcast_convert_type(columns[:, 5:7], jnp.uint32)
-        choice = Choice(temperature, columns[:, 4], top_p, min_p, seed, lengths)
+        kernels = self.shapes.graph.precision.implementation
+        choice = DraftChoice.of(columns[:, 1:], floats, flags, self.vocab_size, kernels)
         model = merge(self.shapes.graph, leaves)
 
         def chosen(hidden: Array, lengths: Array) -> Array:
-            logits = _fitted(model.logits(hidden, used), self.vocab_size)
-            at, kernels = choice._replace(position=lengths), self.shapes.graph.precision.implementation
-            return branch(
-                flags & RowFlag.DRAWS == 0,
-                lambda: greedy(logits, implementation=kernels),
-                lambda: choose(logits, at, flags, implementation=kernels),
-            )
+            return choice.tokens(model.logits(hidden, used), lengths)
 
         both = jnp.stack([before, latest], axis=1).reshape(-1)
         ends = jnp.stack([jnp.where(before >= 0, lengths - 1, 0), lengths], axis=1).reshape(-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -30,7 +29,7 @@ class ProgramPlan:
     taps: tuple[Tap, ...] = ()
     ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
-    drafter: DraftShapes | None = None  # the small model that drafts, if there is one
+    drafter: DraftShapes | None = None  # the small model or assistant that drafts, if there is one
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:
@@ -43,7 +42,7 @@ class ProgramPlan:
         return store.digest(self.fields)
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Everything that programs depend on, in the session and outside it."""
         model, config = self.model, self.config
         leaves = zip(self.graph.paths, self.leaves, strict=True)

@@ -22,16 +22,16 @@ import jax
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
-from rekindle._src.core.records import units_for
 from rekindle._src.kvcache.node import least_copied
-from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.adapters import Adapters, Stacks
+from rekindle._src.programs.adapters import adapter_features
+from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import (
     ADMIT,
     COPY,
@@ -59,7 +59,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.side_caches import RecurrentStates, side_caches
+from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -247,7 +247,7 @@ class Programs:
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = _adapters(graph, config, placement, ahead=ProgramVariant.ADAPTERS in ahead)
+        adapters = adapter_features(graph, config, placement, ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
@@ -256,7 +256,7 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
-        if any(plan.name == RecurrentStates.name and plan.spare for plan in self.sides):
+        if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
             more = (*more, DraftedTokens())  # last: its column follows all others
@@ -264,8 +264,14 @@ class Programs:
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
-        self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
-        self.drafting = None if drafter is None else DraftRecipes(drafter, config, model.vocab_size)
+        keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
+        self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
+        self.drafting: DraftRecipes | None = None
+        self.assisting: AssistantRecipes | None = None
+        if drafter is not None and drafter.assists:
+            self.assisting = AssistantRecipes(drafter, config, self._recipes)
+        elif drafter is not None:
+            self.drafting = DraftRecipes(drafter, config, model.vocab_size)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
         self.width, self.page_size, self.parts = self._recipes.width, self._recipes.page_size, self._recipes.parts
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
@@ -323,8 +329,9 @@ class Programs:
 
     @property
     def _draft_keys(self) -> tuple[Helper, ...]:
-        """The programs of the small model that drafts."""
-        return () if self.drafting is None else self.drafting.keys
+        """The programs of the small model or the assistant that drafts."""
+        drafting = self.drafting or self.assisting
+        return () if drafting is None else drafting.keys
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -341,10 +348,9 @@ class Programs:
         """All programs that a session can have."""
         return self.ledger.entries
 
-    @property
-    def adapted(self) -> bool:
-        """True if rows may have adapters."""
-        return any(isinstance(feature, Adapters) for feature in self.features.entries)
+    def takes(self, option: type[Extension]) -> bool:
+        """True if rows may have extensions of this class."""
+        return any(feature.option is option for feature in self.features.entries)
 
     @property
     def traced_processors(self) -> bool:
@@ -480,12 +486,13 @@ class Programs:
             return whole.lower(*self.parts.arguments(recipe))
 
     def _recipe(self, key: Key) -> Recipe:
-        if self.drafting is not None and isinstance(key, Helper) and key in self._draft_keys:
-            return self.drafting.recipe(key)
+        drafting = self.drafting or self.assisting
+        if drafting is not None and isinstance(key, Helper) and key in drafting.keys:
+            return drafting.recipe(key)
         return self._recipes.recipe(key)
 
     def _runs_a_model(self, key: Key) -> bool:
-        """True if a program is a step, or one of the small model's."""
+        """True if a program is a step, or one of a model that drafts."""
         return isinstance(key, Bucket) or key in self._draft_keys
 
     def compile(self, key: Key, traced: TracedProgram | None = None) -> CompiledProgram:
@@ -655,12 +662,3 @@ def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
     """
     sizes = (FILLED, FEW) if at_once and moved == (FEW,) else moved
     return tuple(Helper(SCATTER.kind, pages) for pages in sizes[::-1])
-
-
-def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead: bool) -> tuple[Adapters, ...]:
-    """Return the feature of adapters; none where a session can't have any."""
-    if not config.max_adapters or placement.data > 1 or placement.processes > 1:
-        return ()
-    units = config.max_adapters * units_for(config.max_adapter_rank)
-    stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
-    return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)

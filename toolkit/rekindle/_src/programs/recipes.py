@@ -71,8 +71,11 @@ class Recipes:
         config: EngineConfig,
         features: Features,
         placement: Placement,
+        *,
+        keeps_hidden: bool,
     ) -> Recipes:
-        """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's."""
+        """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's. The
+        state has hidden states if a drafter reads them."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -97,7 +100,7 @@ class Recipes:
                 config.max_requests,
                 model.vocab_size,
                 width if resident else None,
-                (model.hidden_size, graph.precision.stream) if config.drafts == "mtp" else None,
+                (model.hidden_size, graph.precision.stream) if keeps_hidden else None,
             ),
             config=config,
             features=features,

@@ -35,7 +35,7 @@ class RequestState(NamedTuple):
     bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
     end_ids: Array  # int32 [L, MAX_END_IDS]
     tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `packing`
-    # Of the latest tokens, each at its position modulo HIDDEN_KEPT, if the model's own head drafts
+    # Of the latest tokens, each at its position modulo HIDDEN_KEPT, if a drafter reads them
     hidden: Array | None = None  # [L, HIDDEN_KEPT, E]: the final hidden state
     after: Array | None = None  # int32 [L, HIDDEN_KEPT]: the token after it
 

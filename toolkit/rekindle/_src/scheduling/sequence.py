@@ -54,7 +54,8 @@ class Limits:
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
     drafts: DraftSource | str = "auto"  # where drafts come from
-    draft_positions: int = 0  # that the small model has which drafts; 0: there is none
+    draft_positions: int = 0  # that the model has which drafts, with weights of its own; 0: there is none
+    assists: bool = False  # it is an assistant, which reads the model's pages
 
     @classmethod
     def of(

@@ -6,15 +6,18 @@ The 12B model, whose model of images has no tower, has neither embeddings of lay
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, SharedWith
+from rekindle._src.models.config import AssistantSpec, AttentionSpec, ModelConfig, Pages, SharedWith
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
 from rekindle._src.models.families.llama import blocks, expert_sources, mlp_sources, norms_of, outer_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
+
+if TYPE_CHECKING:
+    from rekindle._src.models.precision import Precision
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -26,12 +29,18 @@ EXPERT_NORMS = {
 }  # fmt: skip
 
 
-def config(keys: ConfigKeys) -> ModelConfig:
+class LayerKinds(NamedTuple):
+    """Per layer: True if it has a window, its attention, and the pages that it has or attends to."""
+
+    slides: tuple[bool, ...]
+    attention: tuple[AttentionSpec, ...]
+    pages: tuple[Pages, ...]
+
+
+def kinds_of_layers(keys: ConfigKeys) -> LayerKinds:
     keys.only("use_bidirectional_attention", "vision")  # of images, which are not read
     layers = keys.size("num_hidden_layers")
-    shared = keys.whole("num_kv_shared_layers", 0, most=layers - 1)
-    slides = list(keys.layer_types([(layer + 1) % 6 != 0 for layer in range(layers)]))
-    slides[-1] = False
+    slides = (*keys.layer_types([(layer + 1) % 6 != 0 for layer in range(layers)])[:-1], False)
     head_dim, kv_heads, window = keys.size("head_dim"), keys.size("num_key_value_heads"), keys.window(512)
     full_dim, full_heads = _full_layers(keys, kv_heads)
     ropes = ConfigKeys({**keys.raw, "rope_parameters": keys.get("rope_parameters", ROPES)})
@@ -41,8 +50,18 @@ def config(keys: ConfigKeys) -> ModelConfig:
         rope=ropes.rope(full_dim, layer_type="full_attention"),
         keys_as_values=keys.get("attention_k_eq_v", False),
     )
+    narrow, wide = Pages(kv_heads, head_dim, head_dim), Pages(full_heads, full_dim, full_dim)
+    return LayerKinds(
+        slides,
+        tuple(nearby if slide else everywhere for slide in slides),
+        tuple(narrow if slide else wide for slide in slides),
+    )
+
+
+def config(keys: ConfigKeys) -> ModelConfig:
+    layers, (slides, attention, own) = keys.size("num_hidden_layers"), kinds_of_layers(keys)
+    shared = keys.whole("num_kv_shared_layers", 0, most=layers - 1)
     first = layers - shared
-    own = [Pages(kv_heads, head_dim, head_dim) if slide else Pages(full_heads, full_dim, full_dim) for slide in slides]
     sources = {slide: max(layer for layer in range(first) if slides[layer] == slide) for slide in set(slides[first:])}
     pages = (*own[:first], *(SharedWith(sources[slide]) for slide in slides[first:]))
     inner = keys.size("intermediate_size")
@@ -53,13 +72,35 @@ def config(keys: ConfigKeys) -> ModelConfig:
         keys.only("vocab_size_per_layer_input", keys.size("vocab_size"))
     return decoder(
         keys,
-        attention=tuple(nearby if slide else everywhere for slide in slides),
+        attention=attention,
         pages=pages,
         mlp_sizes=(inner,) * first + (wide * inner,) * shared if wide > 1 and shared else (),
         layer_embedding=size,
         moe=(keys.experts(of_token="top_k_experts", normalize=True),) * layers if has_experts else (),
         final_soft_cap=keys.get("final_logit_softcapping"),
-        **gemma_fields(keys, head_dim),
+        **gemma_fields(keys, keys.size("head_dim")),
+    )
+
+
+def assistant_config(keys: ConfigKeys) -> ModelConfig:
+    """Return the config of an assistant, whose layers have queries alone, and whose logits have no cap."""
+    for name, value in (("enable_moe_block", False), ("use_double_wide_mlp", False), ("attention_bias", False)):
+        keys.only(name, value)
+    keys.only("hidden_size_per_layer_input", 0)
+    keys.only("tie_word_embeddings", True)
+    clusters = nearest = 0
+    if keys.get("use_ordered_embeddings", False):
+        clusters = keys.size("num_centroids", 2048)
+        nearest = keys.whole("centroid_intermediate_top_k", 32, most=clusters)
+        if keys.size("vocab_size") % clusters or not nearest:
+            keys.only("num_centroids", "as many clusters as divide the vocabulary, of which some are chosen")
+    kinds = kinds_of_layers(keys)
+    return decoder(
+        keys,
+        attention=kinds.attention,
+        pages=kinds.pages,
+        assists=AssistantSpec(hidden_size=keys.size("backbone_hidden_size"), centroids=clusters, nearest=nearest),
+        **gemma_fields(keys, keys.size("head_dim")),
     )
 
 
@@ -85,12 +126,24 @@ def unified_config(keys: ConfigKeys) -> ModelConfig:
 module = decoder_of("LayerEmbeddingBlock", "LayerEmbeddingDecoder")
 
 
+def assistant(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.assistant import Assistant
+    from rekindle._src.models.nn.decoders import LayerEmbeddingBlock
+
+    return Assistant(config, precision, LayerEmbeddingBlock)
+
+
+def _has_keys(config: ModelConfig, layer: int) -> bool:
+    """True if a layer makes keys and values of its own."""
+    return config.assists is None and config.source(layer) == layer
+
+
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, spec = f"model.layers.{layer}.self_attn", config.attention[layer]
     pages, H = config.pages_of(layer), config.num_heads
     K, D = pages.heads, pages.key_size
     spans, counts = heads(H, K, D), heads(H, K, 1)
-    parts = "q" if config.source(layer) != layer else "qk" if spec.keys_as_values else "qkv"
+    parts = "q" if not _has_keys(config, layer) else "qk" if spec.keys_as_values else "qkv"
     normed = min(2, len(parts))
     rows, role = tuple(span.size for span in spans[: len(parts)]), column(*spans[: len(parts)])
     sources = {
@@ -149,11 +202,29 @@ def manifest(config: ModelConfig) -> Manifest:
             "layer_projection_norm.weight": one("model.per_layer_projection_norm.weight", size),
         }
     pieces = (attention_sources, norm_sources, mlp_sources, embedding_sources, experts_sources)
-    # Checkpoints have projections of layers that attend to other layers' pages, too.
-    shared = "|".join(str(layer) for layer in range(config.num_layers) if config.source(layer) != layer)
-    unused = (rf"layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
     found = Manifest(sources | blocks(config, *pieces), fused=FusedExperts())
-    return dataclasses.replace(found, ignored=(*found.ignored, *unused))
+    return _without_keys(found, config)
+
+
+def _without_keys(manifest: Manifest, config: ModelConfig) -> Manifest:
+    """Return a manifest that ignores projections of layers which attend to other pages: checkpoints may have them."""
+    shared = "|".join(str(layer) for layer in range(config.num_layers) if not _has_keys(config, layer))
+    unused = (rf"layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
+    return dataclasses.replace(manifest, ignored=(*manifest.ignored, *unused))
+
+
+def assistant_manifest(config: ModelConfig) -> Manifest:
+    spec, E, V = config.assists, config.hidden_size, config.vocab_size
+    assert spec is not None, "the config is that of an assistant"
+    sources = blocks(config, attention_sources, norm_sources, mlp_sources)
+    sources["embed.weight"] = one("model.embed_tokens.weight", V, role=vocab(V))
+    sources["norm.weight"] = one("model.norm.weight", E)
+    sources["inputs.weight"] = one("pre_projection.weight", E)
+    sources["outputs.weight"] = one("post_projection.weight", spec.hidden_size)
+    if spec.centroids:
+        sources["centroids.weight"] = one("masked_embedding.centroids.weight", spec.centroids)
+        sources["clusters"] = one("masked_embedding.token_ordering", V, whole=True)
+    return _without_keys(Manifest(sources), config)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
@@ -230,5 +301,15 @@ FAMILIES = {
         module,
         manifest,
         nested=NESTED | {"max_position_embeddings": 262_144},
+    ),
+    "gemma4_assistant": Family(
+        "Gemma4AssistantForCausalLM", assistant_config, assistant, assistant_manifest, nested=NESTED
+    ),
+    "gemma4_unified_assistant": Family(
+        "Gemma4UnifiedAssistantForCausalLM",
+        assistant_config,
+        assistant,
+        assistant_manifest,
+        nested=NESTED | {"sliding_window": 1024, "max_position_embeddings": 262_144},
     ),
 }

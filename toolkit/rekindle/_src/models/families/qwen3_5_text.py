@@ -123,9 +123,7 @@ def draft_sources(config: ModelConfig) -> dict[str, Source]:
     assert head is not None, "the model has a head"
     mlps = moe_sources if config.moe else mlp_sources
     layer = {
-        path.removeprefix("layers.0."): dataclasses.replace(
-            source, names=tuple(f"mtp.{name.removeprefix('model.')}" for name in source.names)
-        )
+        path.removeprefix("layers.0."): source.renamed("model.", "mtp.")
         for path, source in blocks(head, mixer_sources, norm_sources, mlps).items()
     }
     return {

@@ -26,7 +26,7 @@ from rekindle._src.models.loading.known_models import KnownModel
 from rekindle._src.models.loading.leaf_arrays import Reads, Rounding
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.stored import StoredCheckpoint, look, read_config
-from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
+from rekindle._src.models.loading.tensor_files import FLOATS, WHOLE, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
 from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import config_from_hf
@@ -282,8 +282,9 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
                 problems.append(f"missing: {shown(part.name)} {list(part.shape)}")
             elif entry.shape != part.shape:
                 problems.append(f"{shown(part.name)}: shape {list(entry.shape)}, expected {list(part.shape)}")
-            elif not entry.has_numbers:
-                problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
+            elif not (entry.has_numbers or (source.whole and entry.dtype in WHOLE)):
+                expected = ", ".join(sorted(WHOLE if source.whole else FLOATS))
+                problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {expected}")
     every = {*entries, *(entry.name for header in found.headers for entry in header.entries)}
     ignored = (*manifest.ignored, *HARMLESS, *draft_heads(every, found.config.num_layers))
     pattern = re.compile("|".join(f"(?:{expression})" for expression in ignored))

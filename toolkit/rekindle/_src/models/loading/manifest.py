@@ -32,7 +32,13 @@ class Source:
     tiled: bool = False
     transpose: bool = False  # the checkpoint stores [in, out]
     add: float = 0.0  # added to the stored values: Gemma stores norm weights minus one
+    whole: bool = False  # stored as whole numbers, which a float holds, too
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
+
+    def renamed(self, old: str, new: str) -> Source:
+        """Return the same source with names that begin with `new` in place of `old`."""
+        names = tuple(new + name.removeprefix(old) if name.startswith(old) else name for name in self.names)
+        return dataclasses.replace(self, names=names)
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[TensorPart]:
         """Yield the tensors in the order of the parameter's rows; `shape` is that of the parameter."""

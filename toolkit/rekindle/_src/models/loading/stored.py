@@ -20,10 +20,17 @@ _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
 # Keys of the whole that are true of its language model, where that one's own config leaves them out.
 _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+# Keys that are added to a config here, from what else a checkpoint has. In its config.json they mean nothing.
+_ADDED = frozenset(("pictures", "headless", "another_head", "nested_in"))
 # Language models that differ from others by the name of their type alone, and by defaults.
 _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3_vl_text": lambda own: {"rope_theta": 500_000.0, **own, "model_type": "qwen3"},
 }
+# Assistants, which draft for another model: keys of the whole say how, and its parts are one model.
+_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+_ASSISTANT_KEYS = (
+    "model_type", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k",
+)  # fmt: skip
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
@@ -34,6 +41,7 @@ _DRAFT_HEAD = "draft_head"  # the key of a config whose model has a head that dr
 _DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
 _COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, next to a model that embeds
+MAX_TOKENS = 1 << 24  # of a vocabulary
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 
@@ -77,7 +85,7 @@ def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool
     found = _look(model, projector, drafts=drafts)
     raw = {key: value for key, value in found.raw.items() if key != _DRAFT_HEAD}
     names = (entry.name for header in found.headers for entry in header.entries) if drafts else iter(())
-    if not any(name.startswith(f"{_DRAFTING}fc.") or ".nextn.eh_proj." in name for name in names):
+    if not any(name.startswith(f"{_DRAFTING}fc.") or ".eh_proj." in name for name in names):
         return found if len(raw) == len(found.raw) else found._replace(raw=raw)
     fingerprint = f"{found.fingerprint}-drafts"  # pages have one layer more
     return found._replace(raw=raw | {_DRAFT_HEAD: True}, fingerprint=fingerprint)
@@ -107,7 +115,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
     if len(found) == 1:
-        nested = isinstance(raw.get("text_config"), Mapping)
+        nested = isinstance(raw.get("text_config"), Mapping) and raw.get("model_type") not in _ASSISTANTS
         pictures = pictures_of(raw) if nested else None
         headers, rest = _language_model(path, headers, found[0], nested=nested, alone=pictures is None, drafts=drafts)
         if pictures is not None and any(header.entries for header in rest):
@@ -123,10 +131,14 @@ def text_config(raw: Mapping[str, object]) -> dict[str, Any]:
     """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        return dict(raw)
+        return {name: value for name, value in raw.items() if name not in _ADDED}
     shared = {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
-    own = {name: value for name, value in text.items() if value is not None or name not in shared}
+    own = {
+        name: value for name, value in text.items() if name not in _ADDED and (value is not None or name not in shared)
+    }
     own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
+    if raw.get("model_type") in _ASSISTANTS:
+        own |= {name: raw[name] for name in _ASSISTANT_KEYS if name in raw}
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
 
@@ -172,6 +184,9 @@ def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
         _log.warning("pictures can't be read: %s", error)
         return None
     token = text.get("pad_token_id") if text.get("hidden_size_per_layer_input") else None
+    if token is not None and not (type(token) is int and 0 <= token < MAX_TOKENS):
+        _log.warning("pictures can't be read: pad_token_id=%.80r in text_config is no token", token)
+        return None
     return None if config is None else {"levels": len(config.deepstack), "token": token, "both_ways": both_ways}
 
 

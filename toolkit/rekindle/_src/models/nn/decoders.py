@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import DTypeLike
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.hooks import Listener, heard
@@ -282,20 +283,30 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
     ) -> Array:
+        q, k, v, gate = self.split(x, step.tables, norm)
+        with jax.named_scope("attend"):
+            y = step.attend(q, k, v)
+        return self.join(y, gate, x.dtype, residual)
+
+    def split(self, x: Array, tables: RopeTables, norm: RMSNorm | None) -> tuple[Array, Array, None, None]:
+        """Return queries and keys of norm(x), normed and rotated. It has no values, and no gate."""
         spec, H, T = self.spec, self.heads, x.shape[0]
         made = self.inputs(x, norm=norm)
         q, vector, key = jnp.split(made, [self.first, self.first + spec.rank], axis=-1)
         q = q if self.query is None else self.query(q, norm=self.query_norm)
         q = q.reshape(T, H, -1)
         turned = jnp.concatenate([q[..., spec.plain_size :], key[:, None]], axis=1)
-        turned = step.tables.rotated(turned, self.rope)
-        up = self.up[...].reshape(H, -1, spec.rank)
-        queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], up[:, : spec.plain_size]), turned[:, :H]]
+        turned = tables.rotated(turned, self.rope)
+        plain = self.up[...].reshape(H, -1, spec.rank)[:, : spec.plain_size]
+        queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], plain), turned[:, :H]]
         keys = [self.norm(vector), turned[:, H]]
-        with jax.named_scope("attend"):
-            y = step.attend(jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None)
-        y = _by_head("thc,hvc->thv", y, up[:, spec.plain_size :])
-        return self.out(y.reshape(T, -1).astype(x.dtype), residual=residual)
+        return jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None, None
+
+    def join(self, y: Array, gate: None, dtype: DTypeLike, residual: Array | None) -> Array:
+        """Return the layer's result, plus `residual`, from what it attended to [T, H, C]."""
+        values = self.up[...].reshape(self.heads, -1, self.spec.rank)[:, self.spec.plain_size :]
+        y = _by_head("thc,hvc->thv", y, values)
+        return self.out(y.reshape(y.shape[0], -1).astype(dtype), residual=residual)
 
 
 class LatentBlock(SparseBlock):
@@ -366,7 +377,7 @@ class DraftEntries(NamedTuple):
     x: Array  # [T, E]
     q: Array  # [T, H, D]
     k: Array  # [T, K, D]
-    v: Array
+    v: Array | None  # None: pages are latent
     gate: Array | None
 
     def of(self, places: Array) -> tuple[Array, Array, Array | None]:
@@ -449,13 +460,17 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, RopeTables]:
         """Compute the input of the first layer, and the rope tables."""
         with jax.named_scope("embed"):
-            x = self.embed(tokens)
-            if self.config.embed_scale != 1.0:
-                # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
-                # addition, where both are in one program, and other bits would come out than where they are in two.
-                x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
-            x = heard(listeners, "embedding", 0, x)
+            x = heard(listeners, "embedding", 0, self.embedded(tokens))
         return x, RopeTables(self.config, positions, lengths)
+
+    def embedded(self, tokens: Array) -> Array:
+        """Compute the embeddings [T, E] of tokens as they enter the residual stream."""
+        x = self.embed(tokens)
+        if self.config.embed_scale == 1.0:
+            return x
+        # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
+        # addition, where both are in one program, and other bits would come out than where they are in two.
+        return jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
 
     def end(self, x: Array) -> Array:
         """Compute the hidden states from the last layer's output."""
@@ -590,7 +605,7 @@ class NormedValuesAttention(QkNormAttention):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        self.shares = config.source(layer) != layer
+        self.shares = config.assists is not None or config.source(layer) != layer
         self.keys_as_values = config.attention[layer].keys_as_values
         self.kv_heads = K = 0 if self.shares else K
         rows = H + (K if self.keys_as_values else 2 * K)

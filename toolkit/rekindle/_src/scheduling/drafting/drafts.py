@@ -17,6 +17,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import DraftTask, Row, RowResult, StepPlan, StepResult
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
+from rekindle._src.scheduling.drafting.assistants import AssistantDrafter
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
@@ -46,7 +47,8 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
     if limits.drafts == "mtp":
         past = (*past, HeadDrafter())
     if limits.draft_positions:
-        past = (*past, ModelDrafter(limits.page_size, limits.draft_positions))
+        positions = limits.draft_positions
+        past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))
     return ForcedDrafter(), *past
 
 

@@ -1,13 +1,14 @@
-"""Drafts of a small model with the same vocabulary, for all rows of a step in one call.
+"""Drafts of models with weights of their own, for all rows of a step in one call; here, of a small one with the same
+vocabulary.
 
 The step that checks drafts is planned before they are made: how many are worth it follows from how often those at each
 place were right, and from what such steps took. The small model drafts them on the device before the rows run.
 
-It has pages of its own at the ids of the model's, in which it keeps what it computed of a text. `contents` says for
-each page of which text that is; so the pages of a prefix that requests share are computed once, and a page that came
-back from memory or disk, or belongs to another text by now, is known to lack it. Tokens that are missing are computed
-before the first draft, some hundred in a step. Nothing is computed while drafts don't pay: the drafter rests then, and
-tries again after a pause that grows.
+A small model has pages of its own at the ids of the model's, in which it keeps what it computed of a text. `contents`
+says for each page of which text that is; so the pages of a prefix that requests share are computed once, and a page
+that came back from memory or disk, or belongs to another text by now, is known to lack it. Tokens that are missing are
+computed before the first draft, some hundred in a step. Nothing is computed while drafts don't pay: the drafter rests
+then, and tries again after a pause that grows.
 
 It proposes for a row whose tokens are all known. So a request asks for the result of its step to be read before the
 next one is planned, while drafts pay.
@@ -44,22 +45,15 @@ class PageContent(NamedTuple):
     tokens: IntArray  # at its beginning
 
 
-class ModelDrafts(RequestDrafts):
-    """The part of a request that the small model has, and how often its drafts were right."""
+class WeightsDrafts(RequestDrafts):
+    """How often the drafts for a request were right, and whether there are some for its next step."""
 
-    __slots__ = ("acceptance", "contents", "drafter", "epoch", "keys", "near", "pages", "rows", "since")
-    words = "drafts of the small model"
+    __slots__ = ("acceptance", "drafter", "near")
 
-    def __init__(self, drafter: ModelDrafter) -> None:
+    def __init__(self, drafter: WeightsDrafter) -> None:
         super().__init__()
         self.drafter, self.acceptance = drafter, Acceptance()
         self.near = False  # it can draft in the next step
-        self.keys = [0]  # of the text before each page
-        self.contents: dict[int, PageContent] | None = None  # those by which `pages` were looked at
-        self.epoch = 0
-        self.pages: IntArray = np.empty(0, np.int32)  # full ones that have the request's text
-        self.rows: tuple[Row, ...] = ()  # the latest drafts, whose tokens are known when they were checked
-        self.since = 0  # the place of the first of them
 
     @property
     def asks(self) -> bool:
@@ -79,16 +73,14 @@ class ModelDrafts(RequestDrafts):
         return [self.acceptance.chance(place.chance(_EXPECTED)) for place in self.drafter.places[:count]]
 
 
-class ModelDrafter(Drafter):
-    """Plans the work of a small model, which the runner does before the rows of a step."""
+class WeightsDrafter(Drafter):
+    """A drafter with weights of its own, whose work the runner does before the rows of a step. It rests while its
+    drafts don't pay."""
 
-    name = "model"
-
-    def __init__(self, page_size: int, positions: int) -> None:
-        """`positions` are those that the small model has."""
-        self._size, self._positions = page_size, positions
+    def __init__(self, positions: int) -> None:
+        """`positions` are those that it has."""
+        self._positions = positions
         self.places = [Acceptance() for _ in range(DRAFTS)]  # of all requests
-        self.contents: dict[int, PageContent] = {}
         self._pause, self._rest = _SHORTEST, 0
         # Of the step being planned: it waited for a token, has drafts, or could have had some that don't pay.
         self._waited = self._drafts = self.declined = False
@@ -99,6 +91,57 @@ class ModelDrafter(Drafter):
     def awake(self) -> bool:
         """True while it drafts."""
         return not self._rest and not self._measures
+
+    def _note_row(self, drafts: WeightsDrafts, *, has_rows: bool) -> None:
+        """Note for a request that the step waited for its token, if it did, and that it has drafts, if it does."""
+        self._waited |= drafts.asks
+        self._drafts |= has_rows
+
+    def planned(self, step: int) -> None:
+        self._measures = step % _PERIOD < _PLAIN
+        if self._rest:
+            self._rest -= 1
+            if not self._rest:
+                for place in self.places:
+                    place.doubt(_DOUBTED)
+        elif self._drafts:
+            self._row = max(0, self._row) + 1
+            if self._row > _PROVEN:
+                self._pause = _SHORTEST
+        elif self._waited:
+            self._row = min(0, self._row) - 1
+            if self._row <= -_PATIENCE:
+                self._row = 0
+                self._rest = self._pause if self.declined else _SHORTEST  # there is no room for drafts now
+                self._pause = min(_LONGER * self._pause, _LONGEST) if self.declined else self._pause
+        self._waited = self._drafts = self.declined = False
+
+
+class ModelDrafts(WeightsDrafts):
+    """The part of a request that the small model has, too."""
+
+    __slots__ = ("contents", "epoch", "keys", "pages", "rows", "since")
+    words = "drafts of the small model"
+
+    def __init__(self, drafter: WeightsDrafter) -> None:
+        super().__init__(drafter)
+        self.keys = [0]  # of the text before each page
+        self.contents: dict[int, PageContent] | None = None  # those by which `pages` were looked at
+        self.epoch = 0
+        self.pages: IntArray = np.empty(0, np.int32)  # full ones that have the request's text
+        self.rows: tuple[Row, ...] = ()  # the latest drafts, whose tokens are known when they were checked
+        self.since = 0  # the place of the first of them
+
+
+class ModelDrafter(WeightsDrafter):
+    """Plans the work of a small model with the same tokenizer, which computes texts of its own."""
+
+    name = "model"
+
+    def __init__(self, page_size: int, positions: int) -> None:
+        super().__init__(positions)
+        self._size = page_size
+        self.contents: dict[int, PageContent] = {}
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
         text = sequence.text()
@@ -121,9 +164,9 @@ class ModelDrafter(Drafter):
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
         drafted: dict[Sequence, list[Row]] = {}
-        tables: dict[Sequence, IntArray] = {}
+        first: dict[Sequence, Row] = {}
         for sequence, row in zip(sequences, rows, strict=True):
-            chain, tables[sequence] = drafted.setdefault(sequence, []), row.pages
+            chain, _ = drafted.setdefault(sequence, []), first.setdefault(sequence, row)
             if row.draft and sequence.drafter == self.name:
                 chain.append(row)
         tasks, room = list[DraftTask](), _FILLED
@@ -133,9 +176,8 @@ class ModelDrafter(Drafter):
                 continue
             known, computed = sequence.known, self._computed(sequence, drafts)
             missing = known - computed
-            self._waited |= drafts.asks
+            self._note_row(drafts, has_rows=bool(chain))
             if chain:
-                self._drafts = True
                 end = known
             elif not self.awake or known >= self._positions:
                 drafts.near = False
@@ -146,29 +188,10 @@ class ModelDrafter(Drafter):
             drafts.near = known - end <= _WITH_DRAFTS
             if end > computed:
                 tokens = sequence.tokens(computed, end)
-                tasks.append(DraftTask(sequence.request, tables[sequence], computed, tokens, tuple(chain)))
+                tasks.append(DraftTask(first[sequence], computed, tokens, tuple(chain)))
                 self._note(sequence, drafts, computed, end)
                 drafts.rows, drafts.since = tuple(chain), end
         return tuple(tasks)
-
-    def planned(self, step: int) -> None:
-        self._measures = step % _PERIOD < _PLAIN
-        if self._rest:
-            self._rest -= 1
-            if not self._rest:
-                for place in self.places:
-                    place.doubt(_DOUBTED)
-        elif self._drafts:
-            self._row = max(0, self._row) + 1
-            if self._row > _PROVEN:
-                self._pause = _SHORTEST
-        elif self._waited:
-            self._row = min(0, self._row) - 1
-            if self._row <= -_PATIENCE:
-                self._row = 0
-                self._rest = self._pause if self.declined else _SHORTEST  # there is no room for drafts now
-                self._pause = min(_LONGER * self._pause, _LONGEST) if self.declined else self._pause
-        self._waited = self._drafts = self.declined = False
 
     def lost(self) -> None:
         self.contents = {}

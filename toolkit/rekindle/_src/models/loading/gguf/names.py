@@ -82,14 +82,20 @@ _OF_HEAD = {
     "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
     "mtp.norm": "nextn.shared_head_norm",
 }  # fmt: skip
+_OF_BLOCK = {
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
+}  # fmt: skip
 
 
 def in_block(name: str, layers: int) -> str:
     """Return the name of a tensor of a draft head as that of one in the block after the `layers` of the model, where
     llama.cpp has it; any other name as it is."""
     module, _, end = name.rpartition(".")
-    if module in _OF_HEAD:
-        return f"model.layers.{layers}.{_OF_HEAD[module]}.{end}"
+    block = f"model.layers.{layers}."
+    own = _OF_HEAD.get(module) or (_OF_BLOCK.get(module.removeprefix(block)) if module.startswith(block) else None)
+    if own is not None:
+        return f"{block}{own}.{end}"
     return name.replace("mtp.layers.0.", f"model.layers.{layers}.", 1) if name.startswith("mtp.layers.0.") else name
 
 

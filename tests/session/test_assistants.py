@@ -1,0 +1,178 @@
+"""Drafts of an assistant: they are those that it makes of the whole text, and no token depends on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers import assistants, checkpoints
+from helpers.plain_loop import plain_loop
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import DraftTask
+from rekindle._src.execution.draft_model import AssistantWeights
+from rekindle._src.models.loading import checkpoint
+from rekindle._src.opening.source import drafter_for
+from rekindle._src.scheduling.drafting import models
+from rekindle._src.scheduling.drafting.costs import StepCosts
+from rekindle.errors import ConfigError, UnsupportedModel
+from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
+from session.test_window_pages import WINDOW, tokens
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+NAME = "gemma4-shared-pages-and-embeddings-of-layers"
+RAW = {**checkpoints.CASES[NAME], "max_position_embeddings": 512, "sliding_window": WINDOW}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 6, "max_tokens_per_step": 32, "max_model_len": 512, "page_size": 8,
+    "device_pages": 240, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts in every step, as much as there is room for."""
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
+    monkeypatch.setattr(models, "_PLAIN", 0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return checkpoints.model(RAW, checkpoints.tensors(RAW))
+
+
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return assistants.write(tmp_path_factory.mktemp("assistant"), assistants.raw_of(RAW))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[str, list[int]]:
+    with rekindle.open_sync(model, **OPTIONS, drafts="none") as session:
+        return texts(session, list(REQUESTS))
+
+
+@pytest.mark.thorough
+def test_tokens_are_those_without_drafts(model: Any, assistant: str, expected: dict[str, list[int]]) -> None:
+    assert expected["greedy"] == plain_loop(model, prompt("greedy"), 90)
+    with rekindle.open_sync(model, **{**OPTIONS, "precompile": "all"}, drafts=assistant) as session:
+        before = session.stats()
+        for turn in range(2):  # the second continues pages that the first left
+            assert texts(session, list(REQUESTS)) == expected, f"turn {turn}"
+        stats = session.stats()
+        assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
+        assert {*stats.drafters} == {"assistant"}
+        assert 15 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("clusters", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_drafts_are_those_of_the_assistant(
+    model: Any, clusters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After prompts that are cut, cached pages, and drafts of which some are right: those of before, some changed."""
+    folder = assistants.write(tmp_path, assistants.raw_of(RAW, **(assistants.CLUSTERS if clusters else {})))
+    first, options = tokens(60, seed=5), LONG | {"max_tokens": 40}
+    text = [*first, *plain_loop(model, first, 40)]
+    again = [*text, *tokens(9, seed=6)]  # a next turn, whose pages are there
+    whole = [*again, *plain_loop(model, again, 40)]
+    seen: list[tuple[int, list[int]]] = []
+    original = AssistantWeights.work
+
+    def work(self: AssistantWeights, tasks: list[DraftTask], calls: Any) -> bool:
+        drafts = original(self, tasks, calls)
+        for task in tasks:
+            seen.append((task.start, [int(row.token_ids[0]) for row in task.drafts if row.token_ids is not None]))
+            for place, row in enumerate(task.drafts, task.start + 1):
+                assert row.token_ids is not None
+                row.token_ids[0] = whole[place] if place % 5 else 7
+        return drafts
+
+    monkeypatch.setattr(AssistantWeights, "work", work)
+    with rekindle.open_sync(model, **OPTIONS, drafts=folder) as session:
+        handles = [session.submit(first, **options)]
+        handles[0].result_sync()
+        handles.append(session.submit(again, **options))
+        done = [handle.result_sync() for handle in handles]
+        assert "drafts of the assistant were accepted" in str(session.explain(handles[1]))
+        stats = session.stats()
+    assert [list(one.token_ids) for one in done] == [text[60:], whole[len(again) :]]
+    assert done[1].usage.cached_tokens >= 90
+    assert stats.accepted_tokens > 20
+    loaded = checkpoint.load(folder, dtype="float32")
+    right = assistants.drafts(model, loaded, whole, [place for place, _ in seen])
+    assert len(seen) > 12
+    for place, found in seen:
+        for logits, token in zip(right[place], found, strict=False):
+            assert logits.max() - logits[token] <= 1e-3 * logits.std(), (place, found)
+            if token != logits.argmax():
+                break  # two that are as likely: what follows is of another text
+
+
+@pytest.mark.thorough
+def test_preempted_and_cancelled_requests(model: Any, assistant: str, expected: dict[str, list[int]]) -> None:
+    few = {**OPTIONS, "device_pages": 60, "host_memory": 64 << 20}
+    with rekindle.open_sync(model, **few, drafts=assistant) as session:
+        handles = {name: session.submit(prompt(name), **LONG | REQUESTS[name]) for name in REQUESTS}
+        handles["repeating"].cancel()
+        for name, handle in handles.items():
+            assert name == "repeating" or list(handle.result_sync().token_ids) == expected[name], name
+        assert session.stats().preemptions > 0, "there was room for all of them"
+        assert texts(session, list(REQUESTS)) == expected
+        assert session.stats().accepted_tokens > 5
+
+
+@pytest.mark.thorough
+def test_after_a_restart_and_sleep(model: Any, assistant: str, expected: dict[str, list[int]], tmp_path: Path) -> None:
+    options = {**OPTIONS, "disk_memory": 1 << 28, "cache_dir": str(tmp_path), "drafts": assistant}
+    with rekindle.open_sync(model, **options) as session:
+        assert texts(session, list(REQUESTS)) == expected
+        session.sleep().result_sync()
+        session.wake().result_sync()
+        assert texts(session, list(REQUESTS)) == expected
+        session.save("texts").result_sync()
+    with rekindle.open_sync(model, **options, restore="texts") as session:
+        assert texts(session, list(REQUESTS)) == expected
+        assert session.stats().accepted_tokens > 5
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["gemma4-values-of-keys", "gemma4-moe", "gemma4-unified"])
+def test_models_of_other_sizes(name: str, tmp_path: Path) -> None:
+    """Layers with other heads, with experts, and without pages of their own for windows."""
+    raw = {**checkpoints.CASES[name], "max_position_embeddings": 512}
+    folder, state, found = assistants.write(tmp_path, assistants.raw_of(raw)), checkpoints.tensors(raw), []
+    free: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    for drafts in ("none", folder):
+        with rekindle.open_sync(checkpoints.model(raw, state), **OPTIONS, drafts=drafts) as session:
+            handles = [session.submit(tokens(40, seed), seed=seed, **free) for seed in range(3)]
+            found.append([handle.result_sync().token_ids for handle in handles])
+            counts = session.stats()
+    assert found[0] == found[1]
+    assert 3 < counts.accepted_tokens < counts.drafted_tokens
+
+
+def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path) -> None:
+    def refused(match: str, **changes: Any) -> None:
+        raw = assistants.raw_of(RAW)
+        text = {key: value for key, value in changes.items() if key in raw["text_config"]}
+        own = {key: value for key, value in changes.items() if key not in text}
+        raw = {**raw, **own, "text_config": raw["text_config"] | text}
+        folder = assistants.write(tmp_path / str(len([*tmp_path.iterdir()])), raw)
+        with pytest.raises(ConfigError, match=match) as caught:
+            rekindle.open_sync(model, **OPTIONS, drafts=folder)
+        assert caught.value.field == "drafts"
+
+    refused("whose hidden states have 64 numbers, and this one's have 48", backbone_hidden_size=64)
+    refused("has a vocabulary of 200 tokens, and this model one of 160", vocab_size=200)
+    refused("attends to a layer with a window and 1 heads of 8, and this model's has 1 heads of 16", head_dim=8)
+    llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
+    with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
+        rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
+    placement = SimpleNamespace(divided=True, processes=1)
+    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
+    with pytest.raises(ConfigError, match="which can't be divided over several devices"):
+        drafter_for(divided, EngineConfig(drafts=assistant))
+    with pytest.raises(UnsupportedModel, match=r"which drafts for a Gemma 4 model.*Open that model, with drafts="):
+        rekindle.open_sync(assistant, **OPTIONS)
