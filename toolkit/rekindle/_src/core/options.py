@@ -259,7 +259,7 @@ class Decorator(Protocol):
     """A decorator that returns the function itself.
 
     The first Tab in a notebook infers the type of a decorated call. With `Callable[[F], F]` it would parse all of the
-    standard library's collections for that: a second of a core.
+    standard library's collections for that, a fifth of what such a Tab takes.
     """
 
     def __call__(self, function: F, /) -> F: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -228,7 +229,8 @@ def _adapter(name: str, value: Any, error: Refusal) -> str | dict[str, float]:
 def _weighted(name: str, value: Mapping[Any, Any], error: Refusal, fix: str) -> dict[str, float]:
     """Return names and their weights."""
     for key, weight in value.items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        number = number and abs(weight) <= sys.float_info.max  # an int beyond it is no float
         if not (isinstance(key, str) and key and number):
             raise error(name, {key: weight}, "is not a name with a finite weight", fix)
     return {key: float(weight) for key, weight in value.items()}
