@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups, stored_model
 from rekindle._src.cli import report
@@ -26,6 +26,9 @@ from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.stored_types import stored_types
 from rekindle._src.models.partition import Partition
 from rekindle._src.models.unpacking import words
+
+if TYPE_CHECKING:
+    import jax
 
 REQUIRED = (
     "jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2", "ipywidgets",
@@ -348,7 +351,9 @@ def plan_model(
         yield from _types(seen, config, *abstract_model(config, dtype, quantize, kinds=kinds))
 
 
-def _types(stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[Any]) -> Iterator[Check]:
+def _types(
+    stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> Iterator[Check]:
     """Yield what becomes of the tensors of each type that a checkpoint stores."""
     for kind in stored_types(stored, config, graph, shapes):
         exactly = ", exactly" if kind.exact else ""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from rekindle._src.models.base import Graph
@@ -30,7 +31,7 @@ class StoredType(NamedTuple):
 
 
 def stored_types(
-    stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[Any]
+    stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[StoredType]:
     """Return the types of a checkpoint's tensors with their forms in a model, those with most bytes first.
 
