@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-import hypothesis  # noqa: F401  it asks the garbage collector about objects that are frozen later, see below
+import hypothesis  # it asks the garbage collector about objects that are frozen later, see below
 import pytest
 
 # Notebooks are checked with jsonschema, which takes three seconds to build a grammar of addresses: it does without.
@@ -31,6 +31,12 @@ if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU they would turn optimisations off in the kernels under test
     os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+
+# What a property test finds must not depend on how fast the machine is, or how busy.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 import jax  # noqa: E402  it reads the environment when it is imported
 
@@ -140,6 +146,16 @@ class CompiledPrograms:
             with contextlib.suppress(OSError, AttributeError):  # other C libraries keep what is freed, or give it back
                 ctypes.CDLL(None).malloc_trim(0)
             self._before = resident()
+
+
+@pytest.fixture
+def short_turns() -> Iterator[None]:
+    """A thread that takes turns during the test never waits for long: nothing holds the interpreter meanwhile."""
+    from helpers import turns
+
+    with turns.neighbour() as neighbour:
+        yield
+    assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,11 @@ def take(page: Any, theme: str, target: Path) -> None:
     prompt = tree.get_by_placeholder("What would this prompt hit?")
     prompt.fill("Once upon a time there was a small green dragon called Zoe. Zoe lived in a house.")
     tree.get_by_text("prompt tokens are cached").wait_for()
+    prompt.press("Home")  # its beginning is in sight
     keep(page, index["tree"], target / f"tree-{theme}.png")
     chat = browsing.run(page, index["chat"]).locator(".jp-OutputArea-output").last
     chat.locator("[data-token='9']").click()
+    chat.get_by_label("What could stand here").wait_for()
     chat.get_by_placeholder("what should come there instead").fill(" small blue bird")
     keep(page, index["chat"], target / f"chat-{theme}.png")
 

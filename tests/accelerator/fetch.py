@@ -12,7 +12,7 @@ import zipfile
 from importlib.metadata import requires, version
 from pathlib import Path
 
-CUDA = "13"  # the version of the plugin and of ptxas; tests/accelerator/h100.txtpb names the same driver
+CUDA = "13"  # the version of the plugin and of ptxas; tests/helpers/compilers.py names the same driver
 
 
 def libtpu() -> str:

@@ -3,7 +3,8 @@
 # Correctness comes before figures.
 #
 # Each part has a time limit and runs whatever became of those before, except that nothing is measured where the kernels
-# are wrong. OUT (default: first_contact) gets a log of each part and first_contact.json with what it printed last.
+# are wrong. On a T4, where Triton can't run and 8B fits in four bits alone, it measures what serves there. OUT (default:
+# first_contact) gets a log of each part and first_contact.json with what it printed last.
 # PLATFORM=cpu tries the script itself where there is no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,6 +33,14 @@ d = jax.devices()[0]
 assert d.platform == "'"$([ "$platform" = cuda ] && echo gpu || echo "$platform")"'", d
 names = "device_kind", "compute_capability", "core_count"
 print(json.dumps({"jax": jax.__version__} | {name: str(getattr(d, name, "")) for name in names}))' || exit 1
+# The dtype that this GPU multiplies, and whether 8B fits in 16 bits.
+read -r dtype fits <<<"$(python -c '
+import jax
+from rekindle_kernels import gpus
+limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+print("bfloat16" if gpus.multiplies_bfloat16() else "float16", int(limit > 20e9))')"
+large=(--model 8b --dtype "${dtype:=bfloat16}")
+[ "${fits:-1}" = 1 ] || large+=(--quantize int4)
 part predicted 30 python tests/bench/predicted_steps.py
 part kernels 170 python -m pytest -q -x -p no:benchmark -m gpu tests/kernels --ignore=tests/kernels/test_mosaic_on_gpu.py
 right=$?
@@ -39,8 +48,8 @@ part sessions 90 python -m pytest -q -m gpu tests/session/test_on_gpu.py
 part story 40 python -m rekindle generate "Once upon a time" --max-tokens 32
 if [ $right = 0 ]; then
   part attention 70 python -m kernel_workshop.gpu
-  part engine_06b 150 python -m rekindle bench --model 0.6b --workloads W1,W2,W3 --repeat 1 --json
-  part engine_8b 150 python -m rekindle bench --model 8b --workloads W1,W3 --repeat 1 --json
+  part engine_06b 150 python -m rekindle bench --model 0.6b --dtype "$dtype" --workloads W1,W2,W3 --repeat 1 --json
+  part engine_8b 150 python -m rekindle bench "${large[@]}" --workloads W1,W3 --repeat 1 --json
 fi
 # The prefill that is chosen by its name alone comes last, so that nothing else waits for it.
 part mosaic 60 python -m pytest -q -x -m gpu tests/kernels/test_mosaic_on_gpu.py \

@@ -10,6 +10,7 @@ import pytest
 from helpers.fakes import EchoModel
 from helpers.sessions import fake_session
 from rekindle import Session
+from rekindle._src.cli.controls import without_controls
 from rekindle._src.cli.main import main
 from rekindle._src.session import opening
 
@@ -51,3 +52,19 @@ def test_the_program_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]
     assert main([]) == 0
     printed = capsys.readouterr()
     assert "usage: rekindle" in printed.out and "chat with a model" in printed.out and not printed.err
+
+
+def test_a_text_can_not_steer_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model can write any bytes: OSC 52 sets the clipboard, others the title, the cursor and colours."""
+    prompt = "\x1b\x07 " * 12
+    for terminal in (False, True):
+        made = fake_session(model=EchoModel(surprises=0.0))
+        text = made.generate_sync(prompt, max_tokens=40).text
+        assert "\x1b" in text and "\x07" in text
+        monkeypatch.setattr(opening, "open_sync", lambda model, made=made, **options: made)
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
+        monkeypatch.setattr("sys.stdin", io.StringIO(prompt))
+        assert main(["generate", "--max-tokens", "40"]) == 0
+        written = capsys.readouterr().out
+        assert written == (f"{without_controls(text)}\n" if terminal else f"{text}\n")
+        assert terminal == ("\x1b" not in written) == ("\u241b" in written)

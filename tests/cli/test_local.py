@@ -155,6 +155,7 @@ def server(tmp_path: Path) -> Iterator[HubServer]:
     thread.join()
 
 
+@pytest.mark.thorough
 def test_pull_goes_on_where_it_was_cut(home: Path, server: HubServer) -> None:
     pytest.importorskip("huggingface_hub")
     url = f"http://127.0.0.1:{server.server_address[1]}"

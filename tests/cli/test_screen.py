@@ -189,3 +189,11 @@ def test_drawing_keeps_up_with_a_long_block(monkeypatch: pytest.MonkeyPatch) -> 
         now[0] += 0.001
         writer.write("word ")
     assert 15 <= len(drawn) <= 21, "twenty a second"
+
+
+def test_a_note_can_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A template says why it refuses a message, and a checkpoint has the template."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    TerminalWriter().note("the answer failed: \x1b]0;title\x07 \x9b2J")
+    written = capsys.readouterr().err
+    assert written.startswith("\x1b[2mthe answer failed: \u241b]0;title\u2407 \ufffd2J\x1b[0m")

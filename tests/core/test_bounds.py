@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tracemalloc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 from rekindle._src.calls.prompts import parse, parse_one
 from rekindle._src.core.options import MAX_N, MAX_PROMPT, MAX_SEQUENCES, MAX_STOP_CHARACTERS, MAX_STOPS, check_batch
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.structured import spec
+from rekindle._src.structured.spec import structure_of
 from rekindle.errors import InvalidRequest
 
 
@@ -89,3 +93,16 @@ def test_prompts_and_batches_are_bounded() -> None:
         check_batch(3, MAX_SEQUENCES // 2)
     check_batch(2, MAX_SEQUENCES // 2)
     assert len(parse(["x"] * 1000)[0]) == 1000
+
+
+def test_a_schema_is_counted_before_it_is_written_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing a million numbers as text took a quarter of a second, for which nothing else ran."""
+    pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+    small, large = {"enum": [1.5] * 1000}, {"enum": [[1.5] * 300_000, {"a": ["x"] * 150_000}]}
+    assert structure_of(Sampling(schema=small)) is not None
+    circular: dict[str, Any] = {"type": "array"}
+    circular["items"] = circular
+    monkeypatch.setattr(spec, "json", SimpleNamespace(loads=json.loads))  # writing would be an AttributeError
+    for schema in (large, circular, {"x" * (1 << 19): {}}):
+        with pytest.raises(InvalidRequest, match=r"schema=.*is over the 524,288 characters that are possible"):
+            structure_of(Sampling(schema=schema))

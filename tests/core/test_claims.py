@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -108,6 +110,45 @@ def test_two_sessions_on_a_fresh_cache_compile_a_program_once(folder: Path, late
         for programs in both:
             programs.close()
     assert not list(folder.glob("*.making"))
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from core.test_claims import ADMIT, programs_in
+programs = programs_in(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+keys = (ADMIT, programs.lattice[0])
+for key in keys:
+    programs.get(key)
+print(*(record.origin for record in programs.manifest() if record.name in {key.name for key in keys}), flush=True)
+programs.close()
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_that_start_at_once_compile_each_program_once(folder: Path) -> None:
+    """As two notebooks on a new machine do, which compiled everything twice."""
+    command = [sys.executable, "-c", PROCESS, str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            )
+            for _ in range(2)
+        ]
+        for process in both:
+            stack.callback(process.kill)
+        for process in both:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in both:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        origins = [process.communicate(timeout=300)[0].split() for process in both]
+    assert [sorted(pair) for pair in zip(*origins, strict=True)] == [["compiled", "loaded"]] * 2, origins
 
 
 def test_a_program_that_does_not_compile_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

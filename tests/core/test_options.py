@@ -36,7 +36,7 @@ WIDER = {
     "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
     "logprob_token_ids": Sequence[int] | None,
-    "capture": Capture | Mapping[str, Any] | None,
+    "capture": Capture | Mapping[str, object] | None,
     "steer": SteerLike | Sequence[SteerLike] | None,
     "taps": str | Sequence[str] | None,
     "choice": Sequence[str] | None,
@@ -161,6 +161,7 @@ def refusal(make: typing.Callable[[], object], kind: type[Any]) -> Any:
     return None
 
 
+@example("adapter", {"first": 10**5_000})
 @given(st.sampled_from(sorted(fields(Sampling))), GARBAGE)
 def test_any_value_of_a_sampling_option_is_taken_or_refused(name: str, value: Any) -> None:
     error = refusal(lambda: Sampling.of(None, {name: value}), InvalidRequest)

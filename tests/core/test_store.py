@@ -10,7 +10,7 @@ import pytest
 
 from helpers.faults import NAMES, PASSING
 from rekindle._src.core.atomic_checkpoint import DAMAGED, ITEM, PARTIAL
-from rekindle._src.core.store import Sound, Store, Unusable
+from rekindle._src.core.store import Entry, Sound, Store, Unusable
 from rekindle_kernels import read_through
 from rekindle_kernels.private_files import tell_once
 
@@ -117,6 +117,43 @@ def test_the_least_recently_used_leave_first(folder: Path, bound: str) -> None:
         os.utime(store.path("a"), (1e8, 1e8))
         store.prune(room=1)
         assert names(folder) == {"b", f"{PARTIAL}new"}
+
+
+def test_many_writes_look_through_the_folder_a_few_times(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, entries = list[int](), Store.entries
+
+    def counted(self: Store) -> list[Entry]:
+        looks.append(1)
+        return entries(self)
+
+    monkeypatch.setattr(Store, "entries", counted)
+    for number in range(70):
+        store = Store(folder, most=64)  # as each session makes one
+        write(store, str(number), used=1e8 + number)
+        store.prune_after(7)
+        assert len(names(folder)) <= 64
+        assert len(looks) <= 8 or number >= 64
+    assert names(folder) == {str(number) for number in range(6, 70)}
+
+
+def test_files_are_bounded_by_their_bytes(folder: Path) -> None:
+    """Those of earlier processes count, too, and the least recently used leave first."""
+    for index in range(20):
+        Store(folder).put(f"old {index}", bytes(1000))
+        os.utime(folder / f"old {index}", (1e8 + index, 1e8 + index))
+    store = Store(folder, max_bytes=8_000)
+    assert store.get("old 15") is not None
+    for index in range(40):
+        assert store.put(f"new {index % 5}", bytes(1000))
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 8_000 * 17 / 16
+    assert names(folder) == {*(f"new {index}" for index in range(5)), "old 15", "old 19", "old 18"}
+
+
+def test_a_topic_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(folder)
+    for topic in ("write", "read", "write"):
+        store.warn_once(topic, f"{topic} failed")
+    assert [record.getMessage() for record in caplog.records] == ["write failed", "read failed"]
 
 
 def test_an_entry_that_another_process_wrote_meanwhile_is_no_failure(

@@ -33,13 +33,14 @@ def rule(position: int, last: int) -> tuple[int, ...]:
     return tuple(range(7, 320, 7)) if position % 2 == 0 else (last + 1, 300, 319)
 
 
+def over_the_store() -> Runner:
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), processors=[LEAST], store=STORE)
+    return Runner(MODEL, tiny_config(), programs=programs)
+
+
 @pytest.fixture(scope="module", params=by_default([1, 2]), ids=["one program", "two programs"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    made = Runner(
-        MODEL,
-        tiny_config(),
-        programs=Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), processors=[LEAST], store=STORE),
-    )
+    made = over_the_store()
     made.programs.gated = made.programs.gated and request.param == 1
     if request.param == 1 and not made.programs.gated:
         made.close()
@@ -192,7 +193,7 @@ def test_an_error_of_reading_early_is_of_the_step_that_is_read(one: Runner, monk
 @pytest.mark.usefixtures("not_yet")
 @pytest.mark.parametrize("end", by_default(["close", "reset", "recover"]))
 def test_nothing_waits_for_a_step_whose_masks_nobody_will_fill(end: str) -> None:
-    runner = Runner(MODEL, tiny_config())
+    runner = over_the_store()
     if not runner.programs.gated:
         runner.close()
         pytest.skip("numba is not installed: no program can wait")

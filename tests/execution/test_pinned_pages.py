@@ -14,6 +14,7 @@ import pytest
 from helpers import tiered
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.fakes import DictTier
+from helpers.thorough import by_default
 from rekindle import Sampling
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
@@ -32,7 +33,7 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "moved_pages", lambda parts, kv: SIZES)
 
 
-@pytest.fixture(params=["float32", "int8"])
+@pytest.fixture(params=by_default(["float32", "int8"]))
 def driver(request: pytest.FixtureRequest, as_on_accelerators: None) -> Iterator[Driver]:
     config = tiny_config(max_model_len=256, device_pages=100, kv_dtype=request.param)
     runner = Runner(MODEL, config, host_tier=DictTier())

@@ -12,7 +12,7 @@ import pytest
 
 from helpers import tiered
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
-from helpers.fakes import DictTier, extended
+from helpers.fakes import DictStore, DictTier, extended
 from helpers.guides import RuleGuide
 from rekindle import Sampling
 from rekindle._src.core.extensions import Guidance
@@ -25,6 +25,7 @@ from rekindle._src.programs.programs import Programs
 
 MODEL = tiny_model()
 SIZES = 8, 4
+STORE = DictStore()
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,8 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def driver(as_on_accelerators: None) -> Iterator[Driver]:
     config = tiny_config(max_model_len=256, device_pages=100)
-    runner = Runner(MODEL, config, host_tier=DictTier())
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config, store=STORE)
+    runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
     yield Driver(runner)
     runner.close()
 

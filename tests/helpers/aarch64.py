@@ -57,10 +57,15 @@ def build(folder: Path, level: str, kernels: Sequence[str]) -> str:
         [*command, "--out", str(folder), "--kernels", *kernels], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    build_guest(folder)
+    return done.stderr
+
+
+def build_guest(folder: Path) -> None:
+    """The program that calls kernels, into `folder`."""
     source = Path(__file__).with_name("aarch64_guest.c")
     options = ["-O2", "-Wall", "-Werror", "-o", str(folder / "guest"), "-ldl", "-lpthread"]
     subprocess.run([COMPILER, str(source), *options], check=True)
-    return done.stderr
 
 
 def emulator(level: cpu.Level) -> list[str]:

@@ -35,6 +35,9 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme} if theme else {}))
+    (settings / "notification.jupyterlab-settings").write_text(
+        json.dumps({"fetchNews": "false"})
+    )  # it asks, over cells
     environment = os.environ | {
         "PYTHONPATH": os.environ.get("PYTHONPATH") or f"{ROOT / 'toolkit'}{os.pathsep}{ROOT / 'kernels'}",
         "JUPYTER_CONFIG_DIR": str(folder / "config"),

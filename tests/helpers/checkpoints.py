@@ -28,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {name: raw for it in FAMILY_CASES.values() fo
 GENERATING = tuple(model_type for model_type, it in FAMILY_CASES.items() if it.cases)  # the others embed only
 OF_FAMILY = {model_type: tuple((it.cases or it.embeds).values()) for model_type, it in FAMILY_CASES.items()}  # configs
 ONE_EACH = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # a case of each family
+# Each has arithmetic that those before it lack.
+UNLIKE = (
+    "llama", "gpt2", "qwen2", "cohere", "olmo2", "glm", "gemma2", "mixtral", "deepseek-v2", "gpt-oss", "lfm2",
+    "granite4", "qwen3.5", "gemma4-shared-pages-and-embeddings-of-layers",
+)  # fmt: skip
 
 
 def one_each(*others: str) -> list[Any]:

@@ -1,6 +1,6 @@
-"""The compilers for an H100 and a TPU v5e on a machine that has neither, and what can be read from their output.
+"""The compilers for GPUs and a TPU v5e on a machine that has none, and what can be read from their output.
 
-The compilers are the real ones (XLA with ptxas for sm_90a, libtpu), so registers, spills, shared memory, aliasing,
+The compilers are the real ones (XLA with ptxas, libtpu), so registers, spills, shared memory, aliasing,
 copies, command buffers and programs that do not fit are facts. Run times and numbers are not.
 """
 
@@ -25,7 +25,6 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
 Row = Callable[..., None]  # the fixture `row`: adds a line to the table that is printed at the end
-HERE = Path(__file__).parent.parent / "accelerator"
 FETCH = "`python tests/accelerator/fetch.py FOLDER` downloads the compilers; then set REKINDLE_COMPILERS=FOLDER"
 # The suite's XLA_FLAGS turn optimisations off, and autotuning needs a GPU: matrix products have XLA's default tiles.
 GPU_OPTIONS: dict[str, Any] = {
@@ -35,6 +34,35 @@ GPU_OPTIONS: dict[str, Any] = {
 # For lowering: from 0.11 on JAX wants to know the GPU that it lowers for.
 H100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
 ABSENT = {"cuda": H100, "tpu": AbstractMesh((), ())}  # by platform
+# What XLA wants to know of a GPU. Without the versions of driver and runtime it makes no command buffers.
+_TARGET = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory}
+  threads_per_core_limit: {gpu.threads}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.bandwidth:.0f}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock}
+  device_memory_size: {gpu.memory:.0f}
+  shared_memory_per_block_optin: {gpu.shared_memory_of_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
 _THUNK = re.compile(
     r"^(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^]]*\] *(?P<name>[\w.-]*)(?:.*shared_memory: (?P<shared>\d+))?"
 )
@@ -44,6 +72,41 @@ _BYTES = {
 }  # fmt: skip
 # Instructions that move an array from one place to another, and so cost its size twice.
 _MOVES = ("copy", "copy-start", "pad", "transpose", "slice", "concatenate", "convert")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that is compiled for, as its maker describes it; sizes in bytes, rates a second."""
+
+    name: str
+    capability: float
+    cores: int  # multiprocessors
+    fpus: int  # of each
+    threads: int  # of each, at most
+    shared_memory: int  # of each
+    shared_memory_of_block: int
+    l2_cache: int
+    memory: float
+    bandwidth: float
+    clock: float  # GHz
+
+    @property
+    def target(self) -> str:
+        """The text that XLA reads."""
+        major, minor = divmod(round(10 * self.capability), 10)
+        return _TARGET.format(gpu=self, major=major, minor=minor)
+
+
+# One of each generation that CUDA 13's compiler knows: 7.0 is not among them.
+GPUS = {
+    "t4": Gpu("Tesla T4", 7.5, 40, 64, 1024, 65536, 65536, 4 << 20, 15828320256, 320.064e9, 1.59),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 8.0, 108, 64, 2048, 167936, 166912, 40 << 20, 85e9, 2039e9, 1.41),
+    "a10": Gpu("NVIDIA A10", 8.6, 72, 128, 1536, 102400, 101376, 6 << 20, 23.6e9, 600e9, 1.695),
+    "l4": Gpu("NVIDIA L4", 8.9, 58, 128, 1536, 102400, 101376, 48 << 20, 23.6e9, 300e9, 2.04),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 9.0, 132, 128, 2048, 233472, 232448, 50 << 20, 84942979072, 3352.32e9, 1.98),
+    "b200": Gpu("NVIDIA B200", 10.0, 148, 128, 2048, 233472, 232448, 126 << 20, 191e9, 8000e9, 1.965),
+    "rtx5090": Gpu("NVIDIA GeForce RTX 5090", 12.0, 170, 128, 1536, 102400, 101376, 96 << 20, 33.6e9, 1792e9, 2.407),
+}
 
 
 @dataclass(frozen=True)
@@ -158,7 +221,7 @@ def devices(platform: str, count: int = 1, gpu: str = "h100") -> list[jax.Device
     jax.devices("cpu")  # JAX looks for plugins now, and once only: this one is not to be found
     if platform == "gpu":
         _plugin(root)
-        target = (HERE / f"{gpu}.txtpb").read_text()
+        target = GPUS[gpu].target
         return topologies.get_topology_desc("", "cuda", target_config=target, topology=f"1x1x{count}").devices
     os.environ["TPU_LIBRARY_PATH"] = str(root / "libtpu" / "libtpu.so")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -207,12 +270,13 @@ def _resources(dump: Path, ptxas: Path, shared: Mapping[str, int]) -> dict[str, 
     kernels = {}
     for file in dump.glob("*.ptx"):
         text = file.read_text()
+        architecture = re.search(r"^\.target (\w+)", text, re.MULTILINE)
         for name in re.findall(r"\.entry (\w+)\(", text):
             if not name.startswith(("paged_", "write_kv", "grouped_", "int4_")):
                 continue
-            said = subprocess.run(
-                [ptxas, "-v", "-arch=sm_90a", file, "-o", os.devnull], capture_output=True, text=True, check=True
-            ).stderr
+            assert architecture is not None, file
+            command = [ptxas, "-v", f"-arch={architecture[1]}", file, "-o", os.devnull]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             spills = re.findall(r"(\d+) bytes spill", said)
             registers = re.search(r"Used (\d+) registers", said)
             assert registers is not None, said

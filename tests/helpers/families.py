@@ -46,7 +46,11 @@ def family(
     sizes: Mapping[str, Any] = SIZES,
     embeds: bool = False,
 ) -> None:
-    """Enter a family. Without names, what is `refused` is every case; `without` is a size that none of them has."""
+    """Enter a family. `held` are the cases that a GGUF file can hold, by name, or with the option that it can't hold.
+
+    `refused` is what the error says of the others, by name or of every case: a family that no GGUF file can hold has
+    that alone. `without` is a size that no case has.
+    """
     made = {
         name: {"model_type": model_type, "architectures": [architecture], **sizes, **options}
         for name, options in cases.items()

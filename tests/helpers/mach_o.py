@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAGIC, LIBRARY, ARM64 = 0xFEEDFACF, 6, 0x0100000C
+MAGIC, LIBRARY, ARM64, X86_64 = 0xFEEDFACF, 6, 0x0100000C, 0x01000007
 WRITE, EXECUTE = 2, 4
 _SEGMENT, _SYMBOLS, _NEEDS, _IDENTITY, _SIGNATURE, _BUILD = 0x19, 0x2, 0xC, 0xD, 0x1D, 0x32
 _EXTERNAL, _TYPE, _UNDEFINED = 0x01, 0x0E, 0x00

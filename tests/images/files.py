@@ -55,6 +55,13 @@ def tiff(*tags: tuple[int, int, int, int], rest: bytes = b"", following: int = 0
     return b"II*\x00" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", following) + rest
 
 
+def _second_compression(data: bytes) -> bytes:
+    """Return the TIFF with two numbers for its compression, of which Pillow takes the first."""
+    entry = struct.pack("<HHI", 259, 3, 1)
+    assert data.count(entry) == 1
+    return data.replace(entry, struct.pack("<HHI", 259, 3, 2))
+
+
 @cache
 def ordinary() -> dict[str, bytes]:
     """Return files that are read, of each format and its kinds."""
@@ -76,10 +83,8 @@ def ordinary() -> dict[str, bytes]:
         "gif": encoded(palette, "GIF"), "gif clear": encoded(palette, "GIF", transparency=2),
         "gif comment": encoded(palette, "GIF", comment=b"x" * 500),
         "bmp": encoded(colour, "BMP"), "bmp palette": encoded(palette, "BMP"),
-        "tiff": encoded(colour, "TIFF"), "tiff lzw": encoded(colour, "TIFF", compression="tiff_lzw"),
-        "tiff deflate": encoded(clear, "TIFF", compression="tiff_adobe_deflate"), "tiff 16 bits": encoded(deep, "TIFF"),
-        "tiff cmyk": encoded(colour.convert("CMYK"), "TIFF"),
-        "tiff packbits": encoded(palette, "TIFF", compression="packbits"),
+        "tiff": encoded(colour, "TIFF"), "tiff alpha": encoded(clear, "TIFF"), "tiff 16 bits": encoded(deep, "TIFF"),
+        "tiff cmyk": encoded(colour.convert("CMYK"), "TIFF"), "tiff palette": encoded(palette, "TIFF"),
     }  # fmt: skip
 
 
@@ -138,6 +143,9 @@ def hostile() -> dict[str, bytes]:
         "tiff, overlapping tags": tiff(*size, *[(700 + tag, 1, 900, 8) for tag in range(100)], rest=bytes(1000)),
         "tiff, 60,000 tags": b"II*\x00" + struct.pack("<IH", 8, 60_000) + bytes(12 * 60_000 + 4),
         "tiff, odd compression": tiff(*size, (259, 3, 1, 34925)),
+        "tiff, lzw": encoded(colour, "TIFF", compression="tiff_lzw"),
+        "tiff, packbits": encoded(palette, "TIFF", compression="packbits"),
+        "tiff, lzw as the first of two": _second_compression(encoded(colour, "TIFF", compression="tiff_lzw")),
         "tiff of 2**62 pixels": tiff((256, 4, 1, 1 << 31), (257, 4, 1, 1 << 31)),
         "tiff, endless pages": tiff(*size, following=8),
         "tiff, 32 bits": encoded(Image.fromarray(np.ones((7, 9), np.float32)), "TIFF"),

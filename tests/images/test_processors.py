@@ -191,6 +191,19 @@ BROKEN: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2-vl", {"min_tiles": 11}, "min_tiles=11 in .* is more than the 10 of max_tiles"),
     ("lfm2-vl", {"tile_size": 500}, "no whole tokens of 32"),
     ("lfm2-vl", {"min_image_tokens": 999}, "is more than the 256"),
+    # Each number is within its bounds, and a picture of one pixel would take 2 to 56 GB.
+    (
+        "gemma4",
+        {"patch_size": 256, "pooling_kernel_size": 16, "max_soft_tokens": 1120},
+        "of a picture of 1 × 1; at most",
+    ),
+    ("gemma4 unified", {"patch_size": 256, "pooling_kernel_size": 16}, "of a picture of 1 × 1; at most"),
+    ("lfm2-vl", {"tile_size": 4096, "max_tiles": 32}, "patches, 1,623,192,576 bytes, of a picture of 1 × 65535"),
+    (
+        "qwen3-vl",
+        {"patch_size": 1, "merge_size": 1, "size": {"shortest_edge": 1, "longest_edge": 1 << 26}},
+        "67,108,864 patches",
+    ),
 ]
 
 
@@ -199,6 +212,14 @@ def test_numbers_of_a_file_are_checked_before_they_are_used(name: str, keys: dic
     files = ALL[name]
     with pytest.raises(UnsupportedModel, match=problem):
         Files({**files.preprocessor, **keys}, files.processor, files.config).open()
+
+
+def test_a_tile_has_whole_tokens() -> None:
+    """Without one, a division by zero ended the opening of a session."""
+    files = ALL["smolvlm2"]
+    for scale in (64, 3):
+        with pytest.raises(UnsupportedModel, match=f"scale_factor={scale} in config.json does not divide the 32 patch"):
+            Files(files.preprocessor, {}, {**files.config, "scale_factor": scale}).open()
 
 
 def test_processors_are_found_in_either_file_and_unknown_ones_are_named() -> None:

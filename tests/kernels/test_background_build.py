@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.thorough import by_default
 from rekindle_kernels import build_kernels, int4_format, kernels_for
 from rekindle_kernels.native import background_build, build, library
 
@@ -45,7 +46,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "keep", lambda name: build._store(name, b"code"))
 
 
-def test_kernels_are_there_afterwards_and_sessions_share_the_work() -> None:
+@pytest.mark.parametrize("compiled", by_default([False, True]))
+def test_kernels_are_there_afterwards_and_sessions_share_the_work(
+    compiled: bool, request: pytest.FixtureRequest
+) -> None:
+    if not compiled:
+        request.getfixturevalue("quick")
     names = ["argmax", "norm"]
     first = build_kernels(names)
     assert first is not None and first.running
@@ -123,6 +129,7 @@ def test_without_locks_each_program_compiles_for_itself(quick: None, monkeypatch
     assert found is not None and found._processes and found.wait()
 
 
+@pytest.mark.thorough
 def test_a_process_that_hangs_is_ended_and_lets_others_go_on() -> None:
     hanging = "b.LONGEST = 1; b.build.keep = lambda name: b.time.sleep(100); b.main()"
     code = background_build._CODE.format(path=sys.path).replace("b.main()", hanging)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,44 @@ def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[
     names = ["--levels", *(level.name for level in levels), "--kernels", *kernels, "--out", str(folder)]
     run_python("-m", "rekindle_kernels.native.build_library", *names)
     made = json.loads((folder / library.MANIFEST).read_text())["levels"]
-    assert made == {level.name: [name for name in kernels if build_library.fits(name, level)] for level in levels}
+    fitting = {level.name: [name for name in kernels if build_library.fits(name, level)] for level in levels}
+    oldest = levels[-1].name
+    assert made.keys() == fitting.keys() and made[oldest] == fitting[oldest]
+    assert all({*names} <= {*fitting[level]} for level, names in made.items()), "without those that are equal"
+
+
+@pytest.mark.parametrize(
+    ("codes", "kept"),
+    [
+        ({"x86-64-v4-bf16": "a", "x86-64-v4-vnni": "a", "x86-64-v3": "a"}, ["x86-64-v3"]),
+        ({"x86-64-v4-bf16": "b", "x86-64-v4-vnni": "b", "x86-64-v3": "a"}, ["x86-64-v3", "x86-64-v4-vnni"]),
+        # A Zen 4 would find the one between, which is another.
+        (
+            {"x86-64-v4-bf16": "a", "x86-64-v4-vnni": "b", "x86-64-v3": "a"},
+            ["x86-64-v3", "x86-64-v4-vnni", "x86-64-v4-bf16"],
+        ),
+        # Some processors with AVX-512 have AVX-VNNI, and would find that one.
+        ({"x86-64-v4": "a", "x86-64-v3-vnni": "b", "x86-64-v3": "a"}, ["x86-64-v3", "x86-64-v3-vnni", "x86-64-v4"]),
+        ({"x86-64-v4": "b", "x86-64-v3-vnni": "b", "x86-64-v3": "a"}, ["x86-64-v3", "x86-64-v3-vnni", "x86-64-v4"]),
+    ],
+)
+def test_a_library_has_equal_code_once(codes: dict[str, str], kept: list[str], tmp_path: Path) -> None:
+    objects = {}
+    for name, code in codes.items():
+        level = cpu.level_called(name)
+        objects[level] = tmp_path / name
+        objects[level].write_text(f"{code} {library.symbol('norm', level)} {code}")
+    assert [level.name for level in build_library.without_copies(objects)] == kept
+
+
+def test_a_library_with_little_room_has_the_first_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    level, kernels = cpu.LEVELS[0], dict[str, dict[cpu.Level, Path]]()
+    for number in range(5):
+        kernels[f"k{number}"] = {level: tmp_path / f"{number}"}
+        kernels[f"k{number}"][level].write_bytes(random.Random(number).randbytes(1000))
+    assert build_library.likeliest(kernels, 10_000) == kernels and not capsys.readouterr().err
+    assert [*build_library.likeliest(kernels, 3500)] == ["k0", "k1", "k2"]
+    assert "room for 3 of 5 kernels" in capsys.readouterr().err
 
 
 def kernels_of_model() -> list[str]:

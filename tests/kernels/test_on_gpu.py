@@ -19,6 +19,7 @@ from rekindle_kernels import (
     LinearOptions,
     deprecated,
     gather_pages,
+    gpus,
     grouped_linear,
     init_pages,
     int4,
@@ -34,6 +35,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU and JAX_PLATFORMS=cuda,cpu"),
 ]
+WITHOUT_TRITON = gpus.without_triton()
+triton = pytest.mark.skipif(WITHOUT_TRITON is not None, reason=str(WITHOUT_TRITON))
 FP8 = (
     Case(
         "fp8_pages", decode=(1, 17, 0, 40), prefill=((16, 33),), dtype="bfloat16", kv_dtype="float8_e4m3fn", head_dim=64
@@ -58,17 +61,26 @@ def check(case: Case, **options: object) -> None:
     assert_attends(jax.jit(partial(pallas_gpu.attention, options=problem.options, **options)), case, problem)
 
 
+@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.name)
+def test_what_serves_here_matches_the_reference(case: Case) -> None:
+    problem = build(case)
+    assert_attends(jax.jit(partial(paged_attention, options=problem.options)), case, problem)
+
+
+@triton
 @pytest.mark.parametrize("case", [*CASES, *FP8, *LARGE], ids=lambda case: case.name)
 def test_compiled_kernel_matches_the_reference(case: Case) -> None:
     check(case)
 
 
+@triton
 @pytest.mark.parametrize("case", [case for case in CASES if case.decode], ids=lambda case: case.name)
 def test_split_decode_matches_the_reference(case: Case) -> None:
     rule = tuning.gpu_decode_rule(case.kv_dtype or case.dtype, case.head_dim)
     check(case, extra=24, decode_config=replace(rule, block_k=16, least_blocks=1))
 
 
+@triton
 def test_the_gpu_kernel_is_the_default() -> None:
     case = next(case for case in CASES if case.name == "mixed_bfloat16")
     problem = build(case)
@@ -76,6 +88,7 @@ def test_the_gpu_kernel_is_the_default() -> None:
     assert "triton" in compiled.as_text()
 
 
+@triton
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_write_kernel_equals_the_scatter(dtype: str) -> None:
     random = np.random.default_rng(0)
@@ -95,6 +108,7 @@ def test_write_kernel_equals_the_scatter(dtype: str) -> None:
         )
 
 
+@triton
 def test_the_write_kernel_is_the_default() -> None:
     kv, values, at = init_pages(10, 3, 16, 80, "bfloat16"), jnp.ones((4, 3, 80), jnp.bfloat16), jnp.arange(4)
     assert "triton" in jax.jit(write_kv).lower(kv, values, values, at, at).as_text()
@@ -114,6 +128,7 @@ def test_float32_products_are_exact() -> None:
     np.testing.assert_allclose(np.asarray(jax.jit(linear)(x, weight)), want, rtol=0, atol=1e-4)  # TF32: 3e-2
 
 
+@triton
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 def test_rows_meet_the_matrices_of_their_experts(dtype: str) -> None:
     rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 200, 5], jnp.int32)
@@ -131,6 +146,7 @@ def test_offloaded_pages_come_back() -> None:
     np.testing.assert_array_equal(np.asarray(taken.pages), np.asarray(kv.pages)[[3, 1]])
 
 
+@triton
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_in_groups_are_exact(rows: int, bits: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.small import opening, plain, prompt
+from helpers.thorough import by_default
 from rekindle import FinishReason, Session
 
 NEW = 10
@@ -27,7 +28,7 @@ def late_rows(session: Session) -> int:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("at_once", by_default([4, 1]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_02_every_request_in_a_reused_slot_gets_its_own_tokens_and_its_own_end(at_once: int) -> None:
     prompts = [prompt(seed, 2 + seed % 5) for seed in range(24)]

@@ -15,6 +15,7 @@ from helpers.tiered import NEW, ask, opened, plain, prompt
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
+@pytest.mark.thorough
 def test_lesson_07_preempted_and_offloaded_requests_are_exact(tmp_path: Path) -> None:
     with opened(tmp_path, device_pages=13, max_requests=4, disk_memory=0) as session:
         handles = [session.submit(list(prompt(index)), max_tokens=NEW + 26, ignore_eos=True) for index in (0, 1, 2, 3)]

@@ -72,6 +72,7 @@ async def odd_sizes(session: Session) -> None:
                 await handle
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_option() -> None:

@@ -44,7 +44,7 @@ MOUNT = """async ({script, css, state}) => {
   };
   const el = document.createElement("div");
   document.body.append(el);
-  widget.render({ model, el });
+  window.leave = widget.render({ model, el });
 }"""
 
 
@@ -226,6 +226,26 @@ def test_a_saved_picture_does_not_say_what_only_a_live_one_can_do(page: Any, vie
     assert hint.is_visible()
     page.set_content(views["tree"].html)
     assert hint.count() == 1 and not hint.is_visible()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_focus_stays_in_the_cell_whose_view_ends(page: Any, views: dict[str, Mounted], elsewhere: bool) -> None:
+    """The button that ended it is gone, and a focus that is lost would begin at the top of the page."""
+    show(page, views["stream"])
+    page.evaluate("""() => {
+      const cell = document.createElement("div"), other = document.createElement("button");
+      cell.tabIndex = -1;
+      cell.id = "cell";
+      other.id = "other";
+      document.body.append(cell, other);
+      cell.append(document.querySelector(".rekindle-panel"));
+    }""")
+    page.get_by_role("button", name="Stop").focus()
+    if elsewhere:
+        page.locator("#other").focus()
+        page.wait_for_timeout(50)
+    page.evaluate("() => { document.querySelector('.rekindle-panel').remove(); leave(); }")
+    assert page.evaluate("() => document.activeElement.id") == ("other" if elsewhere else "cell")
 
 
 def test_stop_keeps_its_place_and_its_focus_while_a_long_text_comes(page: Any, views: dict[str, Mounted]) -> None:

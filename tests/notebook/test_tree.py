@@ -112,8 +112,11 @@ def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) ->
 def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: Session) -> None:
     view = session.view.tree()
     saved = session.cache.stats().saved_tokens
-    assert saved > 2 * SIZE and f"{saved} prompt tokens found here, not computed again" in view.picture
+    assert saved > 2 * SIZE and f"{saved} prompt tokens found here so far, not computed again" in view.picture
     assert "what begins alike shares a bar" in view.picture
+    with opened() as fresh:
+        fresh.generate_sync(SHARED + "x", max_tokens=1)
+        assert "no prompt has begun like an earlier one yet" in fresh.view.tree().picture
     session.cache.clear().result_sync()
     event(view, event="press", name="refresh")
     assert f"Nothing is cached now. What requests compute stays here, in whole pages of {SIZE} tokens" in view.picture

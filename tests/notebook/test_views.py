@@ -168,7 +168,7 @@ def seen(step: int, *rows: tuple[int, str, str], moved: int = 0, at: float | Non
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
     timeline = TimelinePicture(2)
-    assert "Nothing has run yet" in timeline.draw()
+    assert "Nothing has run since this was opened" in timeline.draw()
     for step in (
         seen(0, (0, "a", "prefill")),
         seen(1, (0, "a", "decode"), (1, "<b>", "prefill")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, opening
-from rekindle import EngineConfig, Steer, Tap
+from rekindle import EngineConfig, Steer, Tap, tiny
 from rekindle._src.cli import usage
 from rekindle._src.cli.main import main, parser
 from rekindle._src.opening.blueprint import Blueprint, blueprint
@@ -43,6 +44,18 @@ def test_no_file_no_thread_no_array(tmp_path: Path) -> None:
     assert not cache.exists() and set(threading.enumerate()) <= threads
     assert len(jax.live_arrays()) <= arrays
     assert json.loads(json.dumps(facts)) == facts, "it is all values"
+
+
+def test_it_is_computed_from_values_alone(tmp_path: Path) -> None:
+    """Once the headers of both models are read, neither checkpoint is needed."""
+    both = {name: str(shutil.copytree(tiny.folder(), tmp_path / name)) for name in ("model", "small")}
+    options = EngineConfig(**OPTIONS, drafts=both["small"], cache_dir=str(tmp_path / "cache"))
+    request = OpenRequest(both["model"], options)
+    source = source_of(request)
+    for folder in both.values():
+        shutil.rmtree(folder)
+    small = blueprint(request, source).drafter
+    assert small is not None and small.name == both["small"]
 
 
 def test_equal_openings_have_equal_blueprints() -> None:

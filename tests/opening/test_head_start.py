@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, hugepages, kept_weights, prepared
 from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
 from rekindle._src.opening import head_start
+from rekindle._src.opening.entry import begin
 from rekindle._src.opening.head_start import HeadStart
-from rekindle._src.session import opening
+from rekindle._src.opening.open_request import OpenRequest
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +139,9 @@ def test_what_it_can_not_find_is_left_to_whoever_opens_the_model(model: str, con
 
 
 def test_models_in_memory_and_on_a_mesh_have_none(folder: Path, config: EngineConfig) -> None:
-    assert opening._head_start(object(), config) is None
-    assert opening._head_start(str(folder), EngineConfig(mesh=2)) is None
+    loaded_model: Any = object()
+    assert begin(OpenRequest(loaded_model, config)) is None
+    assert begin(OpenRequest(str(folder), EngineConfig(mesh=2))) is None
 
 
 def test_memory_is_touched_for_weights_that_are_not_kept(

@@ -57,6 +57,7 @@ def test_what_is_on_the_machine(filled: Path) -> None:
     assert (models["tiny"].family, models["tiny"].opens) == ("llama", True)
 
 
+@pytest.mark.thorough
 def test_every_listed_model_that_opens_is_opened_by_its_name(filled: Path) -> None:
     for model in rekindle.local_models():
         if model.opens and model.name not in ("tiny", "tiny-vision", "hub:owner/awq"):

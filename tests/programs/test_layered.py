@@ -381,6 +381,7 @@ def test_a_first_message_waits_for_no_program(monkeypatch: pytest.MonkeyPatch) -
         going.stop(60)
 
 
+@pytest.mark.thorough
 def test_a_part_that_the_first_drawn_step_compiles_counts_as_a_wait() -> None:
     programs = programs_of()
     first = first_needed(programs, restoring=False)[:2]
@@ -475,7 +476,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
-    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: None)
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped, **options: None)
     parts = {name: program for name, program in store.kept.items() if " parts " in name}
     for whole in ({}, {first[1].name: store.kept[first[1].name]}):
         store.kept = parts | whole
@@ -509,7 +510,7 @@ def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) ->
     """A session that is still reading its weights has better uses for the cores."""
     many_layers(monkeypatch, 0.0)
     replaced = threading.Event()
-    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: replaced.set())
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped, **options: replaced.set())
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     going = Warming(programs, "lazy")
     try:
@@ -578,6 +579,7 @@ def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch)
     assert not isinstance(programs.get(DECODE), LayeredStep)
 
 
+@pytest.mark.thorough
 def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -254,7 +254,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
     "toolkit/rekindle/_src/notebook/transcripts.py": {"json.loads": US("a kept conversation", "a file")},
-    "toolkit/rekindle/_src/opening/draft_plan.py": {
+    "toolkit/rekindle/_src/opening/source.py": {
         "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
     },
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
@@ -268,7 +268,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/serve/fetching.py": {
         "ipaddress.ip_address": STRANGER("a resolver's answer", "a DNS message")
     },
-    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text in a body", "check_values")},
+    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
     "toolkit/rekindle/_src/serve/listening.py": {
         "ipaddress.ip_address": US("an end of a connection", "an address"),
@@ -293,12 +293,12 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/backends.py": {"json.loads": STRANGER("a tokenizer, or a part of one", "MAX_FILE")},
     "toolkit/rekindle/_src/text/chat.py": {
         "difflib.get_close_matches": STRANGER("a role", "names of ours; difflib passes over those of another length"),
-        "json.loads": STRANGER("a call in a message", "check_values"),
+        "json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS"),
     },
     "toolkit/rekindle/_src/text/gguf/writing.py": {"json.loads": STRANGER("a tokenizer", "MAX_FILE")},
     "toolkit/rekindle/_src/text/replies/call.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
     "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
-    "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "check_values")},
-    "toolkit/rekindle/_src/text/tokenizer.py": {"json.loads": STRANGER("a tokenizer, or its config", "MAX_FILE")},
+    "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS")},
+    "toolkit/rekindle/_src/text/tokenizer.py": {"json.loads": STRANGER("a config of a tokenizer", "MAX_JSON")},
     "toolkit/workshop/tiny_vision/train.py": {"json.loads": US("the embedded model's config", "a file")},
 }

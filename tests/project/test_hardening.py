@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def test_every_defect_has_a_row_with_a_test() -> None:
     assert [int(row[0].strip("| ")) for row in rows] == list(range(1, len(rows) + 1)) and len(rows) > 30
     for row in rows:
         assert re.fullmatch(r"(`[\w/.:]+`(, )?)+", row[2]), row[0]
+
+
+def test_what_could_freeze_a_process_is_tried_next_to_a_neighbour() -> None:
+    rows = PAGE[PAGE.index("## A neighbour's longest turn") : PAGE.index("## The soak")]
+    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)` \|$", rows, re.MULTILINE)
+    assert len(found) == 10
+    for path, name in found:
+        functions = ast.walk(ast.parse((ROOT / path).read_text()))
+        (test,) = (one for one in functions if getattr(one, "name", "") == name)
+        assert isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef)
+        assert any(ast.unparse(mark) == "pytest.mark.usefixtures('short_turns')" for mark in test.decorator_list), name
 
 
 def test_every_sentence_about_trust_has_its_tests_or_promises_nothing() -> None:

@@ -13,6 +13,7 @@ from rekindle._src.cli.main import parser
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading import fingerprint, prepared
 from rekindle._src.notebook import transcripts
+from rekindle._src.opening import pictures
 from rekindle._src.programs import store
 from rekindle._src.session import opening
 from rekindle_kernels.private_files import KINDS
@@ -41,6 +42,7 @@ def test_bounds_and_folders_are_those_of_the_code() -> None:
     assert f"1 GiB; {days} days since" in table
     assert f"{prepared.MAX_ENTRIES} sets |" in table and f"`disk_memory`, {disk} GiB" in table
     assert f"| {transcripts.MOST} |" in table
+    assert pictures.SHARE == 8 and "| an eighth of `disk_memory` |" in table
     rest = opening.OTHER_MEMORY >> 30
     assert f"and {rest} GiB\nfor the rest, {disk + rest} GiB by default" in PAGE
     assert f"more than {fingerprint.SMALL >> 20} MiB" in PAGE

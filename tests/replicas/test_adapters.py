@@ -71,6 +71,7 @@ async def test_all_replicas_load_them_and_those_that_come_later_too(folders: lis
         await soon(lambda: all(len(one.session.adapters) == 1 for one in replicas if one.session))
 
 
+@pytest.mark.thorough
 async def test_scores_and_vectors_have_them_in_every_replica(folders: list[Path]) -> None:
     texts, choice = [prompt(seed, 17, shared=9) for seed in range(3)], prompt(9, 2)
     with local_fleet(session, router="round-robin") as (fleet, replicas):

@@ -89,6 +89,7 @@ def slow_session() -> Any:
     return fake_session(CONFIG, step_seconds=0.002)
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_fleet_grows_under_a_load_and_shrinks_after_it(quick: None) -> None:

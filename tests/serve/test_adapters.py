@@ -14,6 +14,7 @@ import rekindle
 from helpers import adapters
 from helpers.asgi import get, post
 from helpers.small import MODEL, OPTIONS, plain, prompt
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle.serve import app
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
@@ -111,6 +112,7 @@ async def test_a_name_that_looks_like_another_is_refused_at_every_door(session: 
         assert (await post(served, "/v1/completions", {"prompt": IDS, "model": name})).status == 404
 
 
+@pytest.mark.usefixtures("short_turns")
 async def test_a_path_that_can_not_be_one_is_the_clients_error(session: Any, folders: list[Path]) -> None:
     served = app(session, name="base", adapter_loading=True)
     paths = [

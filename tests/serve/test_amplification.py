@@ -29,6 +29,7 @@ def kept(app: Any, characters: int) -> dict[str, str]:
     return {"type": "item_reference", "id": "msg_1"}
 
 
+@pytest.mark.usefixtures("short_turns")
 async def test_references_to_a_kept_answer_are_counted_before_they_are_joined(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

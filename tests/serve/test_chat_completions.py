@@ -176,6 +176,14 @@ async def test_the_wrong_method_is_told_the_right_one(app: Any) -> None:
     assert (await post(app, "/health", {})).error["message"].endswith("Use GET")
 
 
+async def test_a_schema_as_text_is_bounded_before_it_is_read(app: Any) -> None:
+    """Values in a text are none of the body's: thirty million characters were ten million lists."""
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": "[" + "[]," * 200_000 + "[]]"}}
+    for fields in ({"response_format": format}, {"structured_outputs": {"json": format["json_schema"]["schema"]}}):
+        answer = await post(app, "/v1/chat/completions", {"messages": HELLO, **fields})
+        assert answer.status == 400 and "has 600,004 characters, more than 524,288" in answer.error["message"]
+
+
 async def test_a_schema_without_the_extra_names_the_field(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle._src.structured.spec.importlib.util.find_spec", lambda name: None)
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

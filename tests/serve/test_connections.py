@@ -209,6 +209,103 @@ def test_a_client_that_sends_ahead_and_leaves_stops_what_it_began(slow: Session,
     eventually(lambda: slow.stats().aborted > aborted and not slow.stats().live)
 
 
+# Clients that close their half.
+
+
+def request(version: bytes = b"HTTP/1.1", **fields: Any) -> bytes:
+    """A completion's request, which asks for the connection to be kept."""
+    body = json.dumps({"prompt": "Hello", "temperature": 0, **fields}).encode()
+    return HEAD.replace(b"HTTP/1.1", version) + MINE + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def answers_to(client: socket.socket) -> list[http.client.HTTPResponse]:
+    """All answers up to the end of the connection, read whole; interim ones are left out."""
+    data = b""
+    while part := client.recv(65_536):
+        data += part
+    answers = []
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        with ours.makefile("rb") as file:
+            while file.peek(1):
+                answer = http.client.HTTPResponse(_Buffered(file))  # type: ignore[arg-type]
+                answer.begin()
+                answer.body = answer.read()  # type: ignore[attr-defined]
+                answers.append(answer)
+    return answers
+
+
+class _Buffered:
+    """A file as `HTTPResponse` takes it: as a socket that makes one."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def makefile(self, _: str) -> Any:
+        return self
+
+    def close(self) -> None:
+        pass  # another answer may follow
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_client_that_closes_its_half_gets_its_answer(
+    server: Server, stream: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RFC 9112 lets it, and `nc -N`, scripts and some proxies do; one that is asked whether it is there stays."""
+    monkeypatch.setattr(listening, "PROBE_SECONDS", (0.0, 0.0))
+    with neighbour(server), opened(server) as client:
+        client.sendall(request(max_tokens=40, stream=stream) * ahead)
+        client.shutdown(socket.SHUT_WR)
+        answers = answers_to(client)
+    assert [answer.status for answer in answers] == [200] * ahead
+    for answer in answers:
+        body = answer.body.decode()  # type: ignore[attr-defined]
+        assert body.endswith("data: [DONE]\n\n") if stream else json.loads(body)["usage"]["completion_tokens"] == 40
+    eventually(lambda: server._listener.connections.count == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_a_client_that_leaves_without_a_reset_stops_what_it_began(slow: Session, server: Server, stream: bool) -> None:
+    """It has read all that came, so its end of the connection is the same FIN as that of one that still reads."""
+    aborted = slow.stats().aborted
+    with opened(server) as client:
+        client.sendall(request(max_tokens=400, stream=stream))
+        eventually(lambda: slow.stats().running > 0)
+        while stream and b"data:" not in client.recv(65_536):
+            pass
+    eventually(lambda: slow.stats().aborted > aborted and not slow.stats().live, seconds=5)
+    eventually(lambda: server._listener.connections.count == 0)
+
+
+def test_half_a_request_and_the_end_are_no_request(slow: Session, server: Server) -> None:
+    """Nor is a request of HTTP/1.0 that is not answered yet: its client can't be asked whether it is there."""
+    whole, old = request(max_tokens=3), request(b"HTTP/1.0", max_tokens=400)
+    cases = ((whole[:40], 0), (whole[:-3], 0), (whole + whole[:40], 1), (whole + whole[:-3], 1), (old, 0))
+    for data, most in cases:  # what was sent ahead of a part may be answered
+        with opened(server) as client:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            assert len(answers_to(client)) <= most, data
+        eventually(lambda: server._listener.connections.count == 0 and not slow.stats().live)
+
+
+def test_a_stream_of_http_1_0_whose_client_closes_its_half_goes_on(server: Server) -> None:
+    with opened(server) as client:
+        client.sendall(request(b"HTTP/1.0", max_tokens=30, stream=True))
+        begun = client.recv(65_536)
+        client.shutdown(socket.SHUT_WR)
+        while part := client.recv(65_536):
+            begun += part
+    assert begun.startswith(b"HTTP/1.") and b"[DONE]" in begun and b"100 Continue" not in begun
+
+
 def test_requests_sent_ahead_are_bounded(server: Server) -> None:
     with neighbour(server), opened(server) as client:
         body = b'{"prompt": "Hello", "max_tokens": 5}'

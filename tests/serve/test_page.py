@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -17,6 +18,7 @@ import anyio
 import pytest
 
 from helpers.asgi import send
+from helpers.sessions import wait_until_idle
 from helpers.thorough import one_event_loop as anyio_backend  # noqa: F401
 from rekindle import Session
 from rekindle._src.serve import page
@@ -123,3 +125,41 @@ async def test_it_says_what_the_server_answers_to_a_model_without_a_chat_templat
             steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send")]
             found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps, ("shows", "note", "template")))
     assert "chat template" in found["note"]["text"] and found["text"]["value"] == "Hello" and not found["talk"]["text"]
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(300)
+def test_a_chat_in_a_browser(slow: Session) -> None:
+    """A browser enforces the policy: the page's own script and style run, and nothing is refused on the way."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    from helpers.browsing import blank_page
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.closing(slow.serve(name=EVIL, api_key="secret").result_sync()))
+        late = stack.enter_context(contextlib.closing(slow.serve().result_sync()))
+        shown = stack.enter_context(blank_page(stack.enter_context(sync_api.sync_playwright()), width=320, height=700))
+        complaints: list[str] = []
+        shown.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        shown.on("pageerror", lambda error: complaints.append(str(error)))
+        shown.goto(f"{server.url}/")
+        shown.get_by_label("API key").fill("secret")
+        shown.keyboard.press("Enter")
+        shown.get_by_role("cell", name="512 tokens").wait_for()
+        shown.get_by_label("Your message").fill("Hello")
+        shown.keyboard.press("Enter")
+        shown.get_by_role("button", name="Send").wait_for()
+        said = shown.locator("#talk .said").all_inner_texts()
+        assert said[0] == "Hello" and len(said) == 2 and said[1]
+        assert shown.get_by_role("cell", name=EVIL).count() == 1 and shown.locator("img").count() == 0
+        assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than a telephone"
+        assert [text for text in complaints if "401" not in text] == [], "the policy refuses something"
+
+        shown.goto(f"{late.url}/")
+        shown.get_by_label("Your message").fill("Hello")
+        shown.keyboard.press("Enter")
+        shown.locator(".assistant").get_by_text(re.compile("..")).wait_for()
+        shown.get_by_role("button", name="Stop").click()
+        shown.get_by_role("button", name="Send").wait_for()
+        wait_until_idle(slow)
+        shown.get_by_role("button", name="New chat").click()
+        assert shown.locator("#talk .said").count() == 0

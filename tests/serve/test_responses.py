@@ -50,6 +50,10 @@ async def test_what_comes_back_is_json_whatever_was_sent(app: Any) -> None:
     assert (await post(app, "/v1/responses", raw=raw)).status == 400
     kept = await post(app, "/v1/responses", body(metadata={"a": "é", "b": [1, None]}))
     assert kept.json()["metadata"] == {"a": "é", "b": [1, None]}
+    # It is written up to three times, each at once: a million numbers held up all other streams.
+    for large in ({"a": [[1.5] * 70_000]}, {"a" * 70_000: 1}, {"a": "x" * 70_000}, {"a": {"b": [{}] * 70_000}}):
+        refused = await post(app, "/v1/responses", body(metadata=large))
+        assert refused.status == 400 and "has more than 65,536 characters. Send less" in refused.body.decode()
 
 
 async def test_conversations_become_messages(app: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import rekindle
 from helpers.asgi import get, post
 from helpers.small import MODEL, OPTIONS, plain, prompt
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Steer
 from rekindle._src.cli import main
 from rekindle._src.cli.usage import paths_by_name
@@ -136,7 +138,18 @@ async def test_wrong_files_are_refused_when_a_session_opens(
         await rekindle.open(MODEL, steering={"wrong": tmp_path / "wrong.safetensors"}, **OPTIONS)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", None])
+def stored(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+ONE = b'"residual.0":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+STRANGE = [
+    stored(b"[" * 100_000), stored(b'{"__metadata__":5,%b}' % ONE), stored(b'{"__metadata__":["mode"],%b}' % ONE),
+    stored(b'{"residual.0":{"dtype":"F32","shape":[1],"data_offsets":["a",null]}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", *STRANGE, None])
 async def test_what_is_no_file_of_vectors_is_refused(tmp_path: Path, data: bytes | None) -> None:
     file = tmp_path / "wrong.safetensors"
     if data is not None:
@@ -148,3 +161,28 @@ async def test_what_is_no_file_of_vectors_is_refused(tmp_path: Path, data: bytes
 async def test_the_field_is_described(session: Any) -> None:
     description = (await get(app(session), "/openapi.json")).json()
     assert "steer" in str(description["paths"]["/v1/completions"])
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        (b'{"__metadata__":{"scale":[1]},%b}' % ONE, "has a scale '[1]'"),
+        (
+            b'{"residual.%b":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' % (b"9" * 5000),
+            "has a tensor 'residual.9",
+        ),
+        (b'{"residual.0":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"__metadata__":{"mode":["add"]}}', "change"),
+    ],
+)
+def test_what_a_file_of_vectors_says_is_refused_in_words(tmp_path: Path, header: bytes, words: str) -> None:
+    (tmp_path / "wrong.safetensors").write_bytes(stored(header))
+    with pytest.raises(ConfigError, match=re.escape(words)) as raised:
+        read_changes(tmp_path / "wrong.safetensors")
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no FIFOs")
+def test_a_fifo_is_no_file_of_vectors(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "wrong.safetensors")
+    with pytest.raises(ConfigError, match="can't be read: not a regular file"):
+        read_changes(tmp_path / "wrong.safetensors")

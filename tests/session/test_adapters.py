@@ -146,6 +146,7 @@ async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> 
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders: list[Path]) -> None:
     rng = np.random.default_rng(0)
@@ -220,6 +221,7 @@ async def test_scores_are_those_of_merged_weights_and_share_pages_with_their_own
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("keep", by_default([False, True]))
 @pytest.mark.parametrize("pooling", by_default(["mean", "last", "cls"]))

@@ -101,6 +101,7 @@ async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Pa
         session.check_integrity()
 
 
+@pytest.mark.thorough
 async def test_pinned_pages_go_with_their_adapter(folders: list[Path]) -> None:
     async with opening(adapters={"a": folders[0]}) as session:
         for load in (True, False):
@@ -150,6 +151,7 @@ def stacks() -> int:
     return sum(array.nbytes for array in jax.live_arrays() if array.ndim == 2 and array.shape[0] % CHUNK == 0)
 
 
+@pytest.mark.thorough
 async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list[Path]) -> None:
     others = stacks()
     async with opening(adapters={"a": folders[0]}) as session:

@@ -15,7 +15,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.draft_model import AssistantWeights
 from rekindle._src.models.loading import checkpoint
-from rekindle._src.opening.draft_plan import draft_plan
+from rekindle._src.opening.source import drafter_for
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError, UnsupportedModel
@@ -170,8 +170,9 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
-    divided: Any = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(divided=True, processes=1)
+    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
     with pytest.raises(ConfigError, match="which can't be divided over several devices"):
-        draft_plan(EngineConfig(drafts=assistant), model.config, divided)
+        drafter_for(divided, EngineConfig(drafts=assistant))
     with pytest.raises(UnsupportedModel, match=r"which drafts for a Gemma 4 model.*Open that model, with drafts="):
         rekindle.open_sync(assistant, **OPTIONS)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from helpers.fakes import FakeModel
 from helpers.sessions import expected, opened, threads, wait_until_idle
+from helpers.thorough import trio_in_ci
 from rekindle import EngineConfig, Session
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import RequestAborted
@@ -58,6 +59,7 @@ async def use(session: Session, way: str, prompt: str, dice: random.Random) -> N
             await handle
 
 
+@trio_in_ci
 @pytest.mark.anyio
 async def test_two_thousand_requests_cancelled_at_random_points() -> None:
     before = threads()

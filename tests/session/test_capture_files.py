@@ -185,6 +185,7 @@ def test_a_damaged_list_of_pictures_is_refused_by_the_folder(tmp_path: Path, con
 EXCHANGES = [_file, _dangling, shutil.rmtree, _elsewhere, _other_folder]
 
 
+@pytest.mark.usefixtures("short_turns")
 @anyio_test
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__.strip("_"))
 async def test_a_folder_that_is_exchanged_ends_its_own_request(
@@ -468,3 +469,24 @@ def test_captures_are_frames_and_trees(session: Session) -> None:
     assert frame["norm", -1].shape[1] == size
     treescope = pytest.importorskip("treescope")
     assert "residual" in treescope.render_to_text(captured.captured)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 64,
+        b"[" * 100_000,
+        b"5",
+        b"{}",
+        b'{"__metadata__":{"layers":"x"}}',
+        b'{"__metadata__":{"layers":"1"},"positions":{"dtype":"I32","shape":[1000000000000],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{"layers":"1"},"positions":{"dtype":"I32","shape":[1],"data_offsets":[-99,4]}}',
+        b'{"__metadata__":{"layers":"1"},"positions":{"dtype":["I32"],"shape":[1],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{"layers":"1"},"positions":{"dtype":"I32","shape":[1],"data_offsets":[0,4]}}',
+    ],
+)
+def test_captures_of_others_are_read_or_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "norm.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
+    with pytest.raises(InvalidRequest, match=r"has a damaged norm\.safetensors"):
+        Captured.load(tmp_path)

@@ -49,6 +49,30 @@ def test_tab_offers(notebook: Kernel, code: str, name: str) -> None:
     assert name in tab(notebook, code)
 
 
+PARSED = """
+from jedi.inference import InferenceState
+whole, parsed = InferenceState.parse_and_get_code, set()
+def noted(self, *args, **options):
+    found = whole(self, *args, **options)
+    file = options.get("file_io")
+    parsed.add(str(options.get("path") or file and file.path))
+    return found
+InferenceState.parse_and_get_code = noted
+"""
+
+
+def test_the_first_tab_reads_few_files(notebook: Kernel) -> None:
+    """A file costs a tenth of a second of a core when it is parsed for the first time, and others want the cores.
+
+    All of the standard library's collections were among them, for the type of a decorator.
+    """
+    notebook.ok(PARSED)
+    assert "temperature" in tab(notebook, 'session.generate("x", tem')
+    parsed = notebook.ok("InferenceState.parse_and_get_code = whole\nprint(*sorted(parsed), sep='\\n')").splitlines()
+    assert not [path for path in parsed if "collections" in path]
+    assert len([path for path in parsed if "rekindle" in path and not path.endswith("__init__.py")]) <= 12, parsed
+
+
 def test_tab_offers_what_is_public_and_nothing_else(notebook: Kernel) -> None:
     offered = tab(notebook, "rekindle.")
     assert {"open", "Sampling", "QueueFull", "models"} <= offered

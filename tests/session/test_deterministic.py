@@ -18,7 +18,7 @@ from flax import nnx
 import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
-from helpers.thorough import by_default
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import abstract_model, merge
@@ -120,6 +120,7 @@ async def test_what_was_generated_may_be_read_from_the_cache_or_computed_as_a_pr
     assert await text(session, 2, 20, longer) == cached
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 async def test_chunks_and_guesses_change_nothing(session: Session, cache_dir: Path, quantize: str | None) -> None:
     prompt = PROMPT + ". " + LONG * 12

@@ -104,6 +104,7 @@ def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatc
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a head that rests are those without one, and what it missed is made up for before it drafts again, or
     when there is no room for more of it. The head's attention is made so strong that each entry counts."""
@@ -133,7 +134,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPa
     assert plain > 150 > others > 0
 
 
-@pytest.mark.parametrize("drafts_pay", [False, True])
+@pytest.mark.parametrize("drafts_pay", by_default([False, True]))
 def test_a_head_rests_where_drafts_do_not_pay_or_have_no_room(
     model: Any, monkeypatch: pytest.MonkeyPatch, drafts_pay: bool
 ) -> None:
@@ -161,6 +162,7 @@ def test_models_without_a_head_are_refused(tmp_path: Path) -> None:
             rekindle.open_sync(str(folder), **{**HEAD, "max_model_len": 256})
 
 
+@pytest.mark.thorough
 def test_a_folder_is_opened_with_its_head(tmp_path: Path) -> None:
     raw = with_head("qwen3.5")
     state = checkpoints.tensors(raw)

@@ -16,15 +16,15 @@ import rekindle
 from helpers import adapters, checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.small import LEAST
+from helpers.thorough import by_default
 from rekindle import Session, tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.blueprint import blueprint
-from rekindle._src.opening.draft_plan import draft_plan
 from rekindle._src.opening.open_request import OpenRequest
-from rekindle._src.opening.source import source_of
+from rekindle._src.opening.source import drafter_for, source_of
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError
@@ -86,18 +86,23 @@ def all_right(session: Session, drafted: int) -> None:
     assert counts.accepted == counts.drafted
 
 
-def test_tokens_are_those_without_drafts(model: Any, cousin: str, expected: dict[str, list[int]]) -> None:
+@pytest.mark.parametrize("precompile", by_default(["lazy", "all"]))
+def test_tokens_are_those_without_drafts(
+    model: Any, cousin: str, expected: dict[str, list[int]], precompile: str
+) -> None:
     assert expected["greedy"] == plain_loop(model, prompt("greedy"), 90)
-    with rekindle.open_sync(model, **{**DRAFTS, "precompile": "all"}, drafts=cousin) as session:
+    with rekindle.open_sync(model, **{**DRAFTS, "precompile": precompile}, drafts=cousin) as session:
         before = session.stats()
         for turn in range(2):
             assert texts(session, list(REQUESTS)) == expected, f"turn {turn}"
         stats = session.stats()
-        assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
+        if precompile == "all":
+            assert (stats.traces, stats.compilations) == (before.traces, before.compilations)
         assert {*stats.drafters} == {"model"}
         assert 15 < stats.accepted_tokens < stats.drafted_tokens
 
 
+@pytest.mark.thorough
 def test_the_models_own_drafts_are_all_right(model: Any, twin: str) -> None:
     """Of prompts that are cut, after cached pages, in forks, after drafts, and after tokens that it did not see."""
     requests = {name: LONG | {"max_tokens": 61} | REQUESTS[name] for name in PLAIN}
@@ -136,6 +141,7 @@ def test_a_small_model_that_lost_its_pages_computes_them_again(model: Any, twin:
         all_right(session, 20)
 
 
+@pytest.mark.thorough
 def test_preempted_and_cancelled_requests(model: Any, twin: str, expected: dict[str, list[int]]) -> None:
     few = {**DRAFTS, "device_pages": 24, "host_memory": 64 << 20}
     with rekindle.open_sync(model, **few, drafts=twin) as session:
@@ -198,6 +204,7 @@ def test_models_of_other_kinds(name: str, twin: str, monkeypatch: pytest.MonkeyP
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 def test_one_that_is_never_right_rests(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Once steps were measured, few of its drafts are computed, and it stays behind."""
     monkeypatch.undo()
@@ -220,9 +227,10 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))
-    divided: Any = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(divided=True, processes=1)
+    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
     with pytest.raises(ConfigError, match="which can't be divided over several devices"):
-        draft_plan(EngineConfig(drafts=twin), model.config, divided)
+        drafter_for(divided, EngineConfig(drafts=twin))
     other = shutil.copytree(tiny.folder(), tmp_path / "other")
     raw = json.loads((other / "tokenizer.json").read_text())
     ids = raw["model"]["vocab"]

@@ -72,22 +72,23 @@ def expected(model: Any) -> dict[str, list[int]]:
         return texts(session, list(REQUESTS))
 
 
-def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[int]]) -> None:
+@pytest.mark.thorough  # by default: test_draft_heads.py, of a model with states
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[int]], kind: str) -> None:
     assert expected["greedy"] == plain_loop(model, prompt("greedy"), 90)
-    for kind, options in KINDS.items():
-        with rekindle.open_sync(model, **OPTIONS, disk_memory=0, **options) as session:
-            for turn in range(2):  # the second continues states that the first left
-                assert texts(session, list(REQUESTS)) == expected, f"{kind}, turn {turn}"
-            alone = session.generate_sync(prompt("repeating"), **LONG | REQUESTS["repeating"])
-            assert list(alone.token_ids) == expected["repeating"], kind
-            assert alone.usage.cached_tokens >= EDGE
-            # A turn that continues a state which was left while drafts were computed.
-            chat = [*prompt("greedy"), *expected["greedy"]]
-            done = session.generate_sync([*chat, 5, 6, 7], **LONG)
-            assert list(done.token_ids) == plain_loop(model, [*chat, 5, 6, 7], 90)
-            assert done.usage.cached_tokens == (len(chat) - 1) // EDGE * EDGE, kind
-            stats = session.stats()
-            assert 50 < stats.accepted_tokens < stats.drafted_tokens, kind
+    with rekindle.open_sync(model, **OPTIONS, disk_memory=0, **KINDS[kind]) as session:
+        for turn in range(2):  # the second continues states that the first left
+            assert texts(session, list(REQUESTS)) == expected, f"turn {turn}"
+        alone = session.generate_sync(prompt("repeating"), **LONG | REQUESTS["repeating"])
+        assert list(alone.token_ids) == expected["repeating"]
+        assert alone.usage.cached_tokens >= EDGE
+        # A turn that continues a state which was left while drafts were computed.
+        chat = [*prompt("greedy"), *expected["greedy"]]
+        done = session.generate_sync([*chat, 5, 6, 7], **LONG)
+        assert list(done.token_ids) == plain_loop(model, [*chat, 5, 6, 7], 90)
+        assert done.usage.cached_tokens == (len(chat) - 1) // EDGE * EDGE
+        stats = session.stats()
+        assert 50 < stats.accepted_tokens < stats.drafted_tokens
 
 
 @pytest.mark.thorough

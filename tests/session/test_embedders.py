@@ -15,7 +15,7 @@ import rekindle
 from helpers import embedders
 from helpers.asgi import post
 from helpers.sessions import wait_until_idle
-from helpers.thorough import by_default
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle.errors import ConfigError, InvalidRequest, PromptTooLong
 from rekindle_kernels import unavailable_reason

@@ -141,6 +141,7 @@ async def test_preempted_texts_have_the_same_vectors(cache_dir: str) -> None:
         np.testing.assert_allclose(together, np.stack(one_by_one), atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 async def test_new_weights_amid_a_text_pool_new_states_only(cache_dir: str) -> None:
     """A text that is half computed when the weights change is computed again from its beginning."""

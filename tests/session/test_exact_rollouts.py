@@ -43,6 +43,7 @@ def drawn(session: Session) -> RolloutBatch:
     return batch
 
 
+@pytest.mark.thorough
 @native
 def test_a_deterministic_session_has_the_trainers_bits(session: Session, model: LoadedModel) -> None:
     logprobs = jax.jit(rekindle.models.logprobs_like(session))

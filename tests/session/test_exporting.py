@@ -19,6 +19,7 @@ from rekindle._src.cli.main import main
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
 from rekindle._src.models.loading.gguf import header
+from rekindle._src.opening import exporting
 from rekindle._src.opening.exporting import export
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
@@ -60,6 +61,7 @@ def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.thorough
 def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None:
     file = export("tiny", tmp_path / "tiny.gguf", type="q4_0")
     with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:
@@ -192,3 +194,31 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
     seen: list[Any] = []
     rekindle.models.export("tiny", tmp_path / "tiny.gguf", progress=seen.append)
     assert seen[-1].done == seen[-1].total == inspect(tiny.folder()).nbytes
+
+
+def test_a_link_out_of_a_folder_is_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What lies anywhere on the machine would be in a folder that is published next."""
+    source, blobs = tmp_path / "hub" / "snapshots" / "commit", tmp_path / "hub" / "blobs"
+    for folder in (source, blobs, tmp_path / "out"):
+        folder.mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (blobs / "blob").write_text("{}")
+    (source / "notes.txt").symlink_to(tmp_path / "secret")
+    (source / "tokenizer.json").symlink_to(blobs / "blob")
+    (source / "vocab.txt").write_text("a")
+    exporting._copy_text(source, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tokenizer.json", "vocab.txt"]
+    assert "notes.txt leads out of its folder and is not copied" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "../../x", "a\nb", "é"])
+def test_a_template_whose_name_is_no_file_name_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bare:
+        has_text = False
+
+    monkeypatch.setattr(exporting.Tokenizer, "load", lambda source: Bare())
+    monkeypatch.setattr(exporting.ChatTemplate, "load", lambda source: ChatTemplate({"default": "x", name: "y"}))
+    with pytest.raises(CheckpointError, match=r"has a chat template named .*, which can't be the name of a file"):
+        exporting._write_text(tmp_path / "model.gguf", {}, tmp_path)

@@ -53,7 +53,7 @@ def run(mode: str, folder: Path, role: str, saving: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mode", "saving"),
     [
-        ("lazy", "save"),
+        pytest.param("lazy", "save", marks=pytest.mark.thorough),  # by default: lesson 26
         pytest.param("lazy", "background", marks=pytest.mark.slow),
         pytest.param("all", "save", marks=pytest.mark.slow),
         pytest.param("background", "save", marks=pytest.mark.slow),

@@ -159,6 +159,7 @@ async def test_a_cleared_cache_keeps_nothing_and_new_weights_are_seen(session: S
     await session.swap_weights(MODEL)
 
 
+@pytest.mark.thorough
 def test_captures_come_back_with_pages_and_a_small_budget_keeps_the_beginnings_of_the_latest() -> None:
     room = 10 * 8 * 3 * 4 * E  # ten pages of two layers and the norm
     options = {**OPTIONS, "device_pages": 14, "max_requests": 2, "capture_memory": room}

@@ -120,7 +120,9 @@ def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
         pytest.param("", id="falls off"),
         pytest.param("raise SystemExit(0)", id="exits", marks=pytest.mark.slow),
         pytest.param("del session", id="drops", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", id="interrupted"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", id="interrupted", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:

@@ -50,6 +50,7 @@ def answers(session: Session, requests: Sequence[tuple[list[int], dict[str, Any]
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "at_once"), [(60, 2), pytest.param(1000, 4, marks=pytest.mark.slow)])
 def test_loaded_programs_give_exactly_what_compiled_ones_do(count: int, at_once: int, tmp_path: Path) -> None:
     requests = load(count)

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import parse_one
@@ -149,6 +150,7 @@ async def test_a_picture_s_pages_are_its_own() -> None:
         assert done.usage.cached_tokens == 40 and done.token_ids == plainly(longer, both, 6)
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_it_goes_on_after_a_preemption() -> None:
     options = OPTIONS | {"device_pages": 12, "max_requests": 3, "host_memory": 0}

@@ -15,6 +15,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models as small
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 

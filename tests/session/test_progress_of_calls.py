@@ -9,6 +9,7 @@ import select
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,19 @@ def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:
     assert progress.look() == State("opening small: vocabulary, compiling program r1t16", None)
     progress.hidden = True
     assert progress.look() is None
+
+
+def test_an_opening_says_how_long_each_stage_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = OpeningProgress(Path("/models/small"))
+    for stage in ("the checkpoint's headers", "weights", "programs", "weights"):
+        now[0] += 0.25
+        progress.stage = stage
+    now[0] += 1.0
+    assert progress.times() == (
+        "small in 2.00 s: importing JAX 0.25, the checkpoint's headers 0.25, weights 1.25, programs 0.25"
+    )
 
 
 def test_a_rate_without_the_compilation() -> None:

@@ -13,6 +13,7 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from helpers.sessions import eventually, threads, wait_until_idle
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 

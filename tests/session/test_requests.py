@@ -177,6 +177,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.usefixtures("short_turns")
 @anyio_test
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_chat_template_fails_its_own_request(session: Session, name: str) -> None:

@@ -78,6 +78,7 @@ async def test_the_arrays_are_those_of_the_completions(session: Session) -> None
     assert (await session.rollout([], max_tokens=4)).tokens.shape == (0, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_log_probabilities_are_those_of_the_draws(session: Session) -> None:
     batch = await session.rollout(PROMPTS[:2], n=2, max_tokens=6, temperature=0.5, top_k=4, pad_id=7)

@@ -157,6 +157,8 @@ def test_damaged_pages_are_reported_once_and_computed_again(tmp_path: Path, capl
 def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
     """Without any save: pages are kept in the background once they are cold."""
     script = Path(__file__).parents[1] / "helpers" / "tiered.py"
+    with opened(tmp_path, disk_memory=0) as session:
+        ask(session, 0)  # its programs are there for the other process
     with subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -17,7 +17,7 @@ from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import wait_until_idle
 from helpers.small import MODEL, PAGE, opening, plain, prompt
-from helpers.thorough import by_default
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 from rekindle.models import merge
 

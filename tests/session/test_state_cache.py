@@ -112,6 +112,7 @@ def test_requests_at_once_wait_for_the_state_that_they_share(session: Session, m
     session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_a_cancelled_request_leaves_states_that_are_right(session: Session, model: Any) -> None:
     prompt = tokens(130, seed=12)
 
@@ -181,6 +182,7 @@ def test_a_chat_goes_on_after_a_restart(model: Any, tmp_path: Path) -> None:
             assert ask(session, model, [*system, *tokens(12, seed=1000)]).usage.cached_tokens in (0, 128)
 
 
+@pytest.mark.thorough
 def test_sleep_and_other_sessions_keep_the_states(model: Any, tmp_path: Path) -> None:
     options, prompt = {**OPTIONS, "cache_dir": str(tmp_path)}, tokens(150, seed=40)
     with rekindle.open_sync(model, **options) as one, rekindle.open_sync(model, **options) as two:

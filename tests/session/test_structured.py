@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import FinishReason, Sampling, Session
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import InvalidRequest, RequestFailed
@@ -156,7 +156,6 @@ async def test_what_does_not_validate_is_no_object(session: Session) -> None:
         assert pickle.loads(pickle.dumps(done.parse_error)).reason == "invalid"
 
 
-@trio_in_ci
 @anyio_test
 async def test_free_rows_keep_their_tokens_beside_guided_ones(session: Session) -> None:
     free: list[dict[str, Any]] = [
@@ -173,7 +172,6 @@ async def test_free_rows_keep_their_tokens_beside_guided_ones(session: Session) 
     assert [done.token_ids for done in results[1:]] == [done.token_ids for done in alone]
 
 
-@trio_in_ci
 @anyio_test
 @pytest.mark.parametrize(
     "options",

@@ -77,14 +77,15 @@ async def test_steps_lower_the_loss_and_the_session_serves_the_result() -> None:
         await session.wake()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
         ("mixtral", "bfloat16"),  # a session holds its experts as integers
-        pytest.param("qwen3.5", "float32", marks=pytest.mark.thorough),
-        pytest.param("gpt-oss", "bfloat16", marks=pytest.mark.thorough),
-        pytest.param("deepseek-v2", "float32", marks=pytest.mark.thorough),
-        pytest.param("gemma4-moe", "bfloat16", marks=pytest.mark.thorough),
+        ("qwen3.5", "float32"),
+        ("gpt-oss", "bfloat16"),
+        ("deepseek-v2", "float32"),
+        ("gemma4-moe", "bfloat16"),
     ],
 )
 def test_other_families_learn_too(case: str, dtype: Any) -> None:

@@ -19,6 +19,7 @@ import rekindle
 from helpers.adapters import write
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
 from helpers.thorough import by_default
+from rekindle._src.dispatch import host
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, RequestAborted, SessionClosed, StepFailed
@@ -155,7 +156,8 @@ async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler:
 
 
 @pytest.mark.anyio
-async def test_closed_while_it_waits(compiler: Compiler) -> None:
+async def test_closed_while_it_waits(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CLOSE_SECONDS", 0.2)  # for which it waits for the compiler, twice
     opened = await session()
     await streaming(opened)
     compiler.holds = compiler.fails = True

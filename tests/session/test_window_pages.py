@@ -78,6 +78,7 @@ def test_a_chat_goes_on_where_its_last_turn_ended(session: Session, model: Any) 
     assert ask(session, model, chat[:150]).usage.cached_tokens == 144, "the end of the first prompt is there still"
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
     options = {**OPTIONS, "prompt_lookup": 3, "disk_memory": 0, "cache_dir": programs}
@@ -140,6 +141,7 @@ def test_a_sleeping_session_keeps_the_end_of_each_turn(model: Any, programs: str
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_other_sessions_get_the_window_with_the_pages(model: Any, programs: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "disk_memory": 1 << 26, "cache_dir": programs}
     prompt = tokens(150, seed=9)

@@ -27,6 +27,7 @@ CHANGES = frozenset(
         "os.truncate",
     }
 )  # fmt: skip
+KEEPS_SIZE = frozenset({"os.rename", "os.remove", "os.rmdir", "os.chmod", "os.utime", "os.truncate"})
 LOOKS = frozenset({"os.listdir", "os.scandir"})
 
 
@@ -71,6 +72,20 @@ class Faults:
             number = self._random.choice(kinds)
             self.injected[f"{operation} {errno.errorcode[number]}"] += 1
         raise OSError(number, f"injected: {os.strerror(number)}", str(path))
+
+
+class Refusing(Faults):
+    """A disk that refuses changes: a read-only one (EROFS) all of them, a full one (ENOSPC) what needs room."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(folder)
+        self.number = number
+
+    def maybe(self, operation: str, kinds: tuple[int, ...], path: Any) -> None:
+        if kinds is READING or (self.number == errno.ENOSPC and operation in KEEPS_SIZE):
+            return
+        self.injected[operation] += 1
+        raise OSError(self.number, os.strerror(self.number), str(path))
 
 
 _current: list[Faults | None] = [None]

@@ -13,6 +13,8 @@ import pytest
 
 from helpers import vocabularies
 from rekindle._src.text import ChatTemplate
+from rekindle._src.text.replies.families import HERMES
+from rekindle._src.text.replies.format import with_calls_as_text
 from rekindle.errors import CheckpointError, InvalidRequest
 
 CHATML = (
@@ -233,3 +235,40 @@ def test_a_role_of_the_template_itself_is_taken() -> None:
 def test_tools_are_dicts() -> None:
     with pytest.raises(InvalidRequest, match="JSON schemas"):
         ChatTemplate("x").render([USER], tools=[print])
+
+
+def test_the_words_of_a_template_can_be_printed() -> None:
+    template = ChatTemplate("{{ raise_exception('no \x1b]52;c;QQ==\x07 \u202e way\nat all') }}")
+    with pytest.raises(
+        InvalidRequest, match=r"refused by the chat template: no \ufffd]52;c;QQ==\ufffd \ufffd way\nat all"
+    ):
+        template.render([{"role": "user", "content": "Hi"}])
+
+
+def test_arguments_as_text_are_counted_before_they_are_read() -> None:
+    """A body of 30 MB could have one string with ten million lists in it: a second for which nothing else ran."""
+    template = ChatTemplate("{{ messages | length }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[]," * 300_000 + "[]]}"}}
+    longer = {"type": "function", "function": {"name": "f", "arguments": '{"a": [' + "[]," * 400_000 + "[]]}"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert template.render([message]) == "1"
+    for convert in (template.render, lambda given: with_calls_as_text(given, HERMES)):
+        with pytest.raises(InvalidRequest, match=r"have calls with 4,.* characters of arguments, and 4,194,304 are"):
+            convert([message] * 5)
+        for several in ([longer], [call["function"], longer["function"]]):
+            with pytest.raises(InvalidRequest, match=r"have a call with 1,.* characters of arguments, and 1,048,576"):
+                convert([{**message, "tool_calls": several}])
+
+
+def test_a_folder_has_a_bounded_number_of_templates(tmp_path: Path) -> None:
+    """A link to one of 4 MB can stand there a thousand times."""
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (tmp_path / "one").write_text("x")
+    for number in range(64):
+        (folder / f"t{number}.jinja").symlink_to(tmp_path / "one")
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None and len(loaded.templates) == 64
+    (folder / "more.jinja").symlink_to(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="has more than 64 chat templates"):
+        ChatTemplate.load(tmp_path)

@@ -81,6 +81,7 @@ for path in map(Path, sys.argv[1:]):
 HOLES = {"model": {"type": "BPE", "vocab": {"a": 0, "x": 7, "b": 30_000, "Ġ": 30_005, "</s>": 30_007}, "merges": []}}
 
 
+@pytest.mark.thorough
 def test_a_vocabulary_with_holes_is_used_without_a_word_on_descriptors(tmp_path: Path) -> None:
     file = vocabularies.large_file(tmp_path / "large.gguf")
     folder = vocabularies.changed(tmp_path / "holes", HOLES | {"added_tokens": []}, eos_token="</s>")

@@ -177,6 +177,7 @@ def test_a_costly_text_fails_alone_and_others_are_encoded(
         assert tokenizer.encode("xyz") == tokenizer.backend.encode("xyz").ids
 
 
+@pytest.mark.thorough
 @trio_in_ci
 @pytest.mark.anyio
 async def test_a_neighbours_stream_goes_on_while_a_text_is_encoded(

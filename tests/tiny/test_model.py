@@ -66,6 +66,7 @@ def test_config_and_weights_are_those_of_the_recipe(model: LoadedModel) -> None:
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in model.leaves)
 
 
+@pytest.mark.thorough
 def test_perplexity_on_held_out_documents(model: LoadedModel, words: Tokenizer) -> None:
     score = evaluate.held_out(model.graph, model.leaves, words, 1)
     assert score.tokens > 3500

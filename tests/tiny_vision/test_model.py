@@ -72,6 +72,7 @@ FIXED = (
 )
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_it_answers_about_figures_and_drawn_pictures_and_still_does_sums(session: Session) -> None:
     rng, wrong = Random(1), list[str]()

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,11 @@ def build(
     limit: float | None = None,
     origin: str = "",
     prefetch: Mapping[str, Any] | None = None,
+    room: int | None = None,
 ) -> Path:
     """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
 
+    Of a library with `room` for so many bytes once it is compressed, the last kernels are left out if need be.
     `prefetch` is what `tuned` returned, and goes into the manifest.
     What is not begun after `limit` seconds is left out. `linker` is the compiler driver that links, if one is needed,
     with its options; it has to be one for `system`.
@@ -144,18 +147,22 @@ def build(
     platform = library.platform_tag(levels[0].machine, system)
     linked = linker is not None or platform != UNLINKED
     program = shlex.split(linker or _linker()) if linked else []
-    started, made = time.perf_counter(), {level.name: list[str]() for level in levels}
+    started, found = time.perf_counter(), dict[str, dict[cpu.Level, Path]]()  # object files, by kernel
     deadline = None if limit is None else time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
-        objects: dict[str, Path] = {}
         for level in levels:
             names = [name for name in kernels if fits(name, level)]
             for name, path in zip(names, _compiled(names, level, Path(folder), linked, system, deadline), strict=True):
                 if path is None:
                     print(f"{name} can't be compiled for {level.name} in time", file=sys.stderr)
                 else:
-                    made[level.name].append(name)
-                    objects[library.symbol(name, level)] = path
+                    found.setdefault(name, {})[level] = path
+        kept = {name: without_copies(found[name]) for name in kernels if name in found}
+        if room is not None:
+            kept = likeliest(kept, room)
+        made = {level.name: [name for name in kept if level in kept[name]] for level in levels}
+        # Those of a kernel lie together, where compressing finds what they have in common.
+        objects = {library.symbol(name, level): path for name, paths in kept.items() for level, path in paths.items()}
         target.mkdir(parents=True, exist_ok=True)
         place = target / f"kernels-{platform}.{_SUFFIXES[system] if linked else 'objects'}"
         extents: dict[str, tuple[int, int]] = {}
@@ -188,6 +195,44 @@ def build(
     os.replace(new, target / library.MANIFEST)
     print(f"{place}: {count} kernels, {place.stat().st_size / 2**20:.1f} MiB, {seconds:.0f} s", file=sys.stderr)
     return place
+
+
+def without_copies(objects: Mapping[cpu.Level, Path]) -> dict[cpu.Level, Path]:
+    """Return the object files of a kernel without those that equal the one which would be found in their place.
+
+    A processor takes a kernel from the best of its levels that has it. Some processors also have a level between two
+    others, with features that the better one does not ask for: its kernel has to be equal, too.
+    """
+    kept: dict[cpu.Level, Path] = {}
+    for level in reversed([level for level in cpu.LEVELS if level in objects]):
+        code = _without_level(level, objects[level])
+        for other in reversed(kept):
+            if _without_level(other, kept[other]) != code:
+                kept[level] = objects[level]
+                break
+            if other.features <= level.features:
+                break
+        else:
+            kept[level] = objects[level]
+    return kept
+
+
+def likeliest(kernels: Mapping[str, dict[cpu.Level, Path]], room: int) -> dict[str, dict[cpu.Level, Path]]:
+    """Return the first of these kernels, whose object files take no more than `room` bytes once they are compressed."""
+    kept, left = dict[str, dict[cpu.Level, Path]](), room
+    for name, objects in kernels.items():
+        left -= len(zlib.compress(b"".join(path.read_bytes() for path in objects.values())))
+        if left < 0:
+            told = f"there is room for {len(kept)} of {len(kernels)} kernels; XLA does the work of the others"
+            print(told, file=sys.stderr)
+            break
+        kept[name] = objects
+    return kept
+
+
+def _without_level(level: cpu.Level, path: Path) -> bytes:
+    """Return an object file whose symbols name no level."""
+    return path.read_bytes().replace(library.level_name(level).encode(), b"")
 
 
 def tuned(level: cpu.Level) -> dict[str, Any] | None:
@@ -341,6 +386,7 @@ def main() -> None:
     parser.add_argument(
         "--linker", help="the compiler driver (for Windows: lld-link) that links for another system or machine"
     )
+    parser.add_argument("--room", type=int, help="bytes of the compressed library; the rarest kernels are left out")
     parser.add_argument("--limit", type=float, help="seconds after which no further kernel is begun")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()
@@ -363,7 +409,7 @@ def main() -> None:
     try:
         build(
             arguments.out, levels, kernels, system=arguments.system, linker=arguments.linker, limit=arguments.limit,
-            origin=origin, prefetch=chosen,
+            origin=origin, prefetch=chosen, room=arguments.room,
         )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None

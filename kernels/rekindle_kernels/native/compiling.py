@@ -66,10 +66,10 @@ def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
     """Return the object code of the first function, which gets the name `entry`, and of others that it names."""
     _expose(functions[0], entry)
     module = _linked(llvm.parse_assembly(""), [function._library for function in functions])
-    for value in (*module.functions, *module.global_variables):
+    for index, value in enumerate((*module.functions, *module.global_variables)):
         if not value.is_declaration and value.name != entry:
             value.linkage = "internal"  # seen as a whole no function fails, and what would tell Python so goes
-            value.name = f"{entry}.{value.name}"
+            value.name = f"{entry}.{index}"  # numba's names count what the process compiled before
     for function in module.functions:
         # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
         if not function.is_declaration:

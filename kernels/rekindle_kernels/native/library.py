@@ -23,6 +23,7 @@ from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS
 FOLDER = "REKINDLE_NATIVE_LIBRARY"  # looks for the library elsewhere
 MANIFEST = "manifest.json"
 _SOURCES = ("chain_plan", "compiling", "cpu", "kernel_table", "layout")
+_LONGEST = max(len(level.suffix) for level in cpu.LEVELS)
 log = logging.getLogger(__name__)
 
 
@@ -44,8 +45,13 @@ def folder() -> Path:
 
 
 def symbol(name: str, level: cpu.Level) -> str:
-    """Return the symbol of a kernel's entry at a level."""
-    return f"rekindle_{name}_entry_{level.suffix}"
+    """Return the symbol of a kernel's entry at a level: as long at each, so that equal code makes equal objects."""
+    return f"rekindle_{name}_{level_name(level)}_entry"
+
+
+def level_name(level: cpu.Level) -> str:
+    """Return the part of symbols that names a level."""
+    return f"{level.suffix:_<{_LONGEST}}"
 
 
 def platform_tag(machine: str = "", system: str = sys.platform) -> str:

@@ -204,6 +204,7 @@ def killed(folder: Path, times: int) -> None:
     run_python(__file__, str(folder), str(times), timeout=500)
 
 
+@pytest.mark.thorough
 def test_a_kill_while_saving_leaves_a_complete_state(tmp_path: Path) -> None:
     killed(tmp_path, 5)
 

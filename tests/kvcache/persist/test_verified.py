@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from helpers.faults import full_disk
 from helpers.stored_pages import IDENTITY, Pair, chain, same
-from rekindle._src.core.atomic_checkpoint import DAMAGED
+from rekindle._src.core.atomic_checkpoint import DAMAGED, ITEM
 from rekindle._src.kvcache import PagePool, PrefixCache, page_digest
+from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.persist import prefix_file, segment, snapshot
 from rekindle._src.kvcache.persist.segment import leaves_of
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -169,3 +171,49 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path: Path) -> None
     assert {path for path in tmp_path.rglob("*") if path.is_dir()} == before
     assert not list(tmp_path.glob("*prefix*"))
     assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 1
+
+
+@pytest.mark.parametrize("visits", [-(2**31), -2, 2**31 - 1])
+@pytest.mark.parametrize("used", [float("nan"), -float("inf"), float("inf"), 1e300, -5.0])
+def test_visits_and_times_of_others_are_put_within_bounds(tmp_path: Path, visits: int, used: float) -> None:
+    """No digest is of them. A page with fewer than -1 visits failed each request that found it, one with the most
+    failed each save, and with a time that is no number pages did not leave the device in their order."""
+    pairs = [(page._replace(visits=visits, last_use=used), payload) for page, payload in chain(0, 3)]
+    snapshot.save(tmp_path, "mine", IDENTITY, [page for page, _ in pairs])
+    pages = snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")
+    cache = PrefixCache(PagePool(8), IDENTITY.page_size, IDENTITY.root)
+    assert snapshot.graft(cache, pages) == 3
+    assert all(0 <= page.visits <= segment.MAX_VISITS and 0 <= page.last_use < segment.LAST_TIME for page in pages)
+    queue = EvictionQueue(cache.pool)
+    for node in cache:
+        node.visits += 1
+        queue.record_use(node, 1.0)
+        assert math.isfinite(node.score)
+    snapshot.save(tmp_path, "mine", IDENTITY, [page._replace(visits=page.visits + 1) for page in pages])
+
+
+@pytest.mark.parametrize("saved", ["x", None, [1], True, 1e300, -1e300, float("nan"), 10**400])
+def test_a_snapshot_is_listed_whatever_it_says_of_its_time(tmp_path: Path, saved: Any) -> None:
+    path = snapshot.save(tmp_path, "mine", IDENTITY, [chain(0, 1)[0][0]])
+    header, records = segment.decode((path / ITEM / "index").read_bytes())
+    (path / ITEM / "index").write_bytes(segment.encode({**header, "saved": saved}, records))
+    (info,) = snapshot.describe_all(tmp_path, IDENTITY)
+    assert info.saved == 0 and "1970" in str(info)
+
+
+def test_a_snapshot_is_listed_under_a_name_that_can_be_printed(tmp_path: Path) -> None:
+    named = dataclasses.replace(IDENTITY, model="a\x1b]52;c;QQ==\x07\ud800" + "b" * 1000)
+    snapshot.save(tmp_path, "mine", named, [chain(0, 1)[0][0]])
+    (info,) = snapshot.describe_all(tmp_path, IDENTITY)
+    assert info.model.startswith("a\ufffd]52;c;QQ==\ufffd\ufffdbbb") and len(info.model) == 256
+    assert info._repr_html_().encode()
+    other = dataclasses.replace(IDENTITY, layout="x" * 10_000)
+    assert len(IDENTITY.mismatch(other) or "") < 400
+
+
+def test_a_name_with_digits_that_are_none_is_another_version(tmp_path: Path) -> None:
+    """`isdigit` is true of a superscript, which `int` refuses: nothing could be saved or listed any more."""
+    snapshot.save(tmp_path, "mine", IDENTITY, [chain(0, 1)[0][0]])
+    (tmp_path / "snapshots" / "mine@²-x").mkdir()
+    snapshot.save(tmp_path, "mine", IDENTITY, [chain(0, 1)[0][0]])
+    assert [info.name for info in snapshot.describe_all(tmp_path, IDENTITY)] == ["mine"]

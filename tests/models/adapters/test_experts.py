@@ -140,7 +140,7 @@ def test_rows_with_and_without_them_share_a_batch(tmp_path: Path) -> None:
         session.check_integrity()
 
 
-@pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight"]))
+@pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight"], 0))
 def test_quantised_experts_have_adapters_of_floats(tmp_path: Path, quantize: str) -> None:
     model, ids = random_model(CONFIG, quantize=quantize), [5, 9, 33, 7, 8]
     folder = fused(tmp_path / "a")

@@ -217,6 +217,7 @@ def test_arrays_are_those_of_any_trainer(tmp_path: Path) -> None:
 EXPONENTIAL = "(?:[a-z_.0-9]|[a-z_.0-9])*!"
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path) -> None:
     folder = adapters.write(tmp_path, CONFIG, targets=("q_proj", "down_proj"))
     config = (folder / "adapter_config.json").read_text()
@@ -267,6 +268,7 @@ def written(folder: Path, shapes: dict[str, list[int]]) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_nothing_is_read_before_all_shapes_are_those_of_the_model(tmp_path: Path) -> None:
     folder = adapters.write(tmp_path, CONFIG, targets=("q_proj",), rank=4)
     names = list(load_file(folder / "adapter_model.safetensors"))
@@ -296,6 +298,7 @@ def _none_fits(rank: int) -> None:
     raise ConfigError("adapter", rank, "is too high", "Train again")
 
 
+@pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("name", ["a" * 1025, "é" * 600, "layers.0." * 100_000 + "experts.lora_A.weight"])
 def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
     folder = written(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), {name: [1, 1]})
@@ -303,3 +306,15 @@ def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"a name of .* characters, .*at most 1,024 bytes are read") as caught:
         read_adapter(folder, "x", CONFIG)
     assert len(str(caught.value)) < 400 and time.process_time() - start < 2
+
+
+def test_a_header_is_bounded_by_the_tensors_that_an_adapter_may_have(tmp_path: Path) -> None:
+    """Parsing 100 MB of JSON, which any loaded adapter may bring, stopped all streams of the session for seconds."""
+    folder = adapters.write(tmp_path, CONFIG)
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    raw = data[8 : 8 + length] + b" " * (3 << 20)
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+    with pytest.raises(CheckpointError, match=r"has a header of 3,.* bytes, and at most 1,.* are read"):
+        read_adapter(folder, "x", CONFIG)

@@ -224,3 +224,21 @@ def test_a_tensor_without_bounds_is_refused_at_once(tmp_path: Path, name: str, s
     with pytest.raises(CheckpointError, match=words) as caught:
         tensor_files.read_header(tmp_path / "model.safetensors")
     assert time.process_time() - start < 2.0 and len(str(caught.value)) < 1_000
+
+
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """A file of a megabyte was a model of 1,024 layers, all of the same bytes: a gigabyte of memory."""
+    names = {
+        f"model.layers.{layer}.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for layer in (0, 1)
+    }
+    for header, words in (
+        (names, "model.layers.1.weight lies on model.layers.0.weight"),
+        (
+            {"a": names["model.layers.0.weight"], "b": {"dtype": "U8", "shape": [1], "data_offsets": [15, 16]}},
+            "b lies on a",
+        ),
+    ):
+        raw = json.dumps(header).encode()
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(16))
+        with pytest.raises(CheckpointError, match=words):
+            tensor_files.read_header(tmp_path / "model.safetensors")

@@ -75,6 +75,19 @@ def test_the_whole_model_says_whether_its_embeddings_are_tied(tmp_path: Path) ->
     assert load(folder, dtype="float32").config.tie_embeddings
 
 
+def test_keys_that_are_added_to_a_config_mean_nothing_in_a_file(tmp_path: Path) -> None:
+    """A plain model could say that pictures have a billion levels, or that its head is missing."""
+    raw = checkpoints.CASES["llama"]
+    added = {"pictures": {"levels": 10**9, "x": 1}, "headless": True, "another_head": True, "nested_in": "x"}
+    folder = checkpoints.write(tmp_path / "plain", raw)
+    (folder / "config.json").write_text(json.dumps({**raw, **added}))
+    assert config_from_hf(look(folder).raw) == config_from_hf(raw)
+    folder = nested(tmp_path / "nested", raw, PREFIXES["model.language_model"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": {**raw, **added}}))
+    assert config_from_hf(look(folder).raw) == config_from_hf({**raw, "dtype": "float32"})
+
+
 def test_sizes_that_the_nested_config_leaves_out_are_those_of_transformers(tmp_path: Path) -> None:
     from rekindle._src.models.loading.stored import text_config
     from rekindle._src.models.registry import config_from_hf

@@ -350,6 +350,7 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
     assert not [path for path in kept(cache) if path in left and path.name.startswith("partial-")]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)),
     reason="these start no threads any more while others still run at the interpreter's end (CPython's gh-113964)",

@@ -77,6 +77,13 @@ def _modules(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], 
         (_modules(lambda all: all.insert(2, all.pop())), UnsupportedModel, "in this order"),
         (_modules(lambda all: all[2].update(path="../elsewhere")), CheckpointError, "which is not in it"),
         (_modules(lambda all: all.append("x")), UnsupportedModel, "'x'"),
+        (
+            _modules(lambda all: all.__setitem__(slice(2, 4), all[2:4] * 9)),
+            (UnsupportedModel, CheckpointError),
+            "Dense",
+        ),
+        (_change("1_Pooling/config.json", pooling_mode=[["mean"]]), UnsupportedModel, "pools by ['mean']"),
+        (_change("config_sentence_transformers.json", default_prompt_name=["x"]), CheckpointError, "no such prompt"),
     ],
 )
 def test_what_it_can_not_do_is_refused_by_name(

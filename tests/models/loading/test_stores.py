@@ -275,3 +275,65 @@ def test_a_name_that_is_no_path_is_a_typed_error(home: Path, model: str) -> None
     assert len(str(caught.value)) < 400
     with pytest.raises(CheckpointError, match="can't be looked at"):
         hub.hub_id(model)
+
+
+def test_links_that_lead_to_one_folder_many_times_are_looked_at_up_to_a_bound(
+    home: Path, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 links to a folder of 4,096 links to one made sixteen million: Tab never ended."""
+    cache, deep = home / ".cache" / "huggingface" / "hub", tmp_path / "deep"
+    real = tool_homes.hub(tmp_path / "there", "owner/name", {"notes.txt": b""})
+    deep.mkdir()
+    for number in range(8):
+        (deep / f"e{number}").mkdir()
+        (real / f"d{number}").symlink_to(deep)
+    cache.mkdir(parents=True)
+    for number in range(8):
+        (cache / f"models--owner--n{number}").symlink_to(real.parent.parent)
+    looked = 0
+    scanned = os.scandir
+
+    def counted(path: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return scanned(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    assert names() == []
+    assert looked > 8 * 64, "all folders are read below the bound"
+    looked = 0
+    monkeypatch.setattr(model_store, "MAX_LOOKS", 1000)
+    assert names() == []
+    assert looked < 1000 // 16 + 10 * len(known.STORES)
+    monkeypatch.undo()
+
+
+def test_manifests_are_read_up_to_a_bound_of_bytes(home: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand tags that were links to one manifest of 4 MB took Tab minutes."""
+    store = home / ".ollama" / "models"
+    manifest = tool_homes.manifest(store, model=gguf)
+    for number in range(10):
+        tool_homes.ollama(store, f"library/m/{number}", manifest)
+    assert len(names()) == 10
+    monkeypatch.setattr(model_store, "MAX_BYTES", 4 * len(json.dumps(manifest)))
+    assert 2 <= len(names()) <= 4
+
+
+def test_a_folder_that_may_not_be_read_has_a_file_that_may(
+    tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was PermissionError, though the encoder of pictures that is looked for there is optional."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(gguf)
+    expected = stored.look(file).raw
+    real = os.listdir
+
+    def closed(path: Any) -> list[str]:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", closed)
+    assert stored.look(file).raw == expected
+    with pytest.raises(CheckpointError, match=r"can't be read \(Permission denied\)"):
+        stored.look(tmp_path)

@@ -18,7 +18,10 @@ from rekindle._src.models.vision import steps as vision_steps
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import (
     ImagePatches,
+    PackedPictures,
+    PatchBatch,
     PatchGrid,
+    PositionTaps,
     bilinear_taps,
     bucketed_taps,
     fixed_taps,
@@ -131,6 +134,23 @@ def test_pictures_that_are_no_whole_tokens_are_refused() -> None:
         pack_images([ImagePatches(picture.patches, PatchGrid(1, 8))], config)
     with pytest.raises(ValueError, match=r"patches are \[8, 95\], expected \[8, 96\]"):
         pack_images([ImagePatches(np.asarray(picture.patches)[:, 1:], picture.grid)], config)
+
+
+def test_positions_are_computed_for_a_batch_and_not_for_a_picture() -> None:
+    """Weights of all rows of a table took 16,384 numbers for each patch of a picture, which a small file could ask."""
+    config, asked = shallow(), list[int]()
+
+    def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionTaps:
+        asked.append(len(rows))
+        return resized_weights(config, grid, rows, columns)
+
+    grid = PatchGrid(24, 16)
+    images = [ImagePatches(np.ones((grid.patches, config.patch_length), np.float32), grid)] * 2
+    packed = PackedPictures(images, config, positions, blocks=False)
+    whole, parts = packed.cut(0, 768), [packed.cut(first, 96) for first in range(0, 768, 96)]
+    for name in PatchBatch._fields:
+        np.testing.assert_array_equal(np.concatenate([getattr(one, name) for one in parts]), getattr(whole, name))
+    assert asked[:2] == [0, 0] and max(asked[4:]) <= 96
 
 
 def test_a_picture_of_the_tables_size_reads_its_rows() -> None:

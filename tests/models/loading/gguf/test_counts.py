@@ -56,6 +56,7 @@ def model_of(model_type: str, **changes: Any) -> GgufModel:
     return model
 
 
+@pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("count", [3_000_000, 1025, len(NAMES) + 1, 0, -1])
 @pytest.mark.parametrize("model_type", gguf_forms())
 def test_layers_are_bounded_by_what_is_there(model_type: str, count: int) -> None:

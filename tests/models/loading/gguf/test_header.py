@@ -81,6 +81,12 @@ ONE = [entry("blk.0.attn_q.weight", (4, 32), 8, 0)]
 HOSTILE = {
     "tensors": (gguf_files.raw(counts=(1 << 60, 0)), r"1\.15e\+18 tensors"),
     "keys": (gguf_files.raw(counts=(0, 1 << 60)), r"1\.15e\+18 keys"),
+    "many tensors": (
+        gguf_files.raw(counts=(1 << 17, 0), data=bytes(24 << 17)), "131,072 tensors are there, and at most 65,536 are r"
+    ),
+    "many keys": (
+        gguf_files.raw(counts=(0, 1 << 17), data=bytes(24 << 17)), "131,072 keys are there, and at most 65,536 are read"
+    ),
     "key's length": (gguf_files.raw(pairs=[struct.pack("<Q", 1 << 40) + bytes(32)]), r"key 1.*1,099,511,627,776 bytes"),
     "string's length": (
         gguf_files.raw(pairs=[pair("tokenizer.chat_template", STRING, struct.pack("<Q", 1 << 40) + bytes(32))]),
@@ -224,3 +230,10 @@ def test_strings_of_any_length_are_found(strings: list[str], window: int, repeat
     texts = found.texts("a.texts")
     assert [*texts] == strings and found.integer("a.count") == 7
     assert [texts[at] for at in range(len(strings))] == strings
+
+
+def test_a_caller_says_how_long_a_header_it_reads(file: Path) -> None:
+    content = gguf_files.raw(pairs=[pair("a.name", STRING, text("x" * 4096))])
+    assert read(file, content).metadata.text("a.name") == "x" * 4096
+    with pytest.raises(CheckpointError, match="the header is longer than the 0 MiB that are read"):
+        read_header(file, 1 << 10)

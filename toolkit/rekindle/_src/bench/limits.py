@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle._src.models.base import Graph
+from rekindle._src.models.base import Graph, ShapeLike
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import matrix_shape
@@ -115,7 +115,7 @@ class Work:
     prefill_flop: int  # per prompt token, in the layers' products; without attention and the head
 
     @classmethod
-    def of(cls, graph: Graph, leaves: Sequence[Any]) -> Work:
+    def of(cls, graph: Graph, leaves: Sequence[ShapeLike]) -> Work:
         """Return the cost of weights or their shapes. Tables that are not also the head are read by rows only.
 
         A token reads the matrices of its own experts.

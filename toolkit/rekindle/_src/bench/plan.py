@@ -22,7 +22,7 @@ from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.models.loading.four_bits import stored_kinds
 from rekindle._src.models.loading.gguf.files import is_file, is_gguf
 from rekindle._src.models.loading.named_tensors import named_tensors
-from rekindle._src.models.loading.stored import look
+from rekindle._src.models.loading.stored import StoredCheckpoint, look
 from rekindle._src.models.loading.stores.known import store_of
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
@@ -148,15 +148,22 @@ def shape_config(model: str) -> tuple[ModelConfig, str]:
     return config, config.dtype or "bfloat16"
 
 
+def stored_model(model: str) -> StoredCheckpoint | None:
+    """Return the checkpoint, with its headers, of a model that is planned; None for a shape, or a config.json alone."""
+    if model in PLANNED:
+        return None
+    try:
+        return look(model)
+    except CheckpointError:  # a folder with a config.json alone is enough for a plan
+        return None
+
+
 def stored_in_groups(model: str, config: ModelConfig, *, divided: bool) -> tuple[tuple[str, str], ...]:
     """Return the kinds of the matrices that a checkpoint stores in groups of four bits, which an accelerator keeps."""
-    if model in PLANNED:
+    seen = stored_model(model)
+    if seen is None or not seen.may_be_quantized:
         return ()
-    try:
-        seen = look(model)
-    except CheckpointError:  # a folder with a config.json alone is enough for a plan
-        return ()
-    return stored_kinds(*named_tensors(seen, config), eight=False, steps=not divided) if seen.may_be_quantized else ()
+    return stored_kinds(*named_tensors(seen, config), eight=False, steps=not divided)
 
 
 def device_spec(name: str) -> DeviceSpec:

@@ -97,7 +97,7 @@ class Once(Call[T]):
 
     _started = False
 
-    def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: object, name: str = "") -> None:
+    def __init__(self, function: Callable[..., Coroutine[object, None, T]], *arguments: object, name: str = "") -> None:
         self._function, self._arguments = function, arguments
         self._name = name or function.__name__
         self._awaited = f"await ….{self._name}(…)"

@@ -15,6 +15,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, parse
+from rekindle._src.calls.requests import Images
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
@@ -95,7 +96,7 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Any = None,
+        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -110,7 +111,7 @@ class EmbeddingMethods:
         self,
         texts: Sequence[PromptLike],
         *,
-        images: Any = None,
+        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -124,7 +125,7 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Any = None,
+        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -133,8 +134,8 @@ class EmbeddingMethods:
         adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
-        **unknown: Any,
-    ) -> Any:
+        **unknown: object,
+    ) -> Embeddings[Vector] | Embeddings[list[Vector | RekindleError]]:
         """Await it for a text's vector, a float32 array; for a list of texts one array [n, numbers].
 
         A text is a string or a list of token ids, at most `max_model_len` tokens long. `pooling` makes one vector of
@@ -218,14 +219,15 @@ class EmbeddingMethods:
             return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
 
         batch: Batch[Any] = Batch(handles, progress=texts_shown(self._front), keep_errors=errors == "return")
-        return Embeddings(batch, finish)
+        call: Embeddings[Any] = Embeddings(batch, finish)
+        return call
 
     @overload
     def embed_sync(
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Any = None,
+        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -240,7 +242,7 @@ class EmbeddingMethods:
         self,
         texts: Sequence[PromptLike],
         *,
-        images: Any = None,
+        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
@@ -250,10 +252,11 @@ class EmbeddingMethods:
         priority: int = 0,
         errors: Literal["return"],
     ) -> list[Vector | RekindleError]: ...
-    def embed_sync(self, texts: Any, **options: Any) -> Any:
+    def embed_sync(self, texts: Any, **options: Any) -> Vector | list[Vector | RekindleError]:
         """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""
         call: Embeddings[Any] = self.embed(texts, **options)
-        return call.result_sync()
+        vectors: Vector | list[Vector | RekindleError] = call.result_sync()
+        return vectors
 
 
 def usage_so_far(handles: Sequence[Handle[Any]]) -> Usage:

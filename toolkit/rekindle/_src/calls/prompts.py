@@ -26,7 +26,7 @@ class Prompt:
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # the reason why it is no prompt
     extensions: Extensions = NONE  # what is known of the request's capabilities
-    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
+    messages: Sequence[Mapping[str, object]] | None = None  # of a chat
     long: bool = False  # True if rendering it takes long
     shown: str | None = None  # the text as its caller wrote it, if it is another
 

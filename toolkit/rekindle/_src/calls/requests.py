@@ -33,7 +33,7 @@ from rekindle.errors import InvalidRequest, RekindleError
 
 Completions = list[Completion]
 One = Literal[1] | None
-Images = Any  # a picture or a list of them; see `rekindle.images`
+Images = object  # a picture or a list of them; see `rekindle.images`
 
 
 class Requests:

@@ -48,7 +48,7 @@ class BulkChannel(Channel):
         self._outgoing: SendMemory | None = None  # the same, once the other side reads it
         self._incoming: ReceiveMemory | None = None
 
-    def offer_memory(self) -> dict[str, Any] | None:
+    def offer_memory(self) -> dict[str, object] | None:
         """Return an offer of memory for the bulk data that this side sends; None if there is none."""
         if self.sealed:
             return None

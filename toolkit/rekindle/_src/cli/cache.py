@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.names import printable
 from rekindle._src.kvcache.persist.segment import Segment
 from rekindle._src.models.loading.hub import readable_name
 from rekindle.errors import ConfigError, StoreError
@@ -32,7 +33,7 @@ class CacheItem(NamedTuple):
     """A removable entry: a folder or a file two levels below the cache directory."""
 
     path: Path
-    kind: str  # the folder it is in: chats, programs, pages, snapshots, tokenizers, weights
+    kind: str  # the folder it is in, one of `KINDS`
     size: int
     used: float  # seconds since the epoch
     model: str = ""  # its model; "" if several models share it, or the model is unknown
@@ -73,7 +74,11 @@ def entries(folder: Path) -> list[CacheItem]:
 
 
 def owner(path: Path, kind: str) -> str:
-    """Return the name of the model in an entry; "" if it has none."""
+    """Return the name of the model in an entry, as it may be printed; "" if it has none."""
+    return printable(_owner(path, kind))
+
+
+def _owner(path: Path, kind: str) -> str:
     with contextlib.suppress(Exception):  # a damaged entry is listed without a name
         match kind:
             case "programs":

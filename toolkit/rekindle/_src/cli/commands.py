@@ -17,6 +17,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, get_args
 
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core.activity import Progress
 from rekindle._src.core.config import EngineConfig
@@ -40,7 +41,7 @@ def generate(arguments: argparse.Namespace) -> int:
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))
         if arguments.json:
-            print(json.dumps(_as_json(handle.result_sync()), ensure_ascii=False))
+            print(for_stream(json.dumps(_as_json(handle.result_sync()), ensure_ascii=False), sys.stdout))
             return 0
         started = False
         try:
@@ -48,7 +49,7 @@ def generate(arguments: argparse.Namespace) -> int:
                 if not started:  # the progress bar uses the line until the first text
                     print(beginning, end="", flush=True)
                     started = True
-                print(delta.text, end="", flush=True)
+                print(for_stream(delta.text, sys.stdout), end="", flush=True)
             print("" if started else beginning)
         except KeyboardInterrupt:
             handle.cancel()

@@ -10,16 +10,22 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups
+from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups, stored_model
 from rekindle._src.cli import report
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.html import count
 from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
+from rekindle._src.models.base import Graph, abstract_model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.stored import StoredCheckpoint
+from rekindle._src.models.loading.stored_types import stored_types
 from rekindle._src.models.partition import Partition
+from rekindle._src.models.unpacking import words
 
 REQUIRED = (
     "jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2", "ipywidgets",
@@ -294,15 +300,19 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.opening.blueprint import blueprint
     from rekindle._src.opening.open_request import OpenRequest
-    from rekindle._src.opening.source import source_of
+    from rekindle._src.opening.source import CheckpointSource, source_of
     from rekindle._src.programs.programs import Programs
 
     options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
     options["max_model_len"] = arguments.context
     request = OpenRequest(arguments.plan, EngineConfig.of(options))
-    plan = blueprint(request, source_of(request))
+    source = source_of(request)
+    plan = blueprint(request, source)
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
     yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")
+    if isinstance(source, CheckpointSource) and source.plan.found.stored.may_be_quantized:
+        found = source.plan.found
+        yield from _types(found.stored, found.config, plan.graph, plan.programs.leaves)
     for cache in plan.caches:
         sizes = f"{cache.slots:,} of {cache.slot_bytes:,} bytes on the device"
         below = f"{cache.host_bytes / 2**20:,.0f} MiB of host memory and {cache.disk_bytes / 2**20:,.0f} MiB of disk"
@@ -333,6 +343,22 @@ def plan_model(
     )
     per_shard = f" in {shards} data shards of {result.devices // shards}" if shards > 1 else ""
     yield from plan_checks(result, f"{shape} on {result.devices} × {device}{per_shard}")
+    seen = stored_model(shape)
+    if seen is not None and seen.may_be_quantized:
+        yield from _types(seen, config, *abstract_model(config, dtype, quantize, kinds=kinds))
+
+
+def _types(stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[Any]) -> Iterator[Check]:
+    """Yield what becomes of the tensors of each type that a checkpoint stores."""
+    for kind in stored_types(stored, config, graph, shapes):
+        exactly = ", exactly" if kind.exact else ""
+        yield Check(
+            "pass", kind.name,
+            f"{count(kind.tensors, 'tensor')}, {kind.stored_bytes / 1e6:,.1f} MB; {kind.form}{exactly}: "
+            f"{kind.bytes / 1e6:,.1f} MB of memory",
+        )  # fmt: skip
+    if reason := words(graph):
+        yield Check("warn", "weights", reason, "`rekindle doctor` says why there are no native kernels")
 
 
 def plan_checks(plan: Plan, title: str) -> Iterator[Check]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from rekindle._src.cli import usage
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.usage import Parser
 from rekindle._src.core import memory
 from rekindle._src.core.activity import Activity, State
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
         sys.stderr.close()  # keeps the interpreter from complaining about the pipe at exit
         return 1
     except RekindleError as error:
-        print(f"rekindle: {error}", file=sys.stderr)
+        print(for_stream(f"rekindle: {error}", sys.stderr), file=sys.stderr)
         return 1
 
 

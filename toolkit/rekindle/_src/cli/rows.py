@@ -8,6 +8,7 @@ from typing import Final
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.utils import get_cwidth
 
+from rekindle._src.cli.controls import PICTURES
 from rekindle._src.core import html, style
 from rekindle._src.core.highlight import Kind, pieces
 from rekindle._src.core.markdown import ItemBlock, read
@@ -71,16 +72,8 @@ def _characters(row: Row) -> Iterator[tuple[str, str]]:
                 yield from [(look, " ")] * spaces
                 place += spaces
             else:
-                yield look, _visible(character)
+                yield look, PICTURES.get(ord(character), character)
                 place += 1
-
-
-def _visible(character: str) -> str:
-    """Return a character that can't steer the terminal: a picture in place of a control character."""
-    code = ord(character)
-    if code < 32:
-        return chr(0x2400 + code)
-    return "\N{REPLACEMENT CHARACTER}" if 127 <= code < 160 else character
 
 
 def _joined(cells: Iterable[tuple[str, str]]) -> Row:

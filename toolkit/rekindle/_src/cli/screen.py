@@ -13,6 +13,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.renderer import print_formatted_text
 from prompt_toolkit.styles import Style
 
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.rows import QUIET, Row, markdown, plain
 from rekindle._src.core import html
 from rekindle._src.core.activity import erased_lines, terminal_columns
@@ -67,7 +68,11 @@ class TerminalWriter:
         self._text, self._reasoning, self._rows, self._began, self._due = "", "", [], False, 0.0
 
     def note(self, text: str, *, margin: int = 0) -> None:
-        """Write a line that is not part of the text. Its rows after the first begin at a `margin`."""
+        """Write a line that is not part of the text. Its rows after the first begin at a `margin`.
+
+        It may repeat what others wrote, such as a template's reason to refuse a message.
+        """
+        text = for_stream(text, sys.stderr)
         if sys.stderr.isatty():
             columns = max(20, terminal_columns(sys.stderr) - 1)
             indent = " " * min(margin, columns // 2)

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple, Self, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, Self, TextIO
 
 from rekindle._src.core import html
 
@@ -375,6 +375,15 @@ class ProgramWait:
 NO_WAIT = ProgramWait()  # of a session whose steps need no programs
 
 
+class CountedReport(Protocol):
+    """How much of some work is done."""
+
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
 class Progress:
     """A progress bar. Call it with an object that has `done` and `total`; each call replaces the line before."""
 
@@ -390,7 +399,7 @@ class Progress:
         self._lock = threading.Lock()  # programs are compiled by several threads
         self._visible = False
 
-    def __call__(self, report: Any) -> None:
+    def __call__(self, report: CountedReport) -> None:
         with self._lock:
             self.done, self.total = report.done, report.total
             now = time.monotonic()
@@ -403,7 +412,7 @@ class Progress:
     def fraction(self) -> float:
         return self.done / self.total if self.total else 1.0
 
-    def line(self, report: Any) -> str:
+    def line(self, report: CountedReport) -> str:
         """Return the line for a report. Compiling shows the program's name and the time left; others their own text."""
         program = getattr(report, "program", None)
         if program is None:

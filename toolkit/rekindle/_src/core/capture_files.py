@@ -26,6 +26,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.pictures import PictureRun
+from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.tapped import NAME_A_FOLDER, CapturedPart, RequestTaps
 from rekindle._src.core.taps import HEADER, PICTURES, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
@@ -200,6 +201,8 @@ def _new_folder(into: Path) -> Path:
 
 FLOATS: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 LONGEST_HEADER = 1 << 20  # bytes of a header
+LARGEST_CHANGES = 1 << 30  # bytes of a file of vectors
+_DIGITS, _SHOWN = 6, 80  # of a layer's number; characters of a text in an error
 _NAMING = 'Name each vector by its site and layer, as in safetensors.numpy.save_file({"residual.8": vector}, path)'
 
 
@@ -211,7 +214,7 @@ def read_changes(path: str | Path) -> tuple[Steer, ...]:
     """
     file = Path(path).expanduser()
     try:
-        data = file.read_bytes()
+        data = read_plain(file, LARGEST_CHANGES)
     except OSError as error:
         raise _wrong(file, f"can't be read: {error.strerror or error}", "Check the path") from None
     try:
@@ -219,21 +222,21 @@ def read_changes(path: str | Path) -> tuple[Steer, ...]:
         if length > LONGEST_HEADER:
             raise ValueError
         header = json.loads(data[8 : 8 + length])
-        metadata = header.pop("__metadata__", {})
-        vectors = {name: _vector(data[8 + length :], entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        metadata = {"mode": "add", "scale": "1", **header.pop("__metadata__", {})}
+        vectors = {name: _vector(memoryview(data)[8 + length :], entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         fix = f"Write vectors in 16, 32 or 64 bits, without bfloat16. {_NAMING}"
         raise _wrong(file, "is no safetensors file of float vectors", fix) from None
-    mode, scale = metadata.get("mode", "add"), metadata.get("scale", "1")
+    mode, scale = metadata["mode"], metadata["scale"]
     try:
         factor = float(scale)
-    except ValueError:
-        raise _wrong(file, f"has a scale {scale!r}", "Write a number") from None
+    except (ValueError, TypeError, OverflowError):
+        raise _wrong(file, f"has a scale {str(scale)[:_SHOWN]!r}", "Write a number") from None
     changes = []
     for name, vector in vectors.items():
         site, _, layer = name.partition(".")
-        if site not in STEER_SITES or not layer.isdecimal() or vector.ndim != 1:
-            raise _wrong(file, f"has a tensor {name!r} of shape {vector.shape}", _NAMING)
+        if site not in STEER_SITES or not layer.isdecimal() or len(layer) > _DIGITS or vector.ndim != 1:
+            raise _wrong(file, f"has a tensor {name[:_SHOWN]!r} of shape {vector.shape}", _NAMING)
         try:
             changes.append(Steer(int(layer), vector, factor, mode=mode, site=site))
         except InvalidRequest as error:
@@ -243,7 +246,7 @@ def read_changes(path: str | Path) -> tuple[Steer, ...]:
     return tuple(sorted(changes, key=lambda change: change.layer))
 
 
-def _vector(data: bytes, entry: Any) -> NDArray[Any]:
+def _vector(data: memoryview, entry: Any) -> NDArray[Any]:
     begin, end = entry["data_offsets"]
     numbers: NDArray[Any] = np.frombuffer(data[begin:end], FLOATS[entry["dtype"]])
     return numbers.reshape(entry["shape"])

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
+
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
@@ -176,11 +178,11 @@ class RunnerLike(Protocol):
         """Return the name of the program that runs a plan."""
         ...
 
-    def read_side(self, side: int, slots: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+    def read_side(self, side: int, slots: Sequence[int]) -> Sequence[tuple[NDArray[Any], ...]]:
         """Return the entries in slots of a side cache of the model, by its number. Called between steps."""
         ...
 
-    def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> Sequence[tuple[Any, ...]]:
+    def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> Sequence[tuple[NDArray[Any], ...]]:
         """Return a copy of pages: for each, one array per leaf of the KV cache. No step may be in flight."""
         ...
 
@@ -264,8 +266,8 @@ class ChatLike(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
         **variables: Any,

@@ -47,6 +47,11 @@ class Extension:
         return False
 
     @property
+    def reads_logits(self) -> bool:
+        """True if it reads logits of all layers, which a program of their own computes."""
+        return False
+
+    @property
     def held(self) -> bool:
         """True while no step may have the request. Asked in every step, if a class overrides it."""
         return False
@@ -84,16 +89,23 @@ class Extension:
         return self
 
 
+class DeviceLoad:
+    """Something that requests' extensions need on the device, in addition to pages, before their rows run."""
+
+    __slots__ = ()
+
+
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 
-    __slots__ = ("altered", "by_position", "cutting", "generates", "holding", "naming")
+    __slots__ = ("altered", "by_position", "cutting", "generates", "holding", "naming", "reads_logits")
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
         self.altered: tuple[str, ...] = ()
         self.generates: bool = True
         self.by_position: bool = False
+        self.reads_logits: bool = False
         self.holding: tuple[Extension, ...] = ()  # those that may hold the request
         self.cutting: tuple[Extension, ...] = ()  # those that decide where its prompt is cut
         self.naming: Extension | None = None  # the one by which the prefix tree knows its tokens, if one does
@@ -101,6 +113,7 @@ class Extensions(dict[type[Extension], Extension]):
             self.altered += extension.altered
             self.generates = self.generates and extension.generates
             self.by_position = self.by_position or extension.by_position
+            self.reads_logits = self.reads_logits or extension.reads_logits
             if type(extension).held is not Extension.held:
                 self.holding += (extension,)
             if type(extension).cut is not Extension.cut:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
-T = TypeVar("T")
+G = TypeVar("G", bound=Callable[..., object])
 Group = Literal["requests", "tokens", "steps", "pages"]
 
 
@@ -26,12 +26,10 @@ class FigureSpec(NamedTuple):
 FIGURES: dict[str, FigureSpec] = {}
 
 
-def figure(
-    group: Group, *, gauge: str = "", counters: tuple[str, ...] = (), own: bool = False
-) -> Callable[[Callable[[Any], T]], Callable[[Any], T]]:
+def figure(group: Group, *, gauge: str = "", counters: tuple[str, ...] = (), own: bool = False) -> Callable[[G], G]:
     """Declare the getter below a `@property` as a figure. One name means the same figure everywhere."""
 
-    def declare(getter: Callable[[Any], T]) -> Callable[[Any], T]:
+    def declare(getter: G) -> G:
         words = " ".join((getter.__doc__ or "").split())
         FIGURES[getter.__name__] = FigureSpec(getter.__name__, group, words, gauge, counters, own)
         return getter

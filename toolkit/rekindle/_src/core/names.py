@@ -41,6 +41,11 @@ def checked_name(field: str, name: object, *, colons: bool = False) -> str:
     return name
 
 
+def printable(text: str) -> str:
+    """Return at most `MAX_NAME` characters of what somebody else calls a model, as they may be shown anywhere."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:MAX_NAME])
+
+
 def name_of_model(text: str) -> str:
     """Return a name made from a path or a hub id: that of the folder, with dashes in the place of what no name has."""
     kept = "".join(letter if name_problem(letter, colons=True) is None else "-" for letter in text[:MAX_NAME])

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.pictures import PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
@@ -171,7 +171,7 @@ class Request:
     index: int = 0  # of the sequence among the n
     resumed: ResumeState | None = None  # if it began in another process
     caller: str = ""  # grammars of several callers are compiled by turns
-    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
+    messages: Sequence[Mapping[str, object]] | None = None  # of a chat, for routing
     extensions: Extensions = NONE  # of the capabilities that it uses
 
     @property
@@ -288,7 +288,7 @@ class StepPlan:
     restore: tuple[PageMove, ...] = ()  # pages to fill from the host tier before the rows run
     sides_out: tuple[PageMove, ...] = ()  # slots of side caches to read out as `offload`
     sides_in: tuple[PageMove, ...] = ()  # and to fill as `restore`
-    loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
+    loads: tuple[DeviceLoad, ...] = ()  # what to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
     tasks: tuple[DraftTask, ...] = ()  # of a small model that drafts, before the rows run
 
@@ -689,37 +689,3 @@ class EmbeddingResult:
     vector: Vector
     usage: Usage
     timings: Timings
-
-
-UNIT = 16  # rows of rank
-
-
-class AdapterLike(Protocol):
-    """An adapter's weights, in host memory."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def digest(self) -> str:
-        """A digest of its weights."""
-        ...
-
-    @property
-    def rank(self) -> int: ...
-
-
-class AdapterLoad(NamedTuple):
-    """An adapter that is put into a slot and units of the device before a step, in place of what was there.
-
-    It takes as many units of `UNIT` rows as its rank needs. The slot's number tells its tokens from others; slot 0
-    means none.
-    """
-
-    slot: int
-    units: tuple[int, ...]
-    adapter: AdapterLike
-
-
-def units_for(rank: int) -> int:
-    """Return how many units an adapter of this rank needs."""
-    return -(-rank // UNIT)

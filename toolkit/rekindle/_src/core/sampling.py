@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,7 +77,7 @@ class SamplingOptions(TypedDict, total=False):
     logprob_start: int | None
     logprob_token_ids: Sequence[int] | None
     logprobs_of: LogprobsOf | None
-    capture: Capture | Mapping[str, Any] | None
+    capture: Capture | Mapping[str, object] | None
     steer: SteerLike | Sequence[SteerLike] | None
     patch: Captured | None
     taps: str | Sequence[str] | None
@@ -84,7 +85,7 @@ class SamplingOptions(TypedDict, total=False):
     processors: str | Sequence[str] | None
     adapter: str | Mapping[str, float] | None
     salt: str | None
-    schema: Any | None
+    schema: object | None
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
@@ -228,7 +229,8 @@ def _adapter(name: str, value: Any, error: Refusal) -> str | dict[str, float]:
 def _weighted(name: str, value: Mapping[Any, Any], error: Refusal, fix: str) -> dict[str, float]:
     """Return names and their weights."""
     for key, weight in value.items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        number = number and abs(weight) <= sys.float_info.max  # an int beyond it is no float
         if not (isinstance(key, str) and key and number):
             raise error(name, {key: weight}, "is not a name with a finite weight", fix)
     return {key: float(weight) for key, weight in value.items()}
@@ -372,7 +374,7 @@ class Sampling(html.Record):
     processors: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _named("processor")))
     adapter: str | Mapping[str, float] | None = option(None, _adapter)
     salt: str | None = option(None, _salt, also=("http",))
-    schema: Any = option(None, _schema)
+    schema: object = option(None, _schema)
     regex: str | None = option(None, _structure_text)
     choice: tuple[str, ...] | None = option(None, Several("strings", MAX_CHOICES, _choices, may_be_empty=False))
     grammar: str | None = option(None, _structure_text)
@@ -461,6 +463,24 @@ def check_size(name: str, characters: int) -> None:
         raise InvalidRequest(
             name, f"{characters:,} characters", f"is over the {MAX_STRUCTURE:,} that are possible", "Use a smaller one"
         )
+
+
+def check_json(name: str, value: object) -> None:
+    """Raise InvalidRequest for a structure whose JSON is surely too long, before it is written as text."""
+    size, values = 0, [value]
+    while values:
+        one = values.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping):
+            size += sum(len(key) for key in one if isinstance(key, str))
+            values += one.values()
+        elif isinstance(one, list | tuple):
+            values += one
+        size += 1
+        if size > MAX_STRUCTURE:
+            problem = f"is over the {MAX_STRUCTURE:,} characters that are possible"
+            raise InvalidRequest(name, f"a {type(value).__name__}", problem, "Use a smaller one")
 
 
 def is_type(value: Any) -> bool:

@@ -12,13 +12,15 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from rekindle._src.core.atomic_checkpoint import (
     DAMAGED,
@@ -47,6 +49,21 @@ class Entry(NamedTuple):
     size: int  # bytes
 
 
+@dataclasses.dataclass(slots=True)
+class FolderRoom:
+    """Half of what the bounds of a folder leave: as much may be written before it is looked through again."""
+
+    entries: float
+    bytes: float
+
+    @property
+    def is_used_up(self) -> bool:
+        return self.entries <= 0 or self.bytes <= 0
+
+
+_rooms: dict[tuple[Path, int | None, int | None], FolderRoom] = {}  # of this process, by folder and bounds
+
+
 class Unusable(StoreError):
     """An entry can't be used. `passing` is True if it stays, since the next attempt may succeed."""
 
@@ -61,6 +78,8 @@ class Sound(StoreError):
 
 class Store:
     """The entries of one kind in a cache folder."""
+
+    log: ClassVar[logging.Logger] = log  # of `warn_once`
 
     def __init__(
         self,
@@ -79,6 +98,7 @@ class Store:
         self.folder, self.verified = folder, verified
         self.most, self.max_bytes, self.max_age, self.kept_damaged = most, max_bytes, max_age, kept_damaged
         self._pruning = threading.Lock()
+        self._warned: set[str] = set()
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is read or written here
         if self.distrusted is not None:
             private_files.tell_once(self.distrusted)
@@ -97,6 +117,8 @@ class Store:
             content = private_files.read(self.path(name), inside=self.folder)
         except FileNotFoundError:
             return None
+        if self.max_bytes is not None:
+            _touch(self.path(name))
         if not self.verified:
             return content
         checksum, content = content[:_SUM], content[_SUM:]
@@ -118,6 +140,8 @@ class Store:
             self.prune(room=1)
         parts = [_checksum(name, content), content] if self.verified else [content]
         private_files.write(self.path(name), parts, durable=durable)
+        if self.max_bytes is not None:
+            self.prune_after(sum(map(len, parts)))
         return True
 
     def remove(self, name: str) -> None:
@@ -143,8 +167,7 @@ class Store:
             raise
         except errors as error:
             raise self.unusable(name, error) from error
-        with contextlib.suppress(OSError):
-            os.utime(path)  # for the order in which entries are removed; it stays as it is in a read-only cache
+        _touch(path)
         read_through.keep(path)
         return result
 
@@ -169,6 +192,12 @@ class Store:
                 raise
         read_through.keep(path)
 
+    def warn_once(self, topic: str, text: str) -> None:
+        """Log `text`, once for each `topic`."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.log.warning(text)
+
     # Room.
 
     def entries(self) -> list[Entry]:
@@ -190,8 +219,26 @@ class Store:
         with self._pruning:
             self._prune(room)
 
+    def prune_after(self, size: int) -> None:
+        """Prune after an entry of `size` bytes was written, unless half of what the bounds left is still there.
+
+        Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
+        that write into the folder at the same time.
+        """
+        with self._pruning:
+            room = _rooms.get(self._bounds)
+            if room is not None:
+                room.entries, room.bytes = room.entries - 1, room.bytes - size
+            if room is None or room.is_used_up:
+                self._prune(0)
+
+    @property
+    def _bounds(self) -> tuple[Path, int | None, int | None]:
+        return self.folder, self.most, self.max_bytes
+
     def _prune(self, room: int) -> None:
         total, oldest = 0, 0.0 if self.max_age is None else time.time() - self.max_age
+        count = room
         for count, entry in enumerate(self.entries(), 1 + room):
             total += entry.size
             beyond = (self.most is not None and count > self.most) or (
@@ -199,6 +246,10 @@ class Store:
             )
             if beyond or entry.used < oldest:
                 _remove(entry.path)
+        _rooms[self._bounds] = FolderRoom(
+            (math.inf if self.most is None else self.most - count) / 2,
+            (math.inf if self.max_bytes is None else self.max_bytes - total) / 2,
+        )
         for path in self._paths():
             unfinished = not is_finished(path.name) or path.name.startswith(".")
             if not path.name.startswith(DAMAGED) and (unfinished or self.is_broken(path)) and is_stale(path):
@@ -214,8 +265,15 @@ def _checksum(name: str, content: bytes) -> bytes:
     return private_files.checksum(name, content).encode()
 
 
+def _touch(path: Path) -> None:
+    """Note that an entry is used, for the order in which entries are removed. In a read-only cache it stays."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _remove(path: Path) -> None:

@@ -72,7 +72,7 @@ class Capture(html.Line):
     prompt: a later request that captures the same of these pages, with `keep`, gets it without computing them.
     """
 
-    sites: Mapping[str, Any]
+    sites: Mapping[str, object]
     positions: Positions = None
     into: str | os.PathLike[str] | None = None
     keep: bool = False
@@ -118,10 +118,11 @@ def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
     return tuple(layer_of("capture", layer, count) for layer in numbers)
 
 
-def layer_of(name: str, layer: Any, count: int | None) -> int:
+def layer_of(name: str, layer: object, count: int | None) -> int:
     """Return a layer's number, counted from 0."""
+    number: Any = layer
     try:
-        number = layer.__index__()
+        number = number.__index__()
     except AttributeError:
         raise InvalidRequest(name, layer, "is not a layer's number", "Pass an int") from None
     if count is not None and not -count <= number < count:
@@ -259,7 +260,7 @@ class Captured(Mapping[Any, Any]):
     def __init__(
         self,
         positions: NDArray[np.int32],
-        arrays: Mapping[Any, NDArray[Any]],
+        arrays: Mapping[Key, NDArray[Any]],
         layers: int,
         *,
         folder: Path | None = None,
@@ -268,7 +269,7 @@ class Captured(Mapping[Any, Any]):
         self.positions: NDArray[np.int32] = positions
         self.layers: int = layers  # of the model
         self.folder: Path | None = folder
-        self._arrays = dict(arrays)
+        self._arrays: dict[Any, NDArray[Any]] = dict(arrays)
         self._pictures = tuple(pictures)  # of the prompt
 
     @classmethod
@@ -279,23 +280,29 @@ class Captured(Mapping[Any, Any]):
 
         import numpy as np
 
+        from rekindle._src.core.plain_files import open_plain
+
         def mapped(path: Path, begin: int, entry: Mapping[str, Any]) -> NDArray[Any]:
             shape, dtype = tuple(entry["shape"]), np.dtype(TYPES[entry["dtype"]])
             if 0 in shape:
                 return np.empty(shape, dtype)
             return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)
 
-        arrays: dict[Any, NDArray[Any]] = {}
+        arrays: dict[Key, NDArray[Any]] = {}
         positions, layers = np.empty(0, np.int32), 0
         for path in sorted(Path(folder).glob("*" + SUFFIX)):
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, HEADER)))
-            layers = int(header.pop("__metadata__")["layers"])
-            positions = mapped(path, 8 + length, header.pop("positions"))
-            ((name, entry),) = header.items()
-            site, dot, layer = name.partition(".")
-            arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+            try:
+                with open_plain(path) as file:
+                    (length,) = struct.unpack("<Q", file.read(8))
+                    header = json.loads(file.read(min(length, HEADER)))
+                layers = int(header.pop("__metadata__")["layers"])
+                positions = mapped(path, 8 + length, header.pop("positions"))
+                ((name, entry),) = header.items()
+                site, dot, layer = name.partition(".")
+                arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+            except Exception as error:  # whatever a stranger's file leads to
+                problem = f"has a damaged {path.name} ({type(error).__name__}: {str(error)[:100]})"
+                raise InvalidRequest("folder", str(folder), problem, "Capture again, or remove the file") from None
         if not arrays:
             fix = "Pass the folder of one request, such as done.captured.folder"
             raise InvalidRequest("folder", str(folder), "has no captures", fix)
@@ -332,7 +339,7 @@ class Captured(Mapping[Any, Any]):
     __hash__ = object.__hash__
 
     @property
-    def arrays(self) -> Mapping[Any, NDArray[Any]]:
+    def arrays(self) -> Mapping[Key, NDArray[Any]]:
         """The arrays by site and layer."""
         return self._arrays
 
@@ -389,9 +396,11 @@ class Captured(Mapping[Any, Any]):
         wrong = [key for key in self._arrays if key == "norm" or key[0] not in STEER_SITES]
         if wrong:
             raise InvalidRequest("patch", wrong[0], "can't be changed", f"Capture {_SITES_TO_STEER}")
+        changes: list[tuple[Any, int, NDArray[Any]]] = [
+            (*key, array) for key, array in self._arrays.items() if isinstance(key, tuple)
+        ]
         return tuple(
-            Steer(layer, array, positions=positions, mode="replace", site=site)
-            for (site, layer), array in self._arrays.items()
+            Steer(layer, array, positions=positions, mode="replace", site=site) for site, layer, array in changes
         )
 
     def to_pandas(self, key: object = None) -> Any:

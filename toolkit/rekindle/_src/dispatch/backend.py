@@ -19,10 +19,10 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
+from rekindle._src.core.extensions import AdapterLike
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.pictures import EncodedRows, PictureStatistics, TokenGrid
 from rekindle._src.core.records import (
-    AdapterLike,
     FinishReason,
     IntArray,
     Request,
@@ -56,7 +56,7 @@ class Submission(NamedTuple):
     arrival: float
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
     extensions: Extensions = NONE  # what its caller has resolved, for the capabilities
-    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
+    messages: Sequence[Mapping[str, object]] | None = None  # of a chat, for routing
     long: bool = False  # there is so much to render that others go on meanwhile
     caller: str = ""  # those with long prompts or grammars take turns
 
@@ -100,7 +100,7 @@ class StepOnce(NamedTuple):
 class Exclusive(NamedTuple):
     """caller → schedule: call `job` on the device thread while no step is in flight, then `after` on the loop."""
 
-    job: Callable[[], Any]
+    job: Callable[[], object]
     after: Callable[[Any], object]
     done: OneShot[Any]
     vital: bool = False  # the session can't go on if it fails
@@ -114,7 +114,7 @@ class LoopTurn(NamedTuple):
     """schedule → step: dispatch `plan`, then fetch the step dispatched in the turn before."""
 
     plan: StepPlan | None
-    job: Callable[[], Any] | None = None  # instead of a step
+    job: Callable[[], object] | None = None  # instead of a step
 
 
 class TurnOutcome(NamedTuple):
@@ -122,7 +122,7 @@ class TurnOutcome(NamedTuple):
 
     result: StepResult | None = None
     failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order in which they were planned
-    returned: Any = None  # by the job
+    returned: object = None  # by the job
     error: BaseException | None = None  # raised by the job
 
 
@@ -230,7 +230,7 @@ class PicturesLike(Protocol):
         """The id of the tokens that rows of pictures take the place of."""
         ...
 
-    def read(self, values: Sequence[Any], field: str = "images") -> tuple[PictureLike, ...]:
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
         """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
         ...
 
@@ -258,7 +258,9 @@ class PicturesLike(Protocol):
         """Return the figures of now."""
         ...
 
-    def use(self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]) -> Any:
+    def use(
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]
+    ) -> tuple[IntArray | None, int]:
         """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
         ...
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.core.records import PageMove
+
+if TYPE_CHECKING:
+    from rekindle._src.models.base import LoadedModel
 
 
 class FreedMemory(NamedTuple):
@@ -30,7 +33,7 @@ class Device:
     is_alone: bool = False  # no other process shares the model: it can sleep, and set pages aside
 
     @property
-    def model(self) -> Any:
+    def model(self) -> LoadedModel:
         """The loaded model that is in use."""
         raise NotImplementedError("no weights")
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -42,6 +42,9 @@ from rekindle._src.dispatch.backend import (
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.scheduling.sequence import Explanation
 
 Observer = Callable[[StepResult], object]
 STALL_SECONDS = 30.0  # how long a scheduler may have work and plan nothing before that counts as a defect
@@ -231,8 +234,9 @@ class Engine:
     def status(self, request_id: str) -> Status | None:
         return self.scheduler.status(request_id)
 
-    def explain(self, request_id: str) -> Any:
-        return self.scheduler.explain(request_id)
+    def explain(self, request_id: str) -> Explanation | None:
+        explanation: Explanation | None = self.scheduler.explain(request_id)
+        return explanation
 
     def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:
         """Have `lost` called, from any thread, when a process that shares the model is gone."""

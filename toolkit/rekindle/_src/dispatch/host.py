@@ -180,7 +180,7 @@ class Host:
         *,
         contexts: Contexts = contextlib.nullcontext,
         backend: str = "asyncio",
-        backend_options: dict[str, Any] | None = None,
+        backend_options: dict[str, object] | None = None,
     ) -> None:
         """Set up; `build` makes front and backend on the device thread."""
         self.opened: OneShot[Front] = OneShot()

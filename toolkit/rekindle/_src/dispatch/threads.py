@@ -236,7 +236,7 @@ def new_wakeup() -> Wakeup:
     return ThreadWakeup() if _here.blocking else current_waker().wakeup()
 
 
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_sync(coroutine: Coroutine[object, None, T]) -> T:
     """Run a client coroutine in this thread, blocking it; every `…_sync` method is made of this.
 
     Client coroutines await nothing but wakeups, and inside `run_sync` a wakeup blocks the thread. So no loop is needed,

@@ -269,9 +269,16 @@ class ScoreRequests:
         priority: int = 0,
     ) -> Scoring[ScoreTable]: ...
     def score(
-        self, prompt: Any, choices: Any, *, images: Images = None,
-        adapter: str | Mapping[str, float] | None = None, salt: str | None = None, priority: int = 0, **unknown: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompt: PromptLike | Sequence[PromptLike],
+        choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
+        *,
+        images: Images = None,
+        adapter: str | Mapping[str, float] | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+        **unknown: object,
+    ) -> Scoring[Scores] | Scoring[ScoreTable]:
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
             scores = await session.score("The capital of France is", [" Paris", " Rome"])
@@ -323,10 +330,13 @@ class ScoreRequests:
             ]
             if not many:
                 return scores[0]
-            index = prompt.index if hasattr(prompt, "iloc") else None  # a column of pandas
+            column: Any = prompt
+            index = column.index if hasattr(column, "iloc") else None  # of pandas
             return ScoreTable(scores, prompts=[one.shown or one.text for one in prompts], index=index)
 
-        return Scoring(prepare, finish, long=sum(question.characters for question in questions) >= LONG_TEXT)
+        long = sum(question.characters for question in questions) >= LONG_TEXT
+        call: Scoring[Any] = Scoring(prepare, finish, long=long)
+        return call
 
     @overload
     def score_sync(
@@ -350,10 +360,11 @@ class ScoreRequests:
         salt: str | None = None,
         priority: int = 0,
     ) -> ScoreTable: ...
-    def score_sync(self, prompt: Any, choices: Any, **options: Any) -> Any:
+    def score_sync(self, prompt: Any, choices: Any, **options: Any) -> Scores | ScoreTable:
         """Run `score` from code without an event loop: blocks this thread until the scores are there."""
         call: Scoring[Any] = self.score(prompt, choices, **options)
-        return call.result_sync()
+        scores: Scores | ScoreTable = call.result_sync()
+        return scores
 
 
 class _Question(NamedTuple):

@@ -286,8 +286,8 @@ class Runner:
         self._owners = [None] * len(self._owners)
 
     def sleep(self, leaving: Sequence[PageMove]) -> None:
-        """Hand pages over to the host tier, then give pages, state, adapters and the hold on the weights back. Programs
-        stay."""
+        """Hand pages over to the host tier, then give back pages, state, the features' arrays and the hold on the
+        weights. Programs stay."""
         self.set_aside(leaving)
         self._latest = None
         self._calls.sleep()

@@ -103,6 +103,10 @@ class Gemma3Pictures(PictureProcessor):
         keys = {"size": {"height": side, "width": side}, "image_seq_length": max(1, side // patch // kernel) ** 2}
         return cls._of_mmproj(clip, keys, {"vision_config": {"image_size": side, "patch_size": patch}})
 
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.patch**2
+
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         crops = self.scan.crops(width, height) if self.scan is not None else ()
         view = PictureView(self.height, self.width, self.height // self.patch, self.width // self.patch, self.tokens)

@@ -65,6 +65,10 @@ class Gemma4Pictures(PictureProcessor):
         """The pixels of a token's side."""
         return self.patch * self.pool
 
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.patch**2
+
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         budget = self.most_tokens * self.pool**2 * self.patch**2  # pixels
         factor = math.sqrt(budget / (height * width))
@@ -106,6 +110,10 @@ class Gemma4UnifiedPictures(Gemma4Pictures):
     """
 
     fused: ClassVar[bool] = True
+
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.side**2
 
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         plan = super().plan(width, height, field=field)

@@ -22,7 +22,9 @@ _MOST_EXIF = 1 << 20
 _MOST_SCANS = 64  # each scan of a progressive JPEG passes over all of its pixels; encoders write about 10
 _MOST_BLOCKS, _MOST_COMMENT = 400_000, 1 << 16  # of a GIF: blocks of up to 255 bytes, and bytes outside of frames
 _MOST_TAGS = 256  # of a TIFF's directory
-_TIFF_COMPRESSIONS = frozenset({1, 2, 3, 4, 5, 7, 8, 32773, 32946})  # none, CCITT, LZW, JPEG, Deflate, PackBits
+# Pillow decodes these with libtiff, which prints what is wrong with a file on the process's standard error: lines of a
+# stranger in the log of a server, or in a notebook's cell.
+COMPRESSED_TIFF = "is a compressed TIFF", _CONVERT
 _TIFF_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4}  # bytes of each type
 _WIDTH, _HEIGHT, _COMPRESSION, _ORIENTATION, _TILE_WIDTH, _TILE_HEIGHT = 256, 257, 259, 274, 322, 323
 
@@ -256,8 +258,8 @@ def _tiff(data: bytes) -> ImageHeader:
         raise HeaderProblem("is a TIFF of several pages", _STILL)
     if _WIDTH not in tags or _HEIGHT not in tags:
         raise HeaderProblem("is a TIFF without its size", _AGAIN)
-    if tags.get(_COMPRESSION, 1) not in _TIFF_COMPRESSIONS:
-        raise HeaderProblem("is a TIFF with a compression that is not read", _CONVERT)
+    if tags.get(_COMPRESSION, 1) != 1:
+        raise HeaderProblem(*COMPRESSED_TIFF)
     width, height = tags[_WIDTH], tags[_HEIGHT]
     # A decoder allocates a tile whole.
     if tags.get(_TILE_WIDTH, 1) > 2 * width + 512 or tags.get(_TILE_HEIGHT, 1) > 2 * height + 512:

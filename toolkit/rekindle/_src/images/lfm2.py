@@ -131,6 +131,10 @@ class Lfm2Pictures(PictureProcessor):
         new_height, new_width = (max(self.patch, round(length / self.side) * self.side) for length in (height, width))
         return new_height * new_width > self.most_tokens * self.side**2 * self.tolerance
 
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.patch**2
+
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         whole = self._view(*self._whole_size(width, height))
         if self.tiles is None or not self._is_large(width, height):

@@ -21,7 +21,7 @@ import numpy as np
 
 from rekindle._src.core.names import path_problem
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.images.headers import HeaderProblem, ImageHeader, read_header
+from rekindle._src.images.headers import COMPRESSED_TIFF, HeaderProblem, ImageHeader, read_header
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ class EncodedPicture:
             try:
                 image = pillow.open(io.BytesIO(self.data), formats=[header.format])
                 self.limits.check_size(*image.size)
+                if header.format == "TIFF" and any(tile[0] != "raw" for tile in image.tile):  # as Pillow reads the tags
+                    raise HeaderProblem(*COMPRESSED_TIFF)
                 # Pillow itself turns a TIFF upright.
                 size = header.upright if header.format == "TIFF" else (header.width, header.height)
                 if image.size == size:
@@ -213,10 +215,11 @@ def open_picture(
     """Return what `source` shows, with its size: files are not decoded yet, what is in memory is.
 
     `source` is a path, the bytes of a file, a `data:` URI, a PIL image, a NumPy array, a matplotlib figure, or what a
-    plot of pandas returns. Files are PNG, JPEG, WebP, GIF, BMP or TIFF; their EXIF orientation is applied, as it is to
-    a PIL image. An animated file is refused, since the model would see its first frame alone; a PIL image is the frame
-    that it stands at. 16 bits a channel are reduced to their upper 8. An array is [height, width], or that with 1, 3 or
-    4 channels last, of uint8, uint16, bool, or floats from 0 to 1; its layout is never guessed. No URL is fetched.
+    plot of pandas returns. Files are PNG, JPEG, WebP, GIF, BMP or uncompressed TIFF; their EXIF orientation is applied,
+    as it is to a PIL image. An animated file is refused, since the model would see its first frame alone; a PIL image
+    is the frame that it stands at. 16 bits a channel are reduced to their upper 8. An array is [height, width], or that
+    with 1, 3 or 4 channels last, of uint8, uint16, bool, or floats from 0 to 1; its layout is never guessed. No URL is
+    fetched.
 
     A text from another machine is for `decode_uri`: here it might be the path of a file of this one.
     Raises `InvalidRequest`, which names `field`, such as `messages[0].content[1]`, and `MissingExtra` without Pillow.
@@ -436,12 +439,20 @@ def _levels(array: np.ndarray[Any, Any]) -> Pixels:
     )
 
 
+def _figure_of(artist: Any) -> Any:
+    """Return the figure that an artist is drawn in, which may be in a part of it."""
+    try:
+        return artist.get_figure(root=True)
+    except TypeError:  # matplotlib 3.9 has no such argument, and its parts of figures name the whole
+        return artist.get_figure().figure
+
+
 def _figure(source: object) -> Any:
     """Return the matplotlib figure of a figure, of axes, or of the array of axes that pandas returns for subplots."""
     artists: list[Any] = list(source.flat[:256]) if isinstance(source, np.ndarray) else [source]
     if not all(_is_a("matplotlib.artist", "Artist", artist) for artist in artists):
         return None
-    figures = {id(figure): figure for figure in (artist.get_figure(root=True) for artist in artists)}
+    figures = {id(figure): figure for figure in (_figure_of(artist) for artist in artists)}
     return next(iter(figures.values())) if len(figures) == 1 else None
 
 

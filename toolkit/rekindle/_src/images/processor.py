@@ -152,6 +152,11 @@ class PictureProcessor(abc.ABC):
         without them they are those of the family's files for transformers.
         """
 
+    @property
+    @abc.abstractmethod
+    def patch_length(self) -> int:
+        """The values of a patch."""
+
     @abc.abstractmethod
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         """Return what a picture of this size becomes. Raises `InvalidRequest` if the family can't read that size."""

@@ -66,6 +66,10 @@ class QwenPictures(PictureProcessor):
             levels=PixelLevels.read(settings, _MEAN, _STD),
         )
 
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.frames * self.patch**2
+
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         if max(width, height) / min(width, height) > _MOST_RATIO:
             problem = f"one side is more than {_MOST_RATIO} times as long as the other, which this model can't read"

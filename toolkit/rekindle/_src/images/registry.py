@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 from rekindle._src.images.gemma3 import Gemma3Pictures
@@ -11,7 +12,11 @@ from rekindle._src.images.processor import PictureProcessor
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.images.smolvlm import SmolvlmPictures
-from rekindle.errors import UnsupportedModel
+from rekindle.errors import InvalidRequest, UnsupportedModel
+
+# Patches of a picture, and their bytes; Qwen3-VL's largest pictures have 65,536 patches of 100 MB.
+MOST_PATCHES, MOST_CODES = 1 << 20, 1 << 29
+_SIZES = ((1, 1), (8192, 8192), (1, 200), (200, 1), (1, 65_535), (65_535, 1), (1024, 65_535), (65_535, 1024))
 
 FAMILIES: Mapping[str, type[PictureProcessor]] = {
     "Qwen2VLImageProcessor": QwenPictures,
@@ -47,7 +52,8 @@ def processor_of_files(preprocessor: object, processor: object = None, config: o
         raise UnsupportedModel(
             f"image_processor_type={name!r} in {settings.where} is not implemented. Implemented: {', '.join(FAMILIES)}."
         )
-    return family.read(settings, outer, ProcessorSettings({} if config is None else config, "config.json"))
+    whole = ProcessorSettings({} if config is None else config, "config.json")
+    return _bounded(family.read(settings, outer, whole), settings.where)
 
 
 def processor_of_mmproj(metadata: Mapping[str, object], tokens: tuple[int, int] | None = None) -> PictureProcessor:
@@ -66,4 +72,20 @@ def processor_of_mmproj(metadata: Mapping[str, object], tokens: tuple[int, int] 
         )
     prefix = "clip.vision."
     keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    return family.from_mmproj(ProcessorSettings(keys, where), tokens)
+    return _bounded(family.from_mmproj(ProcessorSettings(keys, where), tokens), where)
+
+
+def _bounded(processor: PictureProcessor, where: str) -> PictureProcessor:
+    """Return the processor. Raise `UnsupportedModel` for one that makes too much of a picture of some size.
+
+    Each number of a file is within bounds, but some are multiplied: a small picture would take gigabytes.
+    """
+    for width, height in _SIZES:
+        with contextlib.suppress(InvalidRequest):  # a size that the family can't read
+            patches = processor.plan(width, height).patches
+            if patches > MOST_PATCHES or patches * processor.patch_length > MOST_CODES:
+                raise UnsupportedModel(
+                    f"{where} makes {patches:,} patches, {patches * processor.patch_length:,} bytes, of a picture of "
+                    f"{width} × {height}; at most {MOST_PATCHES:,} and {MOST_CODES:,} are computed. Check the file."
+                )
+    return processor

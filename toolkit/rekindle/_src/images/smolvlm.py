@@ -72,6 +72,8 @@ class SmolvlmPictures(PictureProcessor):
         if tile % patch:
             raise settings.wrong("max_image_size", f"is {tile} pixels, which are no whole patches of {patch}")
         scale = config.whole("scale_factor", 0, 1, 64)
+        if scale and tile // patch % scale:
+            raise config.wrong("scale_factor", f"does not divide the {tile // patch} patches of a tile's side")
         tokens = processor.whole("image_seq_len", (tile // patch // scale) ** 2 if scale else 169)
         if scale and tokens != (tile // patch // scale) ** 2:
             raise processor.wrong("image_seq_len", f"is not the {(tile // patch // scale) ** 2} tokens of a tile")
@@ -108,6 +110,10 @@ class SmolvlmPictures(PictureProcessor):
             height = math.ceil(height / self.tile) * self.tile
             width = math.ceil(int(height * ratio) / self.tile) * self.tile
         return _Sizes(first, (height, width))
+
+    @property
+    def patch_length(self) -> int:
+        return 3 * self.patch**2
 
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
         side = self.tile // self.patch

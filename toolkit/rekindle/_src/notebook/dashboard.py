@@ -336,7 +336,9 @@ class TimelinePicture:
     def draw(self) -> html.Markup:
         """Return the picture as SVG. A mark above a step means that pages moved between tiers."""
         if not self._steps:
-            return html.line("Nothing has run yet. Requests appear here as bars, in a line for each slot")
+            return html.line(
+                "Nothing has run since this was opened. Requests appear here as bars, in a line for each slot"
+            )
         first = self._steps[0].left
         span = max(self._now - first, 1e-4)
         runs = [markup for _, markup in self._over] + [self._rect(slot, run) for slot, run in self._open.items()]

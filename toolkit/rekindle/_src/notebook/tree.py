@@ -130,7 +130,8 @@ class TreeView(Live):
             size = html.count(stats.page_size, "token")
             yield html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
             return
-        saved = f"{html.count(stats.saved_tokens, 'prompt token')} found here, not computed again"
+        found = f"{html.count(stats.saved_tokens, 'prompt token')} found here so far, not computed again"
+        saved = found if stats.saved_tokens else "no prompt has begun like an earlier one yet"
         yield html.line(html.with_hint(html.count(pages, "page"), html.PAGES), saved)
         yield html.line("what begins alike shares a bar, and parts to the right", _PRESS)
 

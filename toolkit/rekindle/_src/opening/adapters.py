@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
+from rekindle._src.core.extensions import UNIT, AdapterLike, units_for
 from rekindle._src.core.names import checked_name
-from rekindle._src.core.records import UNIT, AdapterLike, units_for
 from rekindle._src.models.adapters.adapter import Adapter, combined
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.config import ModelConfig

@@ -21,7 +21,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.opening.draft_plan import DraftPlan, draft_plan
+from rekindle._src.opening.draft_plan import DraftPlan
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.opening.source import ModelSource
@@ -128,7 +128,7 @@ class Blueprint:
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "pictures": None if self.pictures is None else self.pictures.identity.hex(),
-            "drafter": None if self.drafter is None else self.drafter.checkpoint.fingerprint,
+            "drafter": None if self.drafter is None else self.drafter.fingerprint,
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
             if self.taps
@@ -151,7 +151,8 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
             f"of its own. Open that model, with drafts={source.name!r}."
         )
     options, placement = source.placed(request.config)
-    pictures, drafter = source.pictures(options), draft_plan(options, graph.config, placement)
+    pictures = source.pictures(options)
+    drafter = None if source.drafter is None else DraftPlan.of(source.drafter, graph.config, placement)
     weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
     weight_bytes += 0 if drafter is None else drafter.device_bytes
     config = resolve(

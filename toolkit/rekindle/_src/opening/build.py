@@ -11,14 +11,16 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import jax
+from jax import Array
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights
@@ -31,7 +33,7 @@ from rekindle._src.opening.cache import SessionCache, check_snapshot
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.source import source_of
+from rekindle._src.opening.source import ModelSource, source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
@@ -59,16 +61,16 @@ def build(request: OpenRequest) -> Front:
         request.show("weights")
         read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
         weights = owners.enter_context(closing(read))
-        del source  # no headers are needed once the weights are here
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
-        adapters = AdapterShelf.open(plan, request, adapted=programs.all.adapted)
+        adapters = AdapterShelf.open(plan, request, adapted=programs.all.takes(AdapterUse))
         if request.merge is not None:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
-        drafter = _drafter(plan, programs, cache, request, owners)
+        drafter = _drafter(source, plan, programs, cache, request, owners)
+        del source  # no headers are needed once the weights are here
         runner = Runner(
             weights.model,
             programs.all.config,
@@ -99,6 +101,7 @@ def build(request: OpenRequest) -> Front:
 
 
 def _drafter(
+    source: ModelSource,
     plan: Blueprint,
     programs: SessionPrograms,
     cache: SessionCache,
@@ -106,15 +109,19 @@ def _drafter(
     owners: contextlib.ExitStack,
 ) -> DraftWeights | None:
     """Return the small model or the assistant that drafts, with its weights; None without one."""
-    small = plan.drafter
-    if small is None:
+    small = source.drafter
+    if small is None or plan.drafter is None:
         return None
     request.show("weights of the model that drafts")
+
+    def leaves() -> Sequence[Array]:
+        return small.load(plan.placement).leaves
+
     drafter: DraftWeights
-    if small.shapes.assists:
-        drafter = AssistantWeights(programs.all, lambda: small.load().leaves)
+    if plan.drafter.shapes.assists:
+        drafter = AssistantWeights(programs.all, leaves)
     else:
-        drafter = DraftModel(programs.all, lambda: small.load().leaves, cache.lose_drafts)
+        drafter = DraftModel(programs.all, leaves, cache.lose_drafts)
     return owners.enter_context(closing(drafter))
 
 

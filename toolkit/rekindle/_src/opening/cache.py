@@ -10,7 +10,6 @@ from collections.abc import Callable
 from rekindle._src.core import shared_cache
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import units_for
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.caches import trees
@@ -25,7 +24,7 @@ from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
-from rekindle._src.scheduling.admission import AdapterSlots
+from rekindle._src.scheduling.adapter_slots import room_on
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.drafting.drafts import drafters_of
@@ -147,7 +146,7 @@ def _scheduling(
             cache=cache,
             policy=config.policy,
             seed=config.seed,
-            adapters=AdapterSlots(*adapter_room(programs)),
+            room=room_on(programs),
             sides=below.sides,
             program_wait=program_wait,
             programs=owner.on_demand(),
@@ -173,14 +172,6 @@ def _scheduling(
         )
     data_scheduler = DataScheduler(schedulers)
     return data_scheduler, data_scheduler.cache
-
-
-def adapter_room(programs: Programs) -> tuple[int, int]:
-    """Return the slots and units of adapters on the device; zero where a session can't have any."""
-    config = programs.config
-    if not programs.adapted:
-        return 0, 0
-    return config.max_adapters, config.max_adapters * units_for(config.max_adapter_rank)
 
 
 def _limits(plan: Blueprint, programs: Programs) -> Limits:

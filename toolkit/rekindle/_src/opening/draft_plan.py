@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import NamedTuple, NoReturn, get_args
+from typing import NamedTuple, NoReturn
 
-from rekindle import tiny
-from rekindle._src.core.config import DraftSource, EngineConfig
-from rekindle._src.models.base import Graph, LoadedModel, Placement
+from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import AssistantSpec, ModelConfig, Pages
-from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
-from rekindle._src.models.loading.hub import on_disk
+from rekindle._src.opening.source import CheckpointSource
 from rekindle._src.programs.assistants import source_layers
 from rekindle._src.programs.draft_model import DraftShapes
 from rekindle._src.text.tokenizer import Tokenizer
@@ -24,36 +20,34 @@ class DraftPlan(NamedTuple):
     """All that is known of the model that drafts before its weights are read."""
 
     name: str
-    checkpoint: CheckpointPlan
+    folder: Path  # of its tokenizer
+    fingerprint: str
+    shapes: DraftShapes
+    device_bytes: int  # of its weights
+
+    @classmethod
+    def of(cls, source: CheckpointSource, model: ModelConfig, placement: Placement) -> DraftPlan:
+        """Return what the headers say; it lies on the devices of the model that it drafts for. Raise ConfigError for
+        one that can't draft for this model."""
+        _check(source.name, source.graph.config, model)
+        shapes = DraftShapes(source.graph, source.leaves(placement))
+        return cls(source.name, source.plan.found.folder, source.fingerprint, shapes, source.added_bytes(placement))
 
     @property
     def graph(self) -> Graph:
-        return self.checkpoint.graph
-
-    @property
-    def shapes(self) -> DraftShapes:
-        return DraftShapes(self.checkpoint.graph, self.checkpoint.shapes)
+        return self.shapes.graph
 
     @property
     def positions(self) -> int:
         """The longest text that it can draft for."""
         return self.graph.config.max_position_embeddings
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of its weights on the device."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.checkpoint.shapes)
-
-    def load(self) -> LoadedModel:
-        """Read its weights."""
-        return read(self.checkpoint)
-
     def check_tokens(self, model: Tokenizer) -> None:
         """Raise ConfigError unless all ids that both models have a token for have the same one.
 
         Where neither has a tokenizer, ids are taken to mean the same.
         """
-        own = Tokenizer.load(self.checkpoint.found.folder)
+        own = Tokenizer.load(self.folder)
         if self.shapes.assists and not own.has_text:
             return  # its vocabulary has the size of the model's
         if own.has_text != model.has_text:
@@ -71,48 +65,16 @@ class DraftPlan(NamedTuple):
                 raise ConfigError("drafts", self.name, problem, "Use a model with the same tokenizer")
 
 
-def draft_plan(config: EngineConfig, model: ModelConfig, placement: Placement) -> DraftPlan | None:
-    """Return how the model that drafts for a session is read; None if drafts come from elsewhere. Raise ConfigError for
-    one that can't draft for this model."""
-    name = config.draft_model
-    if name is None:
-        return None
-    folder = tiny.located(name)
-    _check_source(name, folder)
-    if placement.divided or placement.processes > 1:
-        _refuse(name, "is another model, which can't be divided over several devices yet", "Use one device")
-    if model.is_bidirectional:
-        _refuse(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
-    plan = DraftPlan(
-        name,
-        describe(
-            folder,
-            dtype=config.dtype,
-            quantize=config.quantize,
-            cache_dir=config.cache_folder,
-            device_memory=config.device_memory,
-        ),
-    )
-    own = plan.graph.config
+def _check(name: str, own: ModelConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that can't draft for this one."""
     if own.assists is not None:
         _check_assistant(name, own, own.assists, model)
-        return plan
+        return
     if own.is_recurrent:
         problem = f"is a {own.model_type} model, whose states can't be taken back where its drafts were wrong"
         _refuse(name, problem, "Use a small model with attention in all layers")
     if own.is_bidirectional or own.only_embeds:
         _refuse(name, f"is a {own.model_type} model, which makes no tokens", "Use a small model that generates text")
-    return plan
-
-
-def _check_source(name: str, folder: str | Path) -> None:
-    """Raise ConfigError for a misspelled word before anything is looked up."""
-    words = get_args(DraftSource)
-    if on_disk(folder) is None and "/" not in name and ":" not in name:
-        matches = difflib.get_close_matches(name, words, n=1)
-        close = f"Did you mean {matches[0]!r}? " if matches else ""
-        known = ", ".join(map(repr, words))
-        _refuse(name, "is neither a known source nor a model on this machine", f"{close}Use one of {known}, or a model")
 
 
 def _check_assistant(name: str, own: ModelConfig, spec: AssistantSpec, model: ModelConfig) -> None:

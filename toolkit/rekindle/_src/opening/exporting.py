@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 from rekindle_kernels import system
 
+log = logging.getLogger("rekindle.engine")
 _GGUF_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -113,6 +115,7 @@ def _check_room(out: Path, size: int) -> None:
 
 TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+_LONGEST = 100  # characters of a template's name
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json", "quant_config.json")
 
 
@@ -194,9 +197,14 @@ def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
 
 def _copy_text(source: Path, folder: Path) -> None:
     """Copy the files of the tokenizer, the chat templates and the sampling of a folder."""
+    real = source.resolve()
+    homes = real, real.parent.parent / "blobs"  # a folder of the Hub's cache has links to its blobs
     for pattern in _PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.name not in _NOT_COPIED and path.is_file():
+                if not any(path.resolve().is_relative_to(home) for home in homes):
+                    log.warning("%s leads out of its folder and is not copied", path)
+                    continue
                 target = folder / path.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
@@ -211,7 +219,10 @@ def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
     if template is not None:
         additional = folder / "additional_chat_templates"
         for name, text in template.templates.items():
-            path = folder / "chat_template.jinja" if name == "default" else additional / f"{Path(name).name}.jinja"
+            if not all(one.isascii() and (one.isalnum() or one in "._-") for one in name) or len(name) > _LONGEST:
+                problem = f"has a chat template named {name[:80]!r}, which can't be the name of a file"
+                raise CheckpointError(f"{source} {problem}. Open it as it is, or convert it anew.")
+            path = folder / "chat_template.jinja" if name == "default" else additional / f"{name}.jinja"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id") if raw.get(name) is not None}

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import State, in_notebook
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.names import checked_name
+from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.threads import Contexts
+from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.kept_weights import MappedWeights
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
@@ -28,12 +30,32 @@ class OpeningProgress:
 
     def __init__(self, model: object) -> None:
         self._name = Path(model).name if isinstance(model, str | Path) else "model"
-        self.stage: str = "importing JAX"
+        self._stage = "importing JAX"
+        self._seconds: dict[str, float] = {}  # of the stages that are over
+        self._since = time.monotonic()  # when this one began
         self.hidden: bool = False  # something else shows its own progress
         self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
         self._weights: LoadProgress | None = None
         self._warmed: WarmingProgress | None = None
         self._warming = 0.0  # time.monotonic() when the first program was ready
+
+    @property
+    def stage(self) -> str:
+        """The stage that the opening is at, in words."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = name, now
+
+    def times(self) -> str:
+        """Return how long it has taken, and each of its stages, as one line."""
+        latest = self._seconds.get(self._stage, 0.0) + time.monotonic() - self._since
+        stages = {**self._seconds, self._stage: latest}
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages.items())
+        return f"{self._name} in {sum(stages.values()):.2f} s: {parts}"
 
     def weights(self, report: LoadProgress) -> None:
         """Record how much of the weights was read."""
@@ -74,13 +96,41 @@ class OpenRequest:
     processors: Sequence[LogitsProcessor] = ()
     taps: Sequence[Tap] = ()
     steering: Mapping[str, tuple[Steer, ...]] = dataclasses.field(default_factory=dict)  # changes that have a name
-    adapters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # sources by name
-    merge: Any = None  # an adapter that is added to the weights
+    adapters: Mapping[str, object] = dataclasses.field(default_factory=dict)  # sources by name
+    merge: object = None  # an adapter that is added to the weights
     progress: Report | None = None
     contexts: Contexts = contextlib.nullcontext
     given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
     shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
     ahead: HeadStart | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: str | Path | LoadedModel,
+        config: EngineConfig,
+        *,
+        processors: object,
+        taps: object,
+        steering: object,
+        adapters: object,
+        merge: object,
+        progress: Report | None,
+        given_up: Callable[[], bool],
+    ) -> OpenRequest:
+        """Return the request of a caller. Raise ConfigError for arguments of the wrong kind."""
+        return cls(
+            model,
+            config,
+            _listed("processors", processors, "LogitsProcessor"),
+            _listed("taps", taps, "Tap"),
+            named_changes(steering),
+            _named(adapters),
+            merge,
+            progress,
+            given_up=given_up,
+            shown=OpeningProgress(model),
+        )
 
     def show(self, stage: str) -> None:
         """Show what the opening is at."""
@@ -102,3 +152,41 @@ def precompiles(option: str) -> str:
     if option != "auto":
         return option
     return "background" if in_notebook() else "lazy"
+
+
+def _listed(name: str, entries: object, kind: str) -> tuple[Any, ...]:
+    if entries is None:
+        return ()
+    if not isinstance(entries, Iterable):
+        fix = f"Pass a list of rekindle.{kind}(function, name='…')"
+        raise ConfigError(name, entries, "is not a list", fix)
+    return tuple(entries)
+
+
+def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
+    """Return the changes of each name. Raise ConfigError for anything else."""
+    if steering is None:
+        return {}
+    fix = 'Pass {"name": rekindle.Steer(layer=…, vector=…)}'
+    if not isinstance(steering, Mapping):
+        raise ConfigError("steering", steering, "does not map names to changes", fix)
+    named = {}
+    for name, entry in steering.items():
+        if isinstance(entry, str | Path):
+            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
+
+            changes = read_changes(entry)
+        else:
+            changes = tuple(entry) if isinstance(entry, Sequence) else (entry,)
+        if not (isinstance(name, str) and name and changes and all(isinstance(change, Steer) for change in changes)):
+            raise ConfigError("steering", {name: entry}, "is not a name with a Steer, a list of them, or a file", fix)
+        named[name] = changes
+    return named
+
+
+def _named(adapters: object) -> dict[str, object]:
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
+    return {checked_name("adapters", name): source for name, source in adapters.items()}

@@ -18,10 +18,14 @@ from rekindle._src.models.loading.checkpoint import CheckpointPlan
 from rekindle._src.models.loading.fingerprint import folder_fingerprint
 from rekindle._src.models.loading.stored import MAX_CONFIG
 from rekindle._src.models.loading.tensor_files import read_json
+from rekindle._src.models.vision.config import VisionConfig
+from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.registry import vision_config
-from rekindle._src.models.vision.tower import AbstractTower, abstract_tower
+from rekindle._src.models.vision.tower import AbstractTower, abstract_tower, pack_images
 from rekindle._src.models.vision.weights import TowerTensors, tower_tensors
+from rekindle.errors import UnsupportedModel
 
+_SIZES = ((512, 512), (2048, 1024))  # of a picture that is one view, and of one that may be several
 log = logging.getLogger("rekindle.engine")
 
 
@@ -70,10 +74,35 @@ def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan 
 
 def _plan(source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensors, encoder: str) -> PicturesPlan:
     """Return the plan of a reader and an encoder; `encoder` names the file that has it, if it is another one."""
+    problem = misfit(reader, tensors.config)
+    if problem is not None:
+        raise UnsupportedModel(
+            f"{source.found.folder}: pictures are cut in another way than their encoder reads them: {problem}. "
+            "Download it again."
+        )
     tower = abstract_tower(tensors.config, source.graph.precision.weights)
     parts = (source.fingerprint, encoder, repr(reader), repr(tower.graph))
     identity = sha256(b"".join(framed(part.encode()) for part in parts)).digest()
     return PicturesPlan(reader, tower, tensors, identity)
+
+
+def misfit(reader: PictureProcessor, config: VisionConfig) -> str | None:
+    """Return why an encoder can't encode what a processor makes of a picture; None if it can.
+
+    Two files have their numbers, and a stranger wrote both.
+    """
+    for size in _SIZES:
+        for view in set(reader.plan(*size).views):
+            grid = PatchGrid(view.rows, view.columns)
+            numbers = np.broadcast_to(np.float32(0), (grid.patches, reader.patch_length))
+            try:
+                packed = pack_images([ImagePatches(numbers, grid)], config)
+            except ValueError as error:
+                return str(error)
+            rows = packed.patches // config.patches_of_token
+            if rows != view.tokens:
+                return f"{grid.rows} × {grid.columns} patches stand for {view.tokens:,} tokens, and become {rows:,}"
+    return None
 
 
 def framed(part: bytes) -> bytes:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class KeptRows:
             try:
                 self._store.put(digest.hex(), content.getvalue())
             except OSError as error:
-                log.warning("the rows of a picture could not be stored: %s", error)
+                self._store.warn_once("write", f"the rows of pictures can't be stored now: {error}")
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +165,7 @@ class KeptRows:
             content = self._store.get(digest.hex())
             return None if content is None else np.load(io.BytesIO(content), allow_pickle=False)
         except (OSError, ValueError) as error:
-            log.warning("the stored rows of a picture can't be read: %s", error)
+            self._store.warn_once("read", f"stored rows of pictures can't be read, and are computed: {error}")
             return None
 
 
@@ -268,7 +268,7 @@ class SessionPictures:
         processor = self._processor
         return processor.before + processor.marker + processor.after
 
-    def read(self, values: Sequence[Any], field: str = "images") -> tuple[GivenPicture, ...]:
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[GivenPicture, ...]:
         """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
         values = [one.source if isinstance(one, GivenPicture) else one for one in values]

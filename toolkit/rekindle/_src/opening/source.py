@@ -1,17 +1,18 @@
-"""Where an opening has its model from: a checkpoint whose headers were read, or a model in memory."""
+"""Where an opening has its models from: checkpoints whose headers were read, or a model in memory."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import difflib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast, get_args
 
 import jax
 
 from rekindle import tiny
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.base import Graph, LoadedModel, Placement
@@ -38,6 +39,7 @@ class ModelSource(abc.ABC):
     folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
     fingerprint: str  # of config and weights
     graph: Graph
+    drafter: CheckpointSource | None = None  # the small model or assistant that drafts for it, if there is one
 
     @abc.abstractmethod
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
@@ -56,7 +58,9 @@ class ModelSource(abc.ABC):
         """Return how it reads pictures; None if it reads text alone."""
 
     @abc.abstractmethod
-    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+    def load(
+        self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
+    ) -> LoadedModel:
         """Put its weights on the devices. `brought` returns weights of the cache that are in memory already."""
 
     def lends(self, model: LoadedModel) -> bool:
@@ -111,7 +115,9 @@ class CheckpointSource(ModelSource):
 
         return pictures_plan(self.plan, config)
 
-    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+    def load(
+        self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
+    ) -> LoadedModel:
         return read(self.plan, progress=progress, placement=placement, brought=brought)
 
 
@@ -147,7 +153,9 @@ class MemorySource(ModelSource):
     def pictures(self, config: EngineConfig) -> PicturesPlan | None:
         return None
 
-    def load(self, placement: Placement, progress: Report | None, brought: Brought) -> LoadedModel:
+    def load(
+        self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
+    ) -> LoadedModel:
         return placement.model(self._model)
 
     def lends(self, model: LoadedModel) -> bool:
@@ -158,7 +166,47 @@ class MemorySource(ModelSource):
 
 
 def source_of(request: OpenRequest) -> ModelSource:
-    """Return where a model that is to be opened comes from. Raise typed errors for one that can't be read."""
+    """Return where a model that is to be opened comes from, and the small model that drafts for it.
+
+    Raise typed errors for one that can't be read.
+    """
     if isinstance(request.model, LoadedModel):
-        return MemorySource(unpacked_model(request.model))
-    return CheckpointSource.open(request)
+        source: ModelSource = MemorySource(unpacked_model(request.model))
+    else:
+        source = CheckpointSource.open(request)
+    source.drafter = drafter_for(source, request.config)
+    return source
+
+
+def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource | None:
+    """Read the headers of the model that is to draft for another; return None if drafts come from elsewhere.
+
+    Raise ConfigError where no model can draft. `DraftPlan.of` checks that this one can.
+    """
+    name, model = config.draft_model, source.graph.config
+    if name is None:
+        return None
+    folder = tiny.located(name)
+    if on_disk(folder) is None and "/" not in name and ":" not in name:  # a misspelled word
+        words = get_args(DraftSource)
+        matches = difflib.get_close_matches(name, words, n=1)
+        close = f"Did you mean {matches[0]!r}? " if matches else ""
+        fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
+        _refuse(name, "is neither a known source nor a model on this machine", fix)
+    config, placement = source.placed(config)
+    if placement.divided or placement.processes > 1:
+        _refuse(name, "is another model, which can't be divided over several devices yet", "Use one device")
+    if model.is_bidirectional:
+        _refuse(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
+    plan = describe(
+        folder,
+        dtype=config.dtype,
+        quantize=config.quantize,
+        cache_dir=config.cache_folder,
+        device_memory=config.device_memory,
+    )
+    return CheckpointSource(name, plan)
+
+
+def _refuse(name: str, problem: str, fix: str) -> NoReturn:
+    raise ConfigError("drafts", name, problem, fix)

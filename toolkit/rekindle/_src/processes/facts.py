@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rekindle._src.channels.channel import as_json, from_json
 from rekindle._src.core.config import EngineConfig
@@ -19,7 +19,7 @@ _LONGEST = 60  # characters of a value in a message
 class ProcessReport(NamedTuple):
     """The report of one process on itself."""
 
-    same: Mapping[str, Any]  # must be equal to the leader's
+    same: Mapping[str, object]  # must be equal to the leader's
     pages: int  # that its devices have room for
 
 
@@ -67,6 +67,6 @@ def decoded(content: bytes) -> ProcessReport:
     return ProcessReport(same, pages)
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

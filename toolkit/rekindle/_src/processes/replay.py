@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import Array
 
 from rekindle._src.channels.channel import Channel, MessageKind, as_json, from_json
 from rekindle._src.execution.device_calls import DeviceCalls
@@ -36,7 +37,7 @@ COLLECTED_BYTES = 128 << 20  # of pages that were read from the devices and not 
 
 
 class LoadedWeights(NamedTuple):
-    leaves: Sequence[Any]
+    leaves: Sequence[Array]
     fingerprint: str
     delete: Callable[[], None]
 

@@ -22,13 +22,14 @@ from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, PageRun
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import merge
 from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftShapes, draft_columns, row_sizes
+from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftShapes, Ints, draft_columns, row_sizes
 from rekindle._src.programs.feature import drawing_flags
-from rekindle._src.programs.packing import drawing_floats
+from rekindle._src.programs.packing import DRAWING, drawing_floats
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.recipes import Recipes
 from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention
@@ -59,13 +60,13 @@ class AssistantLayout:
 
     @property
     def floats(self) -> int:
-        return 3 * self.rows
+        return DRAWING * self.rows
 
     @property
     def _tables(self) -> int:
         return 1 if self.windows is None else 2
 
-    def sections(self, ints: Any) -> tuple[Any, Any, Any]:
+    def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
         end = _HEAD + self.rows * _COLUMNS
         tables = ints[end:].reshape(self._tables, self.rows, self.width)
@@ -73,7 +74,8 @@ class AssistantLayout:
 
     def pack(self, tasks: Sequence[DraftTask], scratch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of a call, for tasks that have drafts; `scratch` is the slot of other rows."""
-        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array([0, 1, 0], np.float32), (self.rows, 1))
+        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
+        floats = np.tile(neutral, (self.rows, 1))
         head, columns, tables = self.sections(ints)
         columns[:, 0], flags = scratch, 0
         for place, task in enumerate(tasks):

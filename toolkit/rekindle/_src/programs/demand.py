@@ -18,7 +18,6 @@ import numpy as np
 
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
-from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.programs.buckets import ADMIT, LENS, Bucket, Key, ProgramVariant, StepSize, bucket_for
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError
@@ -156,8 +155,7 @@ class StepPrograms:
         plan = StepPlan(0, (row,), ()) if decodes else StepPlan(0, (), (row,))
         features = self._features
         helpers = (ADMIT,) * features.reads_slot(request)
-        tapped = request.extensions.get(RequestTaps)
-        helpers += (LENS,) * (tapped is not None and tapped.reads_logits)
+        helpers += (LENS,) * request.extensions.reads_logits
         options = features.has_options(request)
         found = features.variants(plan), helpers, features.late.in_plan(plan), options
         if found not in self._needs:

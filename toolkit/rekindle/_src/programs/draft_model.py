@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import DraftTask
+from rekindle._src.core.records import DraftTask, IntArray
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
-from rekindle._src.programs.packing import drawing_floats
+from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.sampling import choose
 from rekindle_kernels import Choice, greedy, zeros
@@ -39,6 +40,9 @@ DRAFTS = 7  # tokens of a row, at most
 FILLS = 16, 256  # tokens of a call that drafts none
 _ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
 _HEAD, _COLUMNS = 3, 7
+
+
+Ints = TypeVar("Ints", IntArray, Array)
 
 
 class DraftShapes(NamedTuple):
@@ -52,7 +56,7 @@ class DraftShapes(NamedTuple):
         """True if it reads the pages and the hidden states of the session's model, and has no pages."""
         return self.graph.config.assists is not None
 
-    def facts(self) -> list[Any]:
+    def facts(self) -> list[object]:
         """Return all that its programs depend on."""
         leaves = zip(self.graph.paths, self.leaves, strict=True)
         return [self.graph.config.digest(), [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]]
@@ -89,9 +93,9 @@ class DraftLayout:
 
     @property
     def floats(self) -> int:
-        return 3 * self.rows
+        return DRAWING * self.rows
 
-    def sections(self, ints: Any) -> tuple[Any, Any, Any]:
+    def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
         end = _HEAD + self.rows * _COLUMNS
         return (
@@ -102,7 +106,8 @@ class DraftLayout:
 
     def pack(self, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of a call, for tasks that bring one or two tokens and have drafts."""
-        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array([0, 1, 0], np.float32), (self.rows, 1))
+        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
+        floats = np.tile(neutral, (self.rows, 1))
         head, columns, table = self.sections(ints)
         flags = 0
         for place, task in enumerate(tasks):
@@ -137,9 +142,7 @@ class DraftChoice(NamedTuple):
         cls, columns: Array, floats: Array, flags: Array, vocab_size: int, implementation: str | None
     ) -> DraftChoice:
         """Return it for rows with `draft_columns` and the floats of their sampling."""
-        temperature, top_p, min_p = floats.reshape(-1, 3).T
-        seed = lax.bitcast_convert_type(columns[:, 4:6], jnp.uint32)
-        choice = Choice(temperature, columns[:, 3], top_p, min_p, seed, columns[:, 1])
+        choice = choice_of(floats.reshape(-1, DRAWING), columns[:, 3], columns[:, 4:6], columns[:, 1])
         return cls(choice, flags, vocab_size, implementation)
 
     def tokens(self, logits: Array, lengths: Array) -> Array:

@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
-from rekindle._src.core.extension import Extension
-from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
+from rekindle._src.core.extension import DeviceLoad, Extension
+from rekindle._src.core.records import IntArray, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
@@ -206,7 +206,7 @@ class Feature:
     inside: bool = False  # it has hooks or operands, so that its variant is not made of parts
     matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by
     operands: Any = ()  # arrays besides the weights, a pytree; others of the same shapes may replace them between steps
-    operand_layout: Any = WHOLE  # how these lie on the devices of a mesh, or a tree of it
+    operand_layout: object = WHOLE  # how these lie on the devices of a mesh, or a tree of it
 
     # Of a row: integers and floats that are constant while its request has its slot, integers of its own, and one for
     # each of its prefill tokens
@@ -224,12 +224,12 @@ class Feature:
     shard_axis: int = 0  # of the array, along which data shards follow each other
 
     @property
-    def operand_shapes(self) -> Any:
+    def operand_shapes(self) -> object:
         """The shapes of `operands`, of one data shard where each has its own."""
         return jax.eval_shape(lambda: self.operands)
 
     @property
-    def output_layout(self) -> Any:
+    def output_layout(self) -> object:
         """The layout of `output` on the devices of a mesh, or a tree of it."""
         return POOLED if self.shard_axis else ROWS
 
@@ -256,8 +256,8 @@ class Feature:
 
     # -- a step is packed
 
-    def load(self, loads: Sequence[AdapterLoad]) -> None:
-        """Take the adapters that a plan puts on the device, on the device's thread and in the order of plans."""
+    def load(self, loads: Sequence[DeviceLoad]) -> None:
+        """Take from what a plan puts on the device, on the device's thread and in the order of plans."""
 
     def free(self) -> None:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""

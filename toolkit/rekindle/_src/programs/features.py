@@ -191,7 +191,7 @@ class Features:
         return _variant(joined)
 
     def load(self, plan: StepPlan) -> None:
-        """Take the adapters that a plan puts on the device."""
+        """Take what a plan puts on the device."""
         for feature in self.entries:
             feature.load(plan.loads)
 
@@ -220,15 +220,15 @@ class Features:
         """Return the operands of each feature in a program."""
         return tuple([feature.operands for feature in self.compiled(variants)])
 
-    def operand_shapes(self, variants: ProgramVariant) -> tuple[Any, ...]:
+    def operand_shapes(self, variants: ProgramVariant) -> tuple[object, ...]:
         """Return the shapes of the operands of each feature in a program."""
         return tuple([feature.operand_shapes for feature in self.compiled(variants)])
 
-    def operand_layouts(self, variants: ProgramVariant) -> tuple[Any, ...]:
+    def operand_layouts(self, variants: ProgramVariant) -> tuple[object, ...]:
         """Return the layouts of the operands of each feature in a program."""
         return tuple([feature.operand_layout for feature in self.compiled(variants)])
 
-    def output_layouts(self, variants: ProgramVariant) -> tuple[Any, ...]:
+    def output_layouts(self, variants: ProgramVariant) -> tuple[object, ...]:
         """Return the layouts of the outputs of all features that have one, as a program returns them."""
         compiled = self.compiled(variants)
         return tuple([feature.output_layout if feature in compiled else ROWS for feature in self.outputs])

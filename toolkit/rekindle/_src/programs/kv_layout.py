@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Pages
@@ -176,7 +177,7 @@ class PagedAttention:
         return out
 
 
-def payload_layout(kv: KV, *, windows: bool = False) -> list[tuple[tuple[int, ...], Any]]:
+def payload_layout(kv: KV, *, windows: bool = False) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and dtype of each array of one page's payload, as `gather` returns them for a single page."""
     groups = [
         (len(layers), jax.tree.leaves(_pages(kv, layers[0], windows=windows)))

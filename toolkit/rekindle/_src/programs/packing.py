@@ -208,7 +208,8 @@ def _changed(old: IntArray, new: IntArray) -> IntArray:
 
 
 _HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infinite, which divides -inf to NaN
-_VARYING, _CONSTANT, _DRAWING = 4, 4, 3  # columns without those of features
+_VARYING, _CONSTANT = 4, 4  # columns of integers without those of features
+DRAWING = 3  # columns of floats without those of features: see `drawing_floats`
 TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _SAMPLES, _KEPT, _CHOOSES = int(RowFlag.SAMPLES), int(RowFlag.KEPT), int(RowFlag.SAMPLES | RowFlag.CHOOSES)
@@ -276,7 +277,7 @@ class Layout:
 
     @property
     def floats(self) -> int:
-        return self.sequences * (_DRAWING + len(self.features.neutral))
+        return self.sequences * (DRAWING + len(self.features.neutral))
 
 
 def columns_of(features: Features) -> tuple[int, np.ndarray]:
@@ -297,7 +298,7 @@ class Sections(NamedTuple):
     row_extra: Any  # [N, those of features]: integers that change from row to row
 
 
-def sections(layout: Layout, ints: Any) -> Sections:
+def sections(layout: Layout, ints: IntArray | Array) -> Sections:
     """Return the parts of an integer buffer."""
     parts, offset = [], 0
     for shape in layout.sections:
@@ -318,6 +319,12 @@ def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array |
 def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
     """Return the floats of the options by which a token is drawn."""
     return min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p
+
+
+def choice_of(floats: Array, top_k: Array, seeds: Array, positions: Array) -> Choice:
+    """Return the choice of rows. `floats` [N, …] begin with `drawing_floats`, and `seeds` are int32 [N, 2]."""
+    temperature, top_p, min_p = (floats[:, column] for column in range(DRAWING))
+    return Choice(temperature, top_k, top_p, min_p, lax.bitcast_convert_type(seeds, jnp.uint32), positions)
 
 
 class Constants:
@@ -466,7 +473,6 @@ def unpack(
         table = tables[slots]
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
     values = floats.reshape(layout.sequences, -1)
-    temperature, top_p, min_p = (values[:, column] for column in range(_DRAWING))
     decode_tokens = jnp.where(row_tokens[:R] >= 0, row_tokens[:R], last_token[slots[:R]])
     decode_positions = jnp.maximum(lengths[:R] - 1, 0)
     rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & RowFlag.KEPT == 0)
@@ -502,9 +508,7 @@ def unpack(
         last=last,
         flags=flags,
         any_flags=any_flags[0],
-        choice=Choice(
-            temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
-        ),
+        choice=choice_of(values, top_k, constant[:, 2:4], lengths),
         own=own,
         sides=layout.features.for_layers(
             own, TokenPlaces(valid, owners, places, layout.width, drafts=ProgramVariant.DRAFTS in layout.variants)
@@ -515,7 +519,7 @@ def unpack(
 def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array, row_extra: Array) -> tuple[Any, ...]:
     """Return the inputs of each feature. They are the same in all variants, which share openings; see `layered`."""
     tokens = dict(zip(layout.features.per_token, extra, strict=True))
-    starts, own = [_CONSTANT, 0, _DRAWING], []
+    starts, own = [_CONSTANT, 0, DRAWING], []
     for feature in layout.features.entries:
         parts: list[Array | None] = []
         for index, (columns, count) in enumerate(

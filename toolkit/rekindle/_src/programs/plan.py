@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -43,7 +42,7 @@ class ProgramPlan:
         return store.digest(self.fields)
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Everything that programs depend on, in the session and outside it."""
         model, config = self.model, self.config
         leaves = zip(self.graph.paths, self.leaves, strict=True)

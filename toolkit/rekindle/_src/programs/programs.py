@@ -22,16 +22,15 @@ import jax
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
-from rekindle._src.core.records import units_for
 from rekindle._src.kvcache.node import least_copied
-from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.adapters import Adapters, Stacks
+from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import (
     ADMIT,
@@ -60,7 +59,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.side_caches import RecurrentStates, side_caches
+from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
@@ -248,7 +247,7 @@ class Programs:
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = _adapters(graph, config, placement, ahead=ProgramVariant.ADAPTERS in ahead)
+        adapters = adapter_features(graph, config, placement, ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
@@ -257,7 +256,7 @@ class Programs:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
-        if any(plan.name == RecurrentStates.name and plan.spare for plan in self.sides):
+        if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
             more = (*more, DraftedTokens())  # last: its column follows all others
@@ -349,10 +348,9 @@ class Programs:
         """All programs that a session can have."""
         return self.ledger.entries
 
-    @property
-    def adapted(self) -> bool:
-        """True if rows may have adapters."""
-        return any(isinstance(feature, Adapters) for feature in self.features.entries)
+    def takes(self, option: type[Extension]) -> bool:
+        """True if rows may have extensions of this class."""
+        return any(feature.option is option for feature in self.features.entries)
 
     @property
     def traced_processors(self) -> bool:
@@ -424,20 +422,23 @@ class Programs:
         self.ledger.least = form
         self._store.late |= self.keeps and form is Form.PARTS
 
-    def replace_parts(self, stopped: Callable[[], bool] | None = None) -> None:
+    def replace_parts(
+        self, stopped: Callable[[], bool] | None = None, *, before_each: Callable[[], None] = lambda: None
+    ) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so
         consecutive steps may run in different programs. With `stopped` it works in the background, and gives steps in
-        parts a moment between tracing and compiling the program that decodes.
+        parts a moment between tracing and compiling the program that decodes. `before_each` is called before each one.
         """
         self.settle_for(Form.WHOLE)
         with handing_over():
-            self._replace_each(stopped)
+            self._replace_each(stopped, before_each)
         self._store.flush()
 
-    def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
+    def _replace_each(self, stopped: Callable[[], bool] | None, before_each: Callable[[], None]) -> None:
         for number, entry in enumerate(self.ledger.jobs()):
+            before_each()
             if stopped is not None and stopped():
                 return
             if number == 0 and COPY in self.keys:
@@ -661,12 +662,3 @@ def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
     """
     sizes = (FILLED, FEW) if at_once and moved == (FEW,) else moved
     return tuple(Helper(SCATTER.kind, pages) for pages in sizes[::-1])
-
-
-def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead: bool) -> tuple[Adapters, ...]:
-    """Return the feature of adapters; none where a session can't have any."""
-    if not config.max_adapters or placement.data > 1 or placement.processes > 1:
-        return ()
-    units = config.max_adapters * units_for(config.max_adapter_rank)
-    stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
-    return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)

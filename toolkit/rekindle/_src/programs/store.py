@@ -27,7 +27,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,13 +64,13 @@ JAX_OPTIONS = (
 SOURCES = ("models", "programs", "execution")  # folders of the toolkit; the kernels are added as a whole
 
 
-def config_fields(config: EngineConfig) -> dict[str, Any]:
+def config_fields(config: EngineConfig) -> dict[str, object]:
     """Return the fields of a resolved config that programs depend on."""
     fields = dataclasses.fields(config)
     return {field.name: getattr(config, field.name) for field in fields if field.name not in NOT_IN_PROGRAMS}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Return everything outside the session that programs depend on: sources, versions, device, processor, flags."""
     device = default_device()
     return {
@@ -97,7 +97,7 @@ def default_device() -> Any:
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
-def digest(fields: dict[str, Any]) -> str:
+def digest(fields: Mapping[str, object]) -> str:
     """Return a digest of `fields`, the same in every process for equal fields."""
     text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -159,11 +159,12 @@ class StoredProgram:
 class ExecutableStore(Store):
     """A folder of programs, bounded by bytes, and by age or by count."""
 
+    log = log
+
     def __init__(
         self, folder: Path, *, capacity: int | None = None, max_bytes: int = 1 << 30, max_age: float = MAX_AGE
     ) -> None:
         super().__init__(folder, most=capacity, max_bytes=max_bytes, max_age=max_age if capacity is None else None)
-        self._warned: set[str] = set()
         self._writable = True
         self._fallen_back = False
         # The folder exists if an earlier process could not serialise programs here.
@@ -187,7 +188,7 @@ class ExecutableStore(Store):
             problem, outcome = "used", "is set aside and compiled again"
             if error.passing:
                 problem, outcome = "read now", "stays, and is compiled meanwhile"
-            self._warn_once(key, f"stored program {key} can't be {problem} ({error}); it {outcome}")
+            self.warn_once(key, f"stored program {key} can't be {problem} ({error}); it {outcome}")
             raise
 
     def save(
@@ -209,7 +210,7 @@ class ExecutableStore(Store):
         if self.distrusted is not None:
             return False
         if self._fallen_back:  # programs from JAX's cache lose their functions when they are serialised again
-            self._warn_once("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
+            self.warn_once("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
             return False
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
@@ -217,9 +218,7 @@ class ExecutableStore(Store):
             if _ONE_OF_THEM in str(error):
                 log.info("program %s is not stored: %s", name, error)
                 return False
-            self._warn_once(
-                "serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})"
-            )
+            self.warn_once("serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})")
             with contextlib.suppress(OSError):
                 private_files.make_folder(self._compilations)
                 self._fall_back()
@@ -244,9 +243,9 @@ class ExecutableStore(Store):
             self.write(key, write)
         except Exception as error:
             self._writable = not isinstance(error, OSError)
-            self._warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
+            self.warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
-        self.prune()
+        self.prune_after(len(executable))
         return True
 
     def claim(self, key: str) -> Claim | None:
@@ -305,11 +304,6 @@ class ExecutableStore(Store):
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
             compilation_cache.reset_cache()  # it has read the options only once
 
-    def _warn_once(self, key: str, text: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            log.warning(text)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramStore:
@@ -318,7 +312,7 @@ class ProgramStore:
     store: ExecutableStore
     model: str
     identity: str  # a digest of all the causes of a program except its name
-    devices: tuple[Any, ...] = ()  # the devices of its programs; none: the default one
+    devices: tuple[object, ...] = ()  # the devices of its programs; none: the default one
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name), self.devices)

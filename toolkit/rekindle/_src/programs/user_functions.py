@@ -315,7 +315,7 @@ class Tap(html.Record):
         return function_hash((self.name, self.version, self.function, self.site, self.layers, self.arrays))
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """The key of compiled programs: taps with equal keys compile to equal programs."""
         shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), _shapes(self.arrays))
         return self.name, self.version, function_hash(self.function), self.site, repr(self.layers), repr(shapes)

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Protocol
 
-from rekindle._src.core.priority import handing_over
+from rekindle._src.core.activity import in_notebook
+from rekindle._src.core.priority import give_way, handing_over
 from rekindle._src.programs.buckets import SCATTER, Bucket, Key
 from rekindle._src.programs.programs import Form, ProgramRecord, Programs
 from rekindle.errors import CompileError, InvalidRequest
@@ -108,6 +109,7 @@ def warm(
     stopped: threading.Event | None = None,
     contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     workers: int = WORKERS,
+    before_each: Callable[[], None] = lambda: None,
 ) -> None:
     """Make all programs ready, or those of `keys` in this order. Raise the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
@@ -122,7 +124,10 @@ def warm(
 
     def work() -> None:
         with contexts():
-            while not stopped.is_set() and not errors and threading.main_thread().is_alive():
+            while True:
+                before_each()
+                if stopped.is_set() or errors or not threading.main_thread().is_alive():
+                    return
                 try:
                     key = upcoming.get_nowait()
                 except queue.Empty:
@@ -188,6 +193,8 @@ class Warming:
     A model of many layers begins with programs made of parts, which are ready much sooner; whole programs replace them.
     With "lazy", the part that greedy steps don't need is compiled at its first use: a command that prints one text
     would otherwise not end before that is compiled.
+
+    In a notebook, a program that no text waits for begins when the kernel's main thread has a moment: see `give_way`.
     """
 
     def __init__(
@@ -247,6 +254,7 @@ class Warming:
             needed = tokens()
             prefill = next((key for key in sizes if key.tokens >= needed), sizes[-1])  # a longer prompt is cut
             for key in (prefill, self._prefill_and_decode[-1]):
+                self._give_way()
                 if self._is_stopped():
                     return
                 self._programs.get(key)
@@ -294,7 +302,8 @@ class Warming:
             self._warm([*self._first, *others])
         else:
             with handing_over():
-                self._warm([*self._first, *others], workers=1)  # the other core serves
+                # The other core serves.
+                self._warm([*self._first, *others], workers=1, before_each=self._give_way)
         # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
         self._load(self._programs.guided_keys, all_of_them=True)
 
@@ -331,7 +340,13 @@ class Warming:
         if self._expecting is not None:
             self._expecting.join(timeout)
 
-    def _warm(self, keys: Sequence[Key], *, workers: int = WORKERS) -> None:
+    def _give_way(self) -> None:
+        if in_notebook():
+            give_way(self._is_stopped)
+
+    def _warm(
+        self, keys: Sequence[Key], *, workers: int = WORKERS, before_each: Callable[[], None] = lambda: None
+    ) -> None:
         warm(
             self._programs,
             keys,
@@ -339,6 +354,7 @@ class Warming:
             stopped=self._stopped,
             contexts=self._contexts,
             workers=workers,
+            before_each=before_each,
         )
 
     def _load(self, keys: Iterable[Key], *, all_of_them: bool = False) -> bool:
@@ -371,6 +387,7 @@ class Warming:
         """Make the closings that programs of parts lack so far, since greedy steps do without them."""
         with self._contexts():
             for key in self._prefill_and_decode:
+                self._give_way()
                 if self._is_stopped():
                     return
                 self._programs.complete(key)
@@ -383,7 +400,7 @@ class Warming:
             self._opened.wait()  # until then weights and the vocabulary want the cores
             self._stopped.wait(seconds_of_parts(self._programs, self._precompile))
             self.in_peace = False
-            self._programs.replace_parts(self._is_stopped)
+            self._programs.replace_parts(self._is_stopped, before_each=self._give_way)
 
     def _is_stopped(self) -> bool:
         """True after `stop`, and at the interpreter's exit, which waits for this thread before it closes sessions."""

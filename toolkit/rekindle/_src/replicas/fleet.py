@@ -23,6 +23,7 @@ from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
+from rekindle._src.opening.open_request import named_changes
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
@@ -32,7 +33,6 @@ from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.open_model import OpenModel
-from rekindle._src.session.opening import named_changes
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 

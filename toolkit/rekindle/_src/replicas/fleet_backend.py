@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.core.records import AdapterLike
+from rekindle._src.core.extensions import AdapterLike, AdapterUse
 from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, TurnOutcome, take
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
@@ -51,7 +51,9 @@ class FleetBackend(Routes):
         self._resize: Callable[[int], object] = lambda places: None
         self.replicas: dict[str, Link] = {}
         self.swapping = RollingSwap(self.replicas)
-        self.adapters: FleetAdapters = FleetAdapters(parts.sender, self.replicas, self.has_adapter, self._start)
+        self.adapters: FleetAdapters = FleetAdapters(
+            parts.sender, self.replicas, partial(self.extensions, AdapterUse), self._start
+        )
         self._autoscaler: Autoscaler | None = None
         self._happened = anyio.Event()
         self._todo: list[Callable[[], Coroutine[Any, Any, None]]] = []  # jobs to start
@@ -241,9 +243,11 @@ class FleetAdapters:
     An adapter is rolled out to all replicas; if the first one refuses it, nothing has changed.
     """
 
-    def __init__(self, sender: str, links: Mapping[str, Link], used: Callable[[str], bool], start: Start) -> None:
-        """Make none yet. `used` is true of a replicas' name that a request of the fleet has; `start` starts a job."""
-        self._sender, self._links, self._used, self._start = sender, links, used, start
+    def __init__(
+        self, sender: str, links: Mapping[str, Link], uses: Callable[[], list[AdapterUse]], start: Start
+    ) -> None:
+        """Make none yet. `uses` returns those of the fleet's requests; `start` starts a job."""
+        self._sender, self._links, self._uses, self._start = sender, links, uses, start
         self.sources: dict[str, AdapterSource] = {}  # that every replica has to have, by its own name
         self._remote: dict[str, str] = {}  # the replicas' name by the user's
         self._number, self._sweeping = 0, False
@@ -306,6 +310,11 @@ class FleetAdapters:
                         except Exception as error:  # it keeps the adapter until its end
                             log.debug("replica %s keeps the adapter %r: %s", link.name, remote, error)
         self._sweeping = False
+
+    def _used(self, remote: str) -> bool:
+        """True if a request has an adapter that replicas know by this name."""
+        names = [use.adapter.remote for use in self._uses() if isinstance(use.adapter, RemoteAdapter)]
+        return any(remote == name if isinstance(name, str) else remote in name for name in names)
 
     def _without(self, remote: str) -> list[Link]:
         return [link for link in self._links.values() if link.state not in OVER and remote not in link.adapters]

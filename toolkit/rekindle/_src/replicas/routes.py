@@ -8,13 +8,13 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import anyio
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.extensions import AdapterUse
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
 from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
@@ -33,6 +33,8 @@ from rekindle._src.replicas.routing import (
 )
 from rekindle._src.replicas.wire import News, RequestMessage, encode
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
+
+E = TypeVar("E", bound=Extension)
 
 log = logging.getLogger("rekindle.fleet")
 # Consecutive deaths of replicas before a request has given a new token there. After so many that only this request can
@@ -172,11 +174,10 @@ class Routes:
     def live(self) -> int:
         return len(self._by_id)
 
-    def has_adapter(self, name: str) -> bool:
-        """True if a sequence has an adapter that replicas know by this name."""
-        uses = (live.request.extensions.get(AdapterUse) for live in self._by_id.values())
-        remotes = (getattr(use.adapter, "remote", ()) for use in uses if use is not None)
-        return any(name == remote if isinstance(remote, str) else name in remote for remote in remotes)
+    def extensions(self, kind: type[E]) -> list[E]:
+        """Return the extensions of one class that requests have."""
+        extensions = (live.request.extensions.get(kind) for live in self._by_id.values())
+        return [extension for extension in extensions if extension is not None]
 
     @property
     def waiting(self) -> int:

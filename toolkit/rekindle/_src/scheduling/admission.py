@@ -1,21 +1,20 @@
 """Admission: decides which waiting request gets a slot and pages, which wait for others, and which are preempted.
 
 `Admission` moves sequences between the queue of policies.py, `DiskReads` for pages on disk, `PrefixClaims` for prefixes
-that others compute, and the `RunningSet`, whose requests may use adapters in `AdapterSlots`.
+that others compute, and the `RunningSet`, whose requests may need more of the device than pages: `DeviceRoom`.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.extensions import AdapterUse
-from rekindle._src.core.records import AdapterLike, AdapterLoad, Status, units_for
+from rekindle._src.core.extension import DeviceLoad, Extensions
+from rekindle._src.core.records import Status
 from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import common
 from rekindle._src.kvcache.pool import pages_for
@@ -28,10 +27,33 @@ from rekindle._src.scheduling.timeline import PhaseKind
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
 
 
-def adapter_of(sequence: Sequence) -> AdapterLike | None:
-    """Return the adapter that a sequence uses."""
-    use = sequence.request.extensions.get(AdapterUse)
-    return None if use is None else use.adapter
+class DeviceRoom:
+    """The room on the device for what requests need in addition to slots and pages: here, they need nothing."""
+
+    def concerns(self, wanted: Extensions) -> bool:
+        """True if a request with these extensions needs room."""
+        return False
+
+    def fits(self, wanted: Extensions) -> bool:
+        """True if `take` would succeed now."""
+        return True
+
+    def shortage(self, wanted: Extensions) -> str:
+        """Return what a request waits for, in words."""
+        return ""
+
+    def take(self, wanted: Extensions) -> None:
+        """Count one more sequence with these extensions, for which there is room."""
+
+    def leave(self, wanted: Extensions) -> None:
+        """Undo one `take`."""
+
+    def loads(self) -> tuple[DeviceLoad, ...]:
+        """Take out the loads of the step being planned."""
+        return ()
+
+    def check_integrity(self, users: list[Extensions]) -> None:
+        """Raise AssertionError unless the counts are those of `users`."""
 
 
 class Admission:
@@ -56,7 +78,7 @@ class Admission:
         self._claims = PrefixClaims(limits.page_size, ledger.least_copied)
         self._loading = DiskReads(ledger)
         self._shortest = shortest  # the ranks of the policy sjf
-        self._unplaced: dict[Sequence, None] = {}  # wait for room for their adapters, the first to wait first
+        self._unplaced: dict[Sequence, None] = {}  # wait for room for their extensions, the first to wait first
         self._max_overtakes = max_overtakes
         self.reserve = reserve
         self.preemptions = 0
@@ -120,7 +142,7 @@ class Admission:
                 return None
             if sequence in leaving:
                 return None  # preempted, and its last step is still in flight
-            if (adapter := adapter_of(sequence)) is not None and self._waits_for(adapter, sequence):
+            if self._waits_for_room(sequence):
                 continue
             if self._park(sequence):
                 continue
@@ -279,28 +301,25 @@ class Admission:
             and self._shortest.rank(waiting) < self._shortest.rank(running)
         )
 
-    def _waits_for(self, adapter: AdapterLike, sequence: Sequence) -> bool:
-        """Set a sequence aside if its adapter finds no room, or if another sequence already waits for room."""
-        adapters = self._running_set.adapters
+    def _waits_for_room(self, sequence: Sequence) -> bool:
+        """Set a sequence aside if its extensions find no room, or if another sequence already waits for room."""
+        room, wanted = self._running_set.room, sequence.request.extensions
+        if not room.concerns(wanted):
+            return False
         first = next(iter(self._unplaced), None)
-        if adapters.fits(adapter) and (first is None or first.overtaken < self._max_overtakes):
+        if room.fits(wanted) and (first is None or first.overtaken < self._max_overtakes):
             if first is not None:
                 first.overtaken += 1
             return False
         self._queue.discard(sequence)
         self._unplaced[sequence] = None
-        sequence.enter(
-            PhaseKind.QUEUED,
-            f"waits for room for the adapter {adapter.name!r}: requests of {adapters.in_use} others are running",
-        )
+        sequence.enter(PhaseKind.QUEUED, f"waits for room for {room.shortage(wanted)}")
         return True
 
     def _place(self) -> None:
         """Queue the sequences again that there is room for, the first to wait first."""
         for sequence in tuple(self._unplaced):
-            adapter = adapter_of(sequence)
-            assert adapter is not None, "it waits for room for one"
-            if not self._running_set.adapters.fits(adapter):
+            if not self._running_set.room.fits(sequence.request.extensions):
                 return
             del self._unplaced[sequence]
             self._wake((sequence,))
@@ -598,7 +617,7 @@ class RunningSet:
         slots: int,
         ledger: PageLedger,
         seniority: Callable[[Sequence], Rank],
-        adapters: AdapterSlots | None = None,
+        room: DeviceRoom | None = None,
         first: int = 0,
     ) -> None:
         """Number the slots from `first` on."""
@@ -607,7 +626,7 @@ class RunningSet:
         self._slots = range(first, first + slots)
         self._free = list(reversed(self._slots))
         self._ledger, self._seniority = ledger, seniority
-        self.adapters = AdapterSlots() if adapters is None else adapters
+        self.room = DeviceRoom() if room is None else room
 
     @property
     def free_slots(self) -> int:
@@ -620,8 +639,7 @@ class RunningSet:
 
     def enter(self, sequence: Sequence, start: int) -> None:
         sequence.begin(self._free.pop(), start)
-        if (adapter := adapter_of(sequence)) is not None:
-            self.adapters.take(adapter)
+        self.room.take(sequence.request.extensions)
         bisect.insort(self.running, sequence, key=self._seniority)
 
     def leave(self, sequence: Sequence) -> None:
@@ -634,8 +652,7 @@ class RunningSet:
         if not sequence.in_flight and sequence in self.leaving:
             self.leaving.remove(sequence)
             self._free.append(sequence.slot)
-            if (adapter := adapter_of(sequence)) is not None:
-                self.adapters.leave(adapter)
+            self.room.leave(sequence.request.extensions)
             self._ledger.release(sequence)
 
     def expel(self, sequence: Sequence) -> None:
@@ -653,8 +670,7 @@ class RunningSet:
             return
         if sequence.slot not in self._free and all(other.slot != sequence.slot for other in self.holders):
             self._free.append(sequence.slot)
-            if (adapter := adapter_of(sequence)) is not None:
-                self.adapters.leave(adapter)
+            self.room.leave(sequence.request.extensions)
         sequence.leave()
 
     def check_integrity(self) -> None:
@@ -663,93 +679,4 @@ class RunningSet:
         assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"
-        adapters = map(adapter_of, self.holders)
-        self.adapters.check_integrity([adapter for adapter in adapters if adapter is not None])
-
-
-@dataclasses.dataclass(slots=True)
-class _LoadedAdapter:
-    slot: int
-    units: tuple[int, ...]
-    users: int = 0  # sequences that run with it, or are leaving
-
-
-class AdapterSlots:
-    """The slots of adapters on the device: which are there, whose requests run, and which one makes room.
-
-    An adapter whose requests run stays; of the others the one that was used least recently makes room for a new one.
-    Loads are planned in the order of the steps, so a step always has the adapters that the plans before it left on the
-    device. `slots` 0 is a session without adapters.
-    """
-
-    def __init__(self, slots: int = 0, units: int = 0) -> None:
-        self.slots, self.units = slots, units
-        self._free_slots = list(range(slots, 0, -1))
-        self._free_units = list(range(units - 1, -1, -1))
-        self._places: OrderedDict[str, _LoadedAdapter] = OrderedDict()  # by digest, the least recently used first
-        self._loads: list[AdapterLoad] = []
-        self.loaded = self.evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, adapter: AdapterLike) -> bool:
-        return adapter.digest in self._places
-
-    @property
-    def in_use(self) -> int:
-        """The number of adapters whose requests run."""
-        return sum(place.users > 0 for place in self._places.values())
-
-    def fits(self, adapter: AdapterLike) -> bool:
-        """True if `take` would succeed now."""
-        if adapter.digest in self._places:
-            return True
-        idle = [place for place in self._places.values() if not place.users]
-        slots = len(self._free_slots) + len(idle)
-        units = len(self._free_units) + sum(len(place.units) for place in idle)
-        return slots > 0 and units >= units_for(adapter.rank)
-
-    def take(self, adapter: AdapterLike) -> None:
-        """Count one more sequence that uses an adapter, which is put on the device if it is not there."""
-        place = self._places.get(adapter.digest)
-        if place is None:
-            place = self._places[adapter.digest] = self._room(units_for(adapter.rank))
-            self._loads.append(AdapterLoad(place.slot, place.units, adapter))
-            self.loaded += 1
-        place.users += 1
-        self._places.move_to_end(adapter.digest)
-
-    def leave(self, adapter: AdapterLike) -> None:
-        """Undo one `take`; the adapter stays until its room is needed."""
-        self._places[adapter.digest].users -= 1
-
-    def loads(self) -> tuple[AdapterLoad, ...]:
-        """Take out the loads of the step being planned."""
-        if not self._loads:
-            return ()
-        loads = tuple(self._loads)
-        self._loads.clear()
-        return loads
-
-    def check_integrity(self, users: list[AdapterLike]) -> None:
-        """Raise AssertionError unless each slot and unit has one owner and the counts are those of `users`."""
-        places = self._places.values()
-        slots = sorted([*self._free_slots, *(place.slot for place in places)])
-        assert slots == list(range(1, self.slots + 1)), f"slots of adapters drifted: {slots}"
-        units = sorted([*self._free_units, *(unit for place in places for unit in place.units)])
-        assert units == list(range(self.units)), f"units of adapters drifted: {units}"
-        counts = dict.fromkeys(self._places, 0)
-        for adapter in users:
-            counts[adapter.digest] += 1
-        assert counts == {digest: place.users for digest, place in self._places.items()}, "users of adapters drifted"
-
-    def _room(self, units: int) -> _LoadedAdapter:
-        idle = [digest for digest, place in self._places.items() if not place.users]
-        while not self._free_slots or len(self._free_units) < units:
-            place = self._places.pop(idle.pop(0))
-            self._free_slots.append(place.slot)
-            self._free_units += sorted(place.units, reverse=True)
-            self._free_units.sort(reverse=True)  # the first units are taken first, so that few chunks are in use
-            self.evicted += 1
-        return _LoadedAdapter(self._free_slots.pop(), tuple(self._free_units.pop() for _ in range(units)))
+        self.room.check_integrity([sequence.request.extensions for sequence in self.holders])

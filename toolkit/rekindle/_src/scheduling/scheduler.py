@@ -46,7 +46,7 @@ from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.side import Keying, SideCache
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
-from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve, RunningSet
+from rekindle._src.scheduling.admission import Admission, DeviceRoom, Reserve, RunningSet
 from rekindle._src.scheduling.boundaries import Boundaries
 from rekindle._src.scheduling.drafting.drafter import DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.drafts import Drafts, drafters_of
@@ -96,7 +96,7 @@ class Scheduler:
         seed: int | None = None,
         max_overtakes: int = 64,
         reserve: Reserve | None = None,
-        adapters: AdapterSlots | None = None,
+        room: DeviceRoom | None = None,
         sides: Items[SideCache] = (),
         first_slot: int = 0,
         arrivals: Iterator[int] | None = None,
@@ -112,7 +112,7 @@ class Scheduler:
         rules = [_RULES[side.plan.keying](limits, side) for side in sides]
         self._sides = WholePrompts(rules) if limits.whole else SideRules(rules)
         self._ledger = PageLedger(pool, cache, limits.page_size, self._sides)
-        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters, first_slot)
+        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), room, first_slot)
         shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
         path = self._ledger.cached_path
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
@@ -261,7 +261,7 @@ class Scheduler:
             tuple(decode_rows),
             tuple(prefill_rows),
             *self._ledger.moves(),
-            self._running_set.adapters.loads(),
+            self._running_set.room.loads(),
             self._ledger.copies(self._step),
             tasks,
         )

@@ -23,7 +23,7 @@ class PhaseKind(enum.StrEnum):
     """The kind of one phase of a request: its work, or its reason to wait."""
 
     INTAKE = "intake"  # its chat was rendered, its text tokenized, its grammar compiled
-    QUEUED = "queued"  # waited for its turn, a slot, or room for its adapter
+    QUEUED = "queued"  # waited for its turn, a slot, or room on the device
     PREFIX = "waited for a prefix"  # another request computed the beginning that both share
     PAGES = "waited for pages"  # too few were free
     LOADING = "loaded pages"  # cached pages were read from disk

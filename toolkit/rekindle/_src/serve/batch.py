@@ -233,8 +233,9 @@ class BatchRun:
         name, response = entry.get("id"), entry.get("response")
         if not isinstance(name, str) or "custom_id" not in entry or not isinstance(response, dict | None):
             return False
+        status = None if response is None else response.get("status_code")
         # Failures of the server are retried; a faulty line stays faulty.
-        if response is None or response.get("status_code", 500) < 499:
+        if response is None or (isinstance(status, int) and status < 499):
             self._known.add(name)
         else:
             self._known.discard(name)

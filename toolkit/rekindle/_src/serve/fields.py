@@ -62,6 +62,32 @@ class Anything:
 
 
 @dataclasses.dataclass(frozen=True)
+class SmallValue:
+    """Any JSON value with at most `most` characters in its texts and names; each value counts as one more."""
+
+    most: int
+
+    def check(self, value: Any, path: str) -> Any:
+        left, values = self.most, [value]
+        while values:
+            one = values.pop()
+            left -= 1
+            if isinstance(one, str):
+                left -= len(one)
+            elif isinstance(one, Mapping):
+                left -= sum(map(len, one))
+                values += one.values()
+            elif isinstance(one, list):
+                values += one
+            if left < 0:
+                raise wrong(path, value, f"has more than {self.most:,} characters", "Send less")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
 class Number:
     """A finite number within inclusive bounds."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 
 from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.core.sampling import MAX_STRUCTURE
 from rekindle._src.serve.bodies import Entries
 from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
@@ -123,6 +124,10 @@ def format_options(format: Mapping[str, Any], path: str) -> tuple[dict[str, Any]
 
 def _schema(value: Any, path: str) -> Mapping[str, Any]:
     if isinstance(value, str):
+        if len(value) > MAX_STRUCTURE:
+            raise wrong(
+                path, value, f"has {len(value):,} characters, more than {MAX_STRUCTURE:,}", "Send a smaller one"
+            )
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -47,7 +47,11 @@ HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request,
 KEPT_SECONDS = 75
 STALLED_SECONDS = 60.0  # a client's limit for reading from a connection whose buffers are full
 AHEAD = 16  # requests sent before the first is answered, at most
+# Seconds between the interim responses that show whether a client which sends nothing more is still there. The second
+# one fails if it is not; the others are for one that leaves later. Go's client takes five at most.
+PROBE_SECONDS = (0.0, 5.0, 50.0)
 _SWEEP_SECONDS = 0.5
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 
 
@@ -278,6 +282,7 @@ class _BoundedProtocol(_Protocol):
     unsent: int = 0  # bytes in its buffers when `stalled_since` was set
     unframed: int = 0  # bytes since the end of the last whole head or part of a body
     answered: Any = None  # the request being answered; `cycle` is the latest one
+    probes: list[float] | None = None  # times of the next probes, once the client has closed its half
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -302,8 +307,33 @@ class _BoundedProtocol(_Protocol):
         elif not self._answering:
             self.head_since = self.head_since or self.loop.time()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes it, uvicorn returns None
+        """Return True to keep a connection whose client sends nothing more but may still read: it awaits its answer.
+
+        RFC 9112 lets clients close their half after a request. One that has left looks the same: both send a FIN. But
+        the system of a client that has left resets the connection when something arrives, and the write after that
+        fails. So parts of an answer that has begun tell the two apart, and before that, interim responses (100), which
+        clients have to skip. HTTP/1.0 has none, so there a client that awaits an answer is taken for one that left, as
+        is one that has sent only a part of a request.
+        """
+        answered = self.answered
+        if not self._answering or answered.more_body or self.transport.is_closing():
+            return False
+        if not answered.response_started and answered.scope["http_version"] == "1.0":
+            return False
+        now = self.loop.time()
+        self.probes = [now + seconds for seconds in PROBE_SECONDS]
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        if self._answering and not self.answered.response_started and not self.transport.is_closing():
+            self.transport.write(_CONTINUE)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.probes is not None and (not self._answering or self.answered.more_body):
+            self.transport.close()  # what was sent ahead is answered, or the client left in the middle of it
         if self.transport.is_closing():
             self._stalls()
         elif not self._answering:
@@ -332,7 +362,10 @@ class _BoundedProtocol(_Protocol):
         self.waiting_since = self.head_since = None
 
     def check_time(self, now: float) -> None:
-        """End the connection if its client has taken too long."""
+        """End the connection if its client has taken too long, and probe one that sends nothing more."""
+        if self.probes and now > self.probes[0]:
+            del self.probes[0]
+            self._probe()
         if self.stalled_since is not None:
             left = self.transport.get_write_buffer_size()
             if left < self.unsent:
@@ -365,6 +398,7 @@ class _H11(_BoundedProtocol, H11Protocol):
         super().handle_events()
         self.unframed = 0
         if self.cycle is not previous and self._answering:
+            self.answered = self.cycle
             self.head_complete()
 
 

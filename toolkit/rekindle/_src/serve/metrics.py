@@ -343,7 +343,7 @@ class Tracing:
         span.end(end_time=now)
 
 
-def dashboard() -> dict[str, Any]:
+def dashboard() -> dict[str, object]:
     """Return the dashboard as Grafana imports it. Its variables are the Prometheus data source and a model."""
     panels: list[dict[str, Any]] = [
         _panel("Tokens per second", "short", [

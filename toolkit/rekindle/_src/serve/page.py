@@ -21,7 +21,8 @@ pre, code, textarea, input, select { font: 14px/1.45 ui-monospace, monospace; }
 pre { background: var(--soft); padding: .8rem; border-radius: .4rem; overflow-x: auto; margin: .4rem 0; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .2rem 1.2rem .2rem 0; }
 th { font-weight: 600; border-bottom: 1px solid var(--line); }
-textarea, input, select { box-sizing: border-box; padding: .4rem .5rem; border: 1px solid var(--line);
+td { overflow-wrap: anywhere; }
+textarea, input, select { box-sizing: border-box; max-width: 100%; padding: .4rem .5rem; border: 1px solid var(--line);
   border-radius: .4rem; background: transparent; color: inherit; }
 textarea { width: 100%; min-height: 4.2rem; resize: vertical; } option { background: Canvas; color: CanvasText; }
 button { font: inherit; padding: .3rem .9rem; border: 1px solid var(--line); border-radius: .4rem;

@@ -15,7 +15,6 @@ from rekindle._src.serve.chat import call_chat, calls_options, content_of, conte
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
-    Anything,
     Boolean,
     Either,
     Endpoint,
@@ -23,6 +22,7 @@ from rekindle._src.serve.fields import (
     Items,
     OneOf,
     Shape,
+    SmallValue,
     String,
     ignored,
     refused,
@@ -33,6 +33,7 @@ from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
+MOST_METADATA = 1 << 16  # characters: they are written at once, up to three times. OpenAI takes 9,216
 TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
 TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
 INPUT = Either(
@@ -57,7 +58,7 @@ RESPONSES = Endpoint(
         Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
         Field("text", FORMAT, "The format of the text."),
         Field("include", Items(String()), "message.output_text.logprobs; others bring nothing here."),
-        Field("metadata", Anything(), "Comes back with the answer."),
+        Field("metadata", SmallValue(MOST_METADATA), "Comes back with the answer."),
         ignored("stream_options", "There is nothing to choose."),
         ignored("user", "Not used."),
         ignored("safety_identifier", "Not used."),

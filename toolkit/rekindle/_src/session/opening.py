@@ -1,9 +1,9 @@
-"""`rekindle.open` and `open_sync`. Everything slow about opening happens in the session's own threads."""
+"""`rekindle.open` and `open_sync`, and the call that they return. `opening/entry.py` does the work on the session's
+thread."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from rekindle._src.calls.call import Call
 from rekindle._src.core.activity import Activity, in_notebook
 from rekindle._src.core.config import EngineConfig, OpenOptions
-from rekindle._src.core.memory import check_address_space, gc_paused
-from rekindle._src.core.names import checked_name
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import capture_contexts
-from rekindle._src.opening.open_request import OpeningProgress, OpenRequest
+from rekindle._src.opening.entry import open_front
+from rekindle._src.opening.open_request import OpenRequest
 from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import KINDS
 
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
-    from rekindle._src.opening.head_start import HeadStart
     from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.session.session import Session
 
@@ -104,8 +102,8 @@ def open(
     processors: Sequence[LogitsProcessor] | None = None,
     taps: Sequence[Tap] | None = None,
     steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-    merge: Any = None,
+    adapters: Mapping[str, object] | None = None,
+    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Opening:
@@ -122,22 +120,21 @@ def open(
         fix = "Pass a folder, a GGUF file, a hub id, 'tiny', or the result of rekindle.models.load"
         raise ConfigError("model", model, "is not a model", fix)
     note_opening()  # before an event loop is asked for anything
-    config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
-    request = OpenRequest(
+    given_up = threading.Event()
+    request = OpenRequest.of(
         model,
-        config,
-        _listed("processors", processors, "LogitsProcessor"),
-        _listed("taps", taps, "Tap"),
-        named_changes(steering),
-        _named(adapters),
-        merge,
-        progress,
+        EngineConfig.of(options),
+        processors=processors,
+        taps=taps,
+        steering=steering,
+        adapters=adapters,
+        merge=merge,
+        progress=progress,
         given_up=given_up.is_set,
-        shown=shown,
     )
-    build = functools.partial(_build, request)
+    build = functools.partial(open_front, request, _session)
     first = "jax" not in sys.modules  # its import takes a second, in which other threads hardly run
-    return Opening(build, Activity(shown.look, quiet=config.quiet, at_once=first), given_up)
+    return Opening(build, Activity(request.shown.look, quiet=request.config.quiet, at_once=first), given_up)
 
 
 @takes_options(EngineConfig)
@@ -147,8 +144,8 @@ def open_sync(
     processors: Sequence[LogitsProcessor] | None = None,
     taps: Sequence[Tap] | None = None,
     steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, Any] | None = None,
-    merge: Any = None,
+    adapters: Mapping[str, object] | None = None,
+    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Session:
@@ -163,45 +160,6 @@ def open_sync(
         progress=progress,
         **options,
     ).result_sync()
-
-
-def _listed(name: str, entries: Any, kind: str) -> tuple[Any, ...]:
-    if entries is None:
-        return ()
-    try:
-        return tuple(entries)
-    except TypeError:
-        fix = f"Pass a list of rekindle.{kind}(function, name='…')"
-        raise ConfigError(name, entries, "is not a list", fix) from None
-
-
-def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
-    """Return the changes of each name. Raise ConfigError for anything else."""
-    if steering is None:
-        return {}
-    fix = 'Pass {"name": rekindle.Steer(layer=…, vector=…)}'
-    if not isinstance(steering, Mapping):
-        raise ConfigError("steering", steering, "does not map names to changes", fix)
-    named = {}
-    for name, entry in steering.items():
-        if isinstance(entry, str | Path):
-            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
-
-            changes = read_changes(entry)
-        else:
-            changes = tuple(entry) if isinstance(entry, Sequence) else (entry,)
-        if not (isinstance(name, str) and name and changes and all(isinstance(change, Steer) for change in changes)):
-            raise ConfigError("steering", {name: entry}, "is not a name with a Steer, a list of them, or a file", fix)
-        named[name] = changes
-    return named
-
-
-def _named(adapters: Any) -> dict[str, Any]:
-    if adapters is None:
-        return {}
-    if not isinstance(adapters, Mapping):
-        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
-    return {checked_name("adapters", name): source for name, source in adapters.items()}
 
 
 def _session() -> type[Session]:
@@ -242,41 +200,3 @@ def size_of_cache(folder: Path) -> int:
                 with contextlib.suppress(OSError):  # another process removed it meanwhile
                     size += os.lstat(os.path.join(parent, name)).st_size
     return size
-
-
-_opened: list[bool] = []  # not empty once this process has opened a session: then JAX has its threads
-
-
-def _build(request: OpenRequest) -> Front:
-    # Modules are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
-    first, ahead = "jax" not in sys.modules, None
-    if not _opened:
-        check_address_space()
-    try:
-        # Until the session is open: once what imports made counts as old, the next run would scan it, 0.1 s.
-        with gc_paused(stays=first):
-            if first:
-                ahead = _head_start(request.model, request.config)
-            _session()  # before JAX, whose library is loaded meanwhile
-            from rekindle._src.opening.build import build
-            from rekindle._src.programs.user_functions import check_processors, check_taps
-
-            processors, taps = check_processors(request.processors), check_taps(request.taps)
-            contexts = capture_contexts()
-            front = build(
-                dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead)
-            )
-            _opened.append(True)
-            return front
-    finally:
-        if ahead is not None:
-            ahead.close()
-
-
-def _head_start(model: Any, config: EngineConfig) -> HeadStart | None:
-    """Begin the work on a checkpoint that needs no JAX. Return None where several devices share a model."""
-    if config.processes > 1 or config.mesh is not None or not isinstance(model, str | Path):
-        return None
-    from rekindle._src.opening.head_start import HeadStart
-
-    return HeadStart(model, config)

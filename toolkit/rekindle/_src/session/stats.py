@@ -531,7 +531,7 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
         "requests finished": figures.get("finished", 0),
         "tokens generated": generated,
         "tokens/s while it computed": generated / busy if busy else 0,
-        f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if prompted else 0,
+        f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if cached else 0,
     }
     return html.tiles({name: figure for name, figure in pairs.items() if figure})
 

@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required, Union, get_args, get_origin
 
-from rekindle._src.core.sampling import Sampling, check_size
+from rekindle._src.core.sampling import Sampling, check_json, check_size
 from rekindle.errors import InvalidRequest, MissingExtra
 
 Kind = Literal["schema", "regex", "choice", "grammar", "json"]
@@ -68,7 +68,7 @@ class Structure:
     """A request's spec, and the function that makes an object of its whole text."""
 
     spec: Spec
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
 
 
 def structure_of(sampling: Sampling) -> Structure | None:
@@ -83,6 +83,7 @@ def structure_of(sampling: Sampling) -> Structure | None:
     if sampling.schema is not None:
         schema, parse, checks = type_schema(sampling.schema)
         options["lenient"] |= checks
+        check_json("schema", schema)
         try:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -108,7 +109,7 @@ class TypeSchema(NamedTuple):
     """A JSON schema, and the function from a text that follows it to an object."""
 
     schema: Mapping[str, Any]
-    parse: Callable[[str], Any]
+    parse: Callable[[str], object]
     checks: bool = False  # True if `parse` refuses texts that break the schema
 
 

@@ -8,6 +8,7 @@ use need and no others, each counted before it runs (`template_operations.py`). 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
+from rekindle._src.text.replies.call import check_arguments
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -29,6 +31,7 @@ _FOREIGN_ROLES = {"human": "user", "ai": "assistant", "bot": "assistant", "model
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
 _FILE = 1 << 22  # bytes of a file with a template
+_FILES = 64  # templates of a checkpoint
 _SHOWN = 300  # characters of a template's own message that an error repeats
 _UNTRIMMED = " "  # follows the mark; a template that trims the message removes it
 
@@ -53,7 +56,7 @@ class ChatTemplate:
             templates, special = gguf.read_templates(folder)
             return cls(templates, special, source=str(folder)) if templates else None
         files = {"default": folder / "chat_template.jinja"}
-        files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+        files |= {path.stem: path for path in _additional(folder)}
         texts: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}
         source = folder / "chat_template.jinja"
         for name in ("tokenizer_config.json", "chat_template.json"):
@@ -80,8 +83,8 @@ class ChatTemplate:
         self,
         messages: Messages,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
@@ -107,8 +110,8 @@ class ChatTemplate:
         self,
         messages: Messages,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
@@ -218,9 +221,20 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """Return the message of an exception, cut to `_SHOWN` characters."""
+    """Return the message of an exception, cut to `_SHOWN` characters; what it has of a template may be printed."""
     message = str(error) or type(error).__name__
-    return message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
+    shown = message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in shown
+    )
+
+
+def _additional(folder: Path) -> list[Path]:
+    """Return the files of a folder's other templates. Raise `CheckpointError` for too many."""
+    paths = sorted(itertools.islice((folder / "additional_chat_templates").glob("*.jinja"), _FILES + 1))
+    if len(paths) > _FILES:
+        raise CheckpointError(f"{folder} has more than {_FILES} chat templates. Remove those that are not used")
+    return paths
 
 
 def _read_template(path: Path) -> str:
@@ -236,6 +250,7 @@ def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]
         raise InvalidRequest(
             "messages", messages, "is not a list of messages", "Pass a text, or [{'role': ..., 'content': ...}]"
         )
+    check_arguments(messages)
     chat = []
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:

@@ -21,6 +21,7 @@ from rekindle._src.text.tokenizer_limits import panics_as, raise_panic
 from rekindle.errors import CheckpointError, RequestFailed
 
 MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
+MAX_JSON = 32 << 20  # bytes of the other files of a tokenizer; parsed, each of their values takes some 60
 # From this many characters on, a text goes through the call for batches, which releases the GIL. While the plain call
 # encoded 1.2 million characters in 1.82 s, another thread stood still for 1.76 s; with the call for batches, 0.03 s.
 # Shorter texts take a millisecond or two, and for them no threads are started.
@@ -34,7 +35,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, or an empty one if there is no such file."""
     try:
-        content = json.loads(read_plain(path, MAX_FILE))
+        content = json.loads(read_plain(path, MAX_JSON))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

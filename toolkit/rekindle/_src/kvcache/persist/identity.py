@@ -16,6 +16,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
 
 VERSION = 1
+_SHOWN = 200  # characters of what an index says
 
 
 def mark(what: str) -> str:
@@ -52,7 +53,7 @@ class Identity:
         """The root key of the tree."""
         return root_digest(f"pages {self.version}", self.fingerprint, self.kv_dtype, str(self.page_size), self.layout)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Return the fields that an index stores."""
         return {"identity": {name: getattr(self, name) for name in STORED}}
 
@@ -69,7 +70,7 @@ class Identity:
         for name, words in _REASONS:
             expected, actual = getattr(self, name), getattr(other, name)
             if expected != actual:
-                return f"{words} {actual!r}, this session has {expected!r}"
+                return f"{words} {repr(actual)[:_SHOWN]}, this session has {expected!r}"
         return None
 
 

@@ -16,7 +16,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,8 @@ from rekindle_kernels import private_files, system
 Payload = tuple[Any, ...]
 Memory = Callable[[int], NDArray[np.uint8]]  # so many bytes, to be filled
 MAX_PAGE_SIZE = 1 << 16  # tokens
+MAX_VISITS = 1 << 30  # of a page; a record has 32 bits for them
+LAST_TIME = 1e11  # seconds since the epoch, in the year 5138
 _LENGTH = 8  # bytes before the header that say how long it is
 
 
@@ -81,12 +83,24 @@ def records_of(pages: Sequence[Page], page_size: int) -> NDArray[Any]:
 
 
 def pages_of(records: NDArray[Any]) -> list[Page]:
+    """Return the pages of records. No digest is of their visits and times, so those are put within bounds."""
     return [
-        Page(digest.tobytes(), parent.tobytes(), tokens, int(visits), float(used))
+        Page(digest.tobytes(), parent.tobytes(), tokens, min(max(0, int(visits)), MAX_VISITS), _time(float(used)))
         for digest, parent, tokens, visits, used in zip(
             *(records[name] for name in ("digest", "parent", "tokens", "visits", "used")), strict=True
         )
     ]
+
+
+def _time(value: float) -> float:
+    """Return seconds since the epoch; 0 for what is no time that was."""
+    return value if 0 <= value < LAST_TIME else 0.0
+
+
+def saved_at(header: Mapping[str, object]) -> float:
+    """Return when an index was written, in seconds since the epoch; 0 if it does not say."""
+    value = header.get("saved")
+    return _time(float(value)) if type(value) in (int, float) and abs(value) < LAST_TIME else 0.0  # type: ignore[arg-type]
 
 
 def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:

@@ -23,11 +23,12 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import is_finished, remove
+from rekindle._src.core.names import printable
 from rekindle._src.kvcache.caches import AnyCache, trees
 from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
-from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, size_of, write_index
+from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, saved_at, size_of, write_index
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 from rekindle_kernels import private_files, read_through
@@ -183,8 +184,9 @@ def describe_all(folder: Path, identity: Identity) -> list[SnapshotInfo]:
             saved_for, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
             if saved_for.beside_pages:
                 continue  # it belongs to a snapshot of pages
-            saved, refused = float(index.header.get("saved", 0.0)), identity.mismatch(saved_for)
-            info = SnapshotInfo(name, count, count * saved_for.page_size, saved_for.model, saved, refused)
+            saved, refused = saved_at(index.header), identity.mismatch(saved_for)
+            model = printable(saved_for.model)
+            info = SnapshotInfo(name, count, count * saved_for.page_size, model, saved, refused)
             infos_by_key.setdefault((name, saved_for.root), info)
     return sorted(infos_by_key.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
 
@@ -301,7 +303,7 @@ def _name(path: Path) -> str:
 
 def _number(path: Path) -> int:
     digits = path.name.rpartition("@")[2].partition("-")[0]
-    return int(digits) if digits.isdigit() else 0
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _fetch(path: Path) -> None:

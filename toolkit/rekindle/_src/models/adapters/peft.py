@@ -29,6 +29,8 @@ from rekindle.errors import CheckpointError
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20
 _MOST_SURPLUS = 1000  # tensors that are listed as problems, beyond those that a model can have
+_HEADER = 1 << 20  # bytes of a header, in addition to those of its tensors
+_TENSOR = 512  # bytes that the header has for a tensor at most; trainers write about 200
 _LONGEST_START, _SHOWN = 200, 80  # characters
 _LIST = "Write the names of modules, as a list or one by one"
 Number = TypeVar("Number", int, float)
@@ -82,13 +84,18 @@ def read_folder(folder: Path, name: str, sites: Sites, fits: Callable[[int], Non
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}. Pass the folder that PEFT's save_pretrained wrote.")
     tensors: dict[str, Tensor] = {}
-    for entry in read_header(weights).entries:
+    for entry in read_header(weights, _HEADER + _TENSOR * _most_tensors(sites)).entries:
         if not entry.has_numbers:
             raise CheckpointError(
                 f"{weights}: {entry.name[:200]} is stored as {str(entry.dtype)[:80]}. Save it in float32 or 16 bits."
             )
         tensors[entry.name] = Tensor(entry.shape, partial(rows_of, entry, 0, entry.shape[0] if entry.shape else 0))
     return adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits)
+
+
+def _most_tensors(sites: Sites) -> int:
+    """Return how many tensors an adapter of the model may have."""
+    return _MOST_SURPLUS + 4 * sum(len(site.modules) + 1 for site in sites.sites)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def adapter_of_tensors(
     They are read after all of their names and shapes were compared with the model's.
     """
     check_config(config, place)
-    by_module, most = sites.by_module(), _MOST_SURPLUS + 4 * sum(len(site.modules) + 1 for site in sites.sites)
+    by_module, most = sites.by_module(), _most_tensors(sites)
     if len(tensors) > most:
         raise CheckpointError(
             f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass one that was "

@@ -133,6 +133,7 @@ def _products(
 
 
 _DOWN, _UP = ".lora_a", ".lora_b"
+_MOST_HEADER = 16 << 20  # bytes of a file's header: that of an adapter has no vocabulary
 
 
 def read_file(
@@ -145,7 +146,7 @@ def read_file(
     from rekindle._src.models.loading.gguf.rows import GgufRows, stored_places
     from rekindle._src.models.registry import gguf_form, manifest
 
-    header = read_header(path)
+    header = read_header(path, _MOST_HEADER)
     metadata, form = header.metadata, gguf_form(config.model_type)
     kind = metadata.text("general.type", "model"), metadata.text("adapter.type", "")
     if kind != ("adapter", "lora"):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rekindle_kernels import system
 
@@ -28,7 +28,7 @@ _slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unused rest of the lates
 _ahead: PrefaultArena | None = None
 
 
-def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
+def aligned(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
     """Return memory that begins on a cache line. XLA:CPU uses such memory without copying it."""
     global _slab
     count = math.prod(shape) * np.dtype(dtype).itemsize

@@ -22,6 +22,7 @@ from rekindle._src.models.loading.stored import MODULES
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _MAX_JSON = 1 << 20  # bytes
+_MOST_LAYERS = 16  # linear layers; published models have two at most, and a list may name one folder again and again
 _MODES: dict[str, Pooling] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _GGUF_MODES: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 _OLD_MODES = {
@@ -62,6 +63,8 @@ def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
         own = _own_folder(folder, module)
         if kind == "Pooling":
             pooling = _pooling(own / "config.json", config)
+        elif kind == "Dense" and len(projections) == _MOST_LAYERS:
+            raise UnsupportedModel(f"{folder / MODULES} has more than {_MOST_LAYERS} modules 'Dense'. Check the file.")
         elif kind == "Dense":
             projections.append(_projection(own, projections[-1].weight.shape[0] if projections else config.hidden_size))
         else:
@@ -101,7 +104,7 @@ def _pooling(path: Path, config: ModelConfig) -> Pooling:
     fields = tensor_files.read_json(path, dict, _MAX_JSON)
     modes = fields.get("pooling_mode", [mode for key, mode in _OLD_MODES.items() if fields.get(key)])
     modes = [modes] if isinstance(modes, str) else modes
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+    if not isinstance(modes, list) or len(modes) != 1 or str(modes[0]) not in _MODES:
         shown = ", ".join(map(str, modes)) if isinstance(modes, list) else repr(modes)
         raise UnsupportedModel(f"{path} pools by {shown or 'nothing'}. Implemented: one of {', '.join(_MODES)}.")
     if fields.get("include_prompt") is False:
@@ -109,7 +112,7 @@ def _pooling(path: Path, config: ModelConfig) -> Pooling:
     size = fields.get("embedding_dimension", fields.get("word_embedding_dimension", config.hidden_size))
     if size != config.hidden_size:
         raise CheckpointError(f"{path} pools {size} numbers, and the model has {config.hidden_size}.")
-    return _MODES[modes[0]]
+    return _MODES[str(modes[0])]
 
 
 def _projection(folder: Path, size: int) -> Projection:
@@ -156,6 +159,6 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     if not isinstance(prompts, dict):
         raise CheckpointError(f"{path} has prompts that are no object. Download it again.")
     named = {name: text for name, text in prompts.items() if isinstance(text, str)}
-    if default is not None and default not in named:
-        raise CheckpointError(f"{path} has the default_prompt_name {default!r}, and no such prompt.")
+    if default is not None and not (isinstance(default, str) and default in named):
+        raise CheckpointError(f"{path} has the default_prompt_name {str(default)[:80]!r}, and no such prompt.")
     return named, default

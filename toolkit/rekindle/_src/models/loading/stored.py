@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
 # Keys of the whole that are true of its language model, where that one's own config leaves them out.
 _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+# Keys that are added to a config here, from what else a checkpoint has. In its config.json they mean nothing.
+_ADDED = frozenset(("pictures", "headless", "another_head", "nested_in"))
 # Language models that differ from others by the name of their type alone, and by defaults.
 _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3_vl_text": lambda own: {"rope_theta": 500_000.0, **own, "model_type": "qwen3"},
@@ -39,6 +41,7 @@ _DRAFT_HEAD = "draft_head"  # the key of a config whose model has a head that dr
 _DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
 _COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, next to a model that embeds
+MAX_TOKENS = 1 << 24  # of a vocabulary
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 
@@ -128,9 +131,11 @@ def text_config(raw: Mapping[str, object]) -> dict[str, Any]:
     """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        return dict(raw)
+        return {name: value for name, value in raw.items() if name not in _ADDED}
     shared = {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
-    own = {name: value for name, value in text.items() if value is not None or name not in shared}
+    own = {
+        name: value for name, value in text.items() if name not in _ADDED and (value is not None or name not in shared)
+    }
     own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
     if raw.get("model_type") in _ASSISTANTS:
         own |= {name: raw[name] for name in _ASSISTANT_KEYS if name in raw}
@@ -179,6 +184,9 @@ def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
         _log.warning("pictures can't be read: %s", error)
         return None
     token = text.get("pad_token_id") if text.get("hidden_size_per_layer_input") else None
+    if token is not None and not (type(token) is int and 0 <= token < MAX_TOKENS):
+        _log.warning("pictures can't be read: pad_token_id=%.80r in text_config is no token", token)
+        return None
     return None if config is None else {"levels": len(config.deepstack), "token": token, "both_ways": both_ways}
 
 

@@ -9,6 +9,7 @@ of CPU time (1.1 s with a copy into aligned memory); reading straight into the a
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -138,18 +139,25 @@ def read_json(path: Path, kind: type[Any], most: int) -> Any:
     return content
 
 
-def read_header(path: Path) -> Header:
-    """Return the header of one file. Raise `CheckpointError` if it is truncated, inconsistent or of another format."""
+def read_header(path: Path, most: int = _MAX_HEADER) -> Header:
+    """Return the header of one file, of at most `most` bytes.
+
+    Raise `CheckpointError` if it is longer, truncated, inconsistent or of another format.
+    """
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
-            raw = file.read(length) if len(start) == 8 and length <= min(size - 8, _MAX_HEADER) else b""
+            raw = file.read(length) if len(start) == 8 and length <= min(size - 8, most) else b""
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
     if start == b"version ":
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights. Run: git lfs pull")
+    if most < length <= size - 8:
+        raise CheckpointError(
+            f"{path} has a header of {length:,} bytes, and at most {most:,} are read. Check the file."
+        )
     if not raw:
         raise broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
     try:
@@ -161,6 +169,10 @@ def read_header(path: Path) -> Header:
     needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
     if needed > size:
         raise broken(path, f"its tensors need {needed:,} bytes and the file has {size:,}")
+    placed = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.offset)
+    for before, after in itertools.pairwise(placed):
+        if before.offset + before.nbytes > after.offset:  # a small file would be many large tensors
+            raise broken(path, f"{after.name[:_WIDTH]} lies on {before.name[:_WIDTH]}")
     return Header(path, entries, metadata, raw, size)
 
 

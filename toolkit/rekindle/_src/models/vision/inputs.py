@@ -91,9 +91,9 @@ class PackedPictures:
 
         With `blocks`, patches come token by token. Raise ValueError for pictures whose sides are not whole tokens.
         """
-        self._config, self._images = config, images
+        self._config, self._images, self._positions = config, images, positions
         self._orders = list[NDArray[np.int32]]()  # of the patches of each picture
-        parts = list[tuple[Any, ...]]()
+        places_of_each = list[tuple[NDArray[np.int32], NDArray[np.int32]]]()
         for image in images:
             grid, shape = image.grid, image.patches.shape
             if min(grid) < 1 or grid.rows % config.merge or grid.columns % config.merge:
@@ -104,14 +104,14 @@ class PackedPictures:
                 raise ValueError(f"patches are {list(shape)}, expected {[grid.patches, config.patch_length]}")
             row, column = places(grid, config.merge, blocks=blocks)
             order = members(row, column, grid, config.merge).reshape(-1)
-            row, column = row[order], column[order]
             self._orders.append(order)
-            parts.append((row, column, *positions(config, grid, row, column)))
+            places_of_each.append((row[order], column[order]))
+            self._none: PositionTaps = positions(config, grid, row[:0], column[:0])  # checks the size of the picture
         lengths = [image.grid.patches for image in images]
         self._firsts = np.cumsum([0, *lengths]).astype(np.int32)
         starts, stops = np.repeat(self._firsts[:-1], lengths), np.repeat(self._firsts[1:], lengths)
-        rows, columns, taps, weights = (np.concatenate([part[axis] for part in parts]) for axis in range(4))
-        self._others = (rows, columns, starts, stops, taps.astype(np.int32), weights.astype(np.float32))
+        rows, columns = (np.concatenate([place[axis] for place in places_of_each]) for axis in range(2))
+        self._others = (rows, columns, starts, stops)
 
     @property
     def patches(self) -> int:
@@ -124,16 +124,24 @@ class PackedPictures:
         return int(starts[first]), int(stops[stop - 1])
 
     def cut(self, first: int, size: int) -> PatchBatch:
-        """Return a batch of so many patches from one on, with padding after the last."""
+        """Return a batch of so many patches from one on, with padding after the last.
+
+        Positions are computed here: weights of all rows of a table can be larger than the picture.
+        """
         stop = min(first + size, self.patches)
+        rows, columns = self._others[:2]
         numbers = np.zeros((size, self._config.patch_length), np.float32)
+        taps, weights = (_padded(array, size) for array in self._none)
         for image, order, begin, end in zip(
             self._images, self._orders, self._firsts[:-1], self._firsts[1:], strict=True
         ):
             low, high = max(first, begin), min(stop, end)
             if low < high:
-                numbers[low - first : high - first] = image.patches[order[low - begin : high - begin]]
-        return PatchBatch(numbers, *(_padded(array[first:stop], size) for array in self._others))
+                here = slice(low - first, high - first)
+                numbers[here] = image.patches[order[low - begin : high - begin]]
+                taps[here], weights[here] = self._positions(self._config, image.grid, rows[low:high], columns[low:high])
+        row, column, start, end = (_padded(array[first:stop], size) for array in self._others)
+        return PatchBatch(numbers, row, column, start, end, taps, weights)
 
 
 def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
@@ -206,7 +214,7 @@ def resized_weights(
     (down, across) = (
         _resized(index, length, config.side) for index, length in ((rows, grid.rows), (columns, grid.columns))
     )
-    weights = (down[:, :, None] * across[:, None, :]).reshape(len(rows), -1)
+    weights = (down[:, :, None] * across[:, None, :]).reshape(len(rows), config.side**2)
     return PositionTaps(np.zeros((len(rows), 0), np.int32), weights)
 
 

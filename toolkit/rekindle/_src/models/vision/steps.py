@@ -40,8 +40,8 @@ class TowerStep(NamedTuple):
     """A program, and the arguments that it is called with."""
 
     name: str  # of the program among those of an encoder's sizes; steps with one name differ in arguments alone
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
     donated: tuple[int, ...] = ()  # arguments that are not used again: the result can take their memory
 
 
@@ -196,7 +196,7 @@ def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
     return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))
 
 
-def run_steps(steps: Generator[TowerStep, Any, TokenParts], run: Callable[[TowerStep], object]) -> TokenParts:
+def run_steps(steps: Generator[TowerStep, object, TokenParts], run: Callable[[TowerStep], object]) -> TokenParts:
     """Run all steps; `run` returns the result of a step's function for its arguments, or the result's shapes."""
     try:
         step = next(steps)

@@ -14,6 +14,24 @@ function render({ model, el }) {
   el.classList.add("rekindle-panel");
   el.append(hide, picture, bar, note, alarm);
 
+  let held = []; // the elements around what has the focus, the nearest first; none while nothing here has it
+
+  function remember(event) {
+    held = event.composedPath().filter((one) => one.nodeType === 1 && !el.contains(one));
+  }
+
+  // A button that ends its view goes with it. Who pressed it by a key would have to find back from the page's top.
+  function handOn() {
+    const lost = [null, document.body].includes(document.activeElement) || el.contains(document.activeElement);
+    if (lost) held.find((one) => one.isConnected && one.hasAttribute("tabindex"))?.focus();
+  }
+
+  function left() {
+    setTimeout(() => {
+      if (el.isConnected && !el.contains(el.getRootNode().activeElement)) held = [];
+    });
+  }
+
   let asked = 0; // the timer of a message that was not answered yet
   let doubtful = false; // the connection has changed since the kernel answered last
   const typed = {}; // by the name of a field, its contents since the last press: what a busy kernel may still know
@@ -302,6 +320,8 @@ function render({ model, el }) {
   });
   picture.addEventListener("click", (event) => pressed(event.target));
   picture.addEventListener("keydown", stepped);
+  el.addEventListener("focusin", remember);
+  el.addEventListener("focusout", left);
   const filed = { dragover: dragged, dragleave: dragged, drop: dragged, paste: pasted };
   for (const [event, react] of Object.entries(filed)) el.addEventListener(event, react);
   const heard = { "change:html": draw, "change:note": annotate, "change:controls": control, "change:values": fill };
@@ -311,6 +331,7 @@ function render({ model, el }) {
   for (const [event, react] of Object.entries(heard)) model.on(event, react);
   return () => {
     clearTimeout(asked);
+    handOn();
     for (const [event, react] of Object.entries(filed)) el.removeEventListener(event, react);
     for (const [event, react] of Object.entries(heard)) model.off(event, react);
   };

@@ -42,7 +42,7 @@ _WORDS = (
 _PROBES = (_WORDS + "½ ²³ Ⅷ ٣٤٥ ३४५", _WORDS)
 
 
-def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, object]:
     """Return the vocabulary and the special tokens. `vocab_size` is the number of rows of the embedding."""
     if not tokenizer.has_text:
         return {f"{_KEY}.model": "none", **_stops(tokenizer)}
@@ -73,7 +73,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     return fields | _stops(tokenizer) | _around(tokenizer)
 
 
-def template_metadata(template: ChatTemplate | None) -> dict[str, Any]:
+def template_metadata(template: ChatTemplate | None) -> dict[str, object]:
     """Return the fields of the chat templates."""
     if template is None:
         return {}
@@ -85,7 +85,7 @@ def template_metadata(template: ChatTemplate | None) -> dict[str, Any]:
     return fields | ({key: template.templates["default"]} if "default" in template.templates else {})
 
 
-def sampling_metadata(sampling: Sampling | None) -> dict[str, Any]:
+def sampling_metadata(sampling: Sampling | None) -> dict[str, object]:
     """Return the fields of the defaults of sampling."""
     if sampling is None:
         return {}

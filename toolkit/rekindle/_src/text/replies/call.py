@@ -14,9 +14,13 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from rekindle.errors import InvalidRequest
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
+# Characters of arguments as text: of a call, which is parsed at once, and of all calls of a conversation.
+MAX_ARGUMENTS, MAX_ALL_ARGUMENTS = 1 << 20, 4 << 20
 MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
@@ -168,6 +172,25 @@ def as_json(value: object) -> str:
     except (ValueError, TypeError):
         raise MalformedCall from None
     return text
+
+
+def check_arguments(messages: Any) -> None:
+    """Raise `InvalidRequest` for messages whose calls have more arguments as text than are read.
+
+    They are JSON in a text, whose values nobody has counted: of 30 MB each three bytes may be a list.
+    """
+    size = 0
+    for message in messages if isinstance(messages, list | tuple) else ():
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            length = len(arguments) if isinstance(arguments, str) else 0
+            size += length
+            for what, count, most in (("a call", length, MAX_ARGUMENTS), ("calls", size, MAX_ALL_ARGUMENTS)):
+                if count > most:
+                    problem = f"have {what} with {count:,} characters of arguments, and {most:,} are read"
+                    raise InvalidRequest("messages", f"{len(messages):,} messages", problem, "Leave old calls out")
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:

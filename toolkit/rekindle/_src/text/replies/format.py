@@ -16,7 +16,7 @@ from typing import Any
 
 from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, known_tools
+from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, check_arguments, known_tools
 from rekindle._src.text.replies.families import HERMES, SYNTAXES, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 
@@ -166,6 +166,7 @@ def call_ids(seed: bytes | None, length: int = 0) -> Callable[[int], str]:
 
 def with_calls_as_text(messages: Sequence[Message], syntax: CallSyntax) -> list[Message]:
     """Return the messages, with an assistant's calls as text at the end of its content, as the model wrote them."""
+    check_arguments(messages)
     result: list[Message] = []
     for message in messages:
         calls = _calls(message) if isinstance(message, Mapping) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,13 +52,21 @@ def only(names: Sequence[str], where: str, form: str) -> str | None:
 
 def projector_of(model: Path) -> Path | None:
     """Return the only encoder of pictures next to a model's file; None if there is none, or several."""
-    found = [path for path in model.parent.iterdir() if is_gguf(path) and "mmproj" in path.name.lower()]
+    try:
+        names = os.listdir(model.parent)
+    except OSError:  # a folder that may not be read has a file that may
+        return None
+    found = [model.parent / name for name in names if name.lower().endswith(SUFFIX) and "mmproj" in name.lower()]
     return found[0] if len(found) == 1 and found[0] != model else None
 
 
 def in_folder(folder: Path) -> Path | None:
     """Return the only GGUF model of a folder, None if there is none. Raise `CheckpointError` if there are several."""
-    name = only([path.name for path in folder.iterdir()], str(folder), f"{folder}/{{}}")
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be read ({error.strerror}). Check who may read it.") from error
+    name = only(names, str(folder), f"{folder}/{{}}")
     return None if name is None else folder / name
 
 

@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, overload
+from typing import Any, BinaryIO, NamedTuple, TypedDict, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from rekindle.errors import CheckpointError
 
 MAX_HEADER = 256 << 20  # bytes; a vocabulary of 256,000 tokens with its merges takes some 15 MB
 MAX_TEXTS = 1 << 22  # strings of one array
+MAX_TENSORS = MAX_KEYS = 1 << 16  # of a file: the largest published ones have some 2,000 tensors and 100 keys
 _STEP = 4 << 20
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 1 << 20  # bytes that are searched for strings at once
@@ -75,8 +76,8 @@ class Texts(Sequence[str]):
 class Cursor:
     """A position in the header of a file. `reading` names in errors what is being read there."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.position, self.reading = path, 0, "its header"
+    def __init__(self, path: Path, file: BinaryIO, most: int) -> None:
+        self.path, self.position, self.reading, self._most = path, 0, "its header", most
         self.size = os.fstat(file.fileno()).st_size
         self._file, self._buffer = file, bytearray()
 
@@ -112,8 +113,10 @@ class Cursor:
     def count(self, least: int, what: str, most: int = 1 << 62) -> int:
         """Read a count of items, each of at least `least` bytes. Raise `CheckpointError` if they can't fit."""
         items = int(self.number("Q"))
-        if items > min(most, self.left // least):
+        if items > self.left // least:
             raise self.broken(f"{_amount(items)} {what} don't fit into the {self.left:,} bytes that are left")
+        if items > most:
+            raise self.broken(f"{_amount(items)} {what} are there, and at most {most:,} are read")
         return items
 
     def text(self, most: int = MAX_HEADER) -> str:
@@ -203,13 +206,13 @@ class Cursor:
 
     def _fill_some(self, most: int) -> int:
         """Read `most` bytes from the position on, or the rest of the file; return how many are there."""
-        return self._fill(min(self.position + most, self.size)) - self.position
+        return self._fill(min(self.position + most, self.size, max(self.position, self._most))) - self.position
 
     def _fill(self, wanted: int) -> int:
         """Read until `wanted` bytes are in the buffer; return how many are there."""
+        if wanted > self._most:
+            raise self.broken(f"the header is longer than the {self._most >> 20} MiB that are read")
         while len(self._buffer) < wanted:
-            if wanted > MAX_HEADER:
-                raise self.broken(f"the header is longer than the {MAX_HEADER >> 20} MiB that are read")
             data = self._file.read(max(_STEP, wanted - len(self._buffer)))
             if not data:
                 raise self.broken(f"the file ends after {len(self._buffer):,} bytes")
@@ -228,6 +231,7 @@ _MAX_DIMENSIONS = 4
 _OLDER = (b"lmgg", b"tjgg", b"algg", b"fmgg")  # the formats before GGUF, as their bytes lie in the file
 Value = int | float | bool | str | Texts | np.ndarray[Any, Any]
 MAX_KEY = 1 << 16  # bytes; the format's own limit
+D = TypeVar("D")
 _MISSING: Any = object()
 # The numbers that stand for the types of values: struct's letter and numpy's dtype.
 _NUMBERS = {
@@ -259,28 +263,28 @@ class Metadata(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def integer(self, key: str, default: object = _MISSING) -> Any:
+    def integer(self, key: str, default: D = _MISSING) -> int | D:
         """Return a whole number, or `default` if the key is absent. Raise `CheckpointError` if there is no default."""
         return self._of(key, "a whole number", default, lambda value: type(value) is int)
 
-    def number(self, key: str, default: object = _MISSING) -> Any:
+    def number(self, key: str, default: D = _MISSING) -> float | D:
         """Return a number, as a float."""
         value = self._of(key, "a number", default, lambda value: type(value) in (int, float))
         return float(value) if isinstance(value, int) else value
 
-    def flag(self, key: str, default: object = _MISSING) -> Any:
+    def flag(self, key: str, default: D = _MISSING) -> bool | D:
         """Return the value of a key that has to be a boolean."""
         return self._of(key, "true or false", default, lambda value: type(value) is bool)
 
-    def text(self, key: str, default: object = _MISSING) -> Any:
+    def text(self, key: str, default: D = _MISSING) -> str | D:
         """Return the value of a key that has to be a string."""
         return self._of(key, "a string", default, lambda value: isinstance(value, str))
 
-    def texts(self, key: str, default: object = _MISSING) -> Any:
+    def texts(self, key: str, default: D = _MISSING) -> Texts | D:
         """Return the value of a key that has to be an array of strings."""
         return self._of(key, "an array of strings", default, lambda value: isinstance(value, Texts))
 
-    def numbers(self, key: str, default: object = _MISSING) -> Any:
+    def numbers(self, key: str, default: D = _MISSING) -> NDArray[Any] | D:
         """Return an array of numbers."""
         return self._of(key, "an array of numbers", default, lambda value: isinstance(value, np.ndarray))
 
@@ -352,15 +356,18 @@ class GgufHeader(NamedTuple):
     size: int  # of the file
 
 
-def read_header(path: Path) -> GgufHeader:
-    """Return the header of a file. Raise `CheckpointError` if it is truncated, inconsistent or of another format.
+def read_header(path: Path, most: int | None = None) -> GgufHeader:
+    """Return the header of a file, of at most `most` bytes, or `MAX_HEADER`.
+
+    Raise `CheckpointError` if it is longer, truncated, inconsistent or of another format.
 
     The last two headers are cached until `forget_headers`, while their files stay as they are: config, tokenizer and
     template come from one.
     """
     try:
         status = os.stat(path)
-        return _read(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        most = MAX_HEADER if most is None else most
+        return _read(path, most, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
 
@@ -373,9 +380,9 @@ def forget_headers() -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: Path, version: tuple[int, ...]) -> GgufHeader:
+def _read(path: Path, most: int, version: tuple[int, ...]) -> GgufHeader:
     with open_plain(path) as file:
-        cursor = Cursor(path, file)
+        cursor = Cursor(path, file, most)
         tensors, keys = _begin(cursor)
         metadata = read_metadata(cursor, keys)
         alignment = metadata.integer("general.alignment", ALIGNMENT)
@@ -407,8 +414,8 @@ def _begin(cursor: Cursor) -> tuple[int, int]:
         big = version in {number << 24 for number in VERSIONS}
         problem = "is big-endian, which is not read" if big else f"has version {version} of GGUF; 2 and 3 are read"
         raise CheckpointError(f"{cursor.path} {problem}. Convert it with llama.cpp's scripts.")
-    tensors = cursor.count(24, "tensors")
-    keys = cursor.count(13, "keys")
+    tensors = cursor.count(24, "tensors", MAX_TENSORS)
+    keys = cursor.count(13, "keys", MAX_KEYS)
     return tensors, keys
 
 
@@ -460,7 +467,14 @@ def _shown(shape: tuple[int, ...]) -> str:
     return str([*shape])[:80]
 
 
-def stop_tokens(metadata: Metadata) -> dict[str, Any]:
+class StopTokens(TypedDict):
+    """The tokens of config.json that begin and end a sequence."""
+
+    bos_token_id: int | None
+    eos_token_id: list[int] | None
+
+
+def stop_tokens(metadata: Metadata) -> StopTokens:
     """Return `bos_token_id` and `eos_token_id`, as config.json has them.
 
     Files name one end-of-sequence token. Chat models end a turn with another one, which only newer files name, so

@@ -15,9 +15,8 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.stores.model_store import (
     ModelStore,
     StoreEntry,
-    children,
+    StoreReader,
     home,
-    in_folder,
     variable,
 )
 
@@ -38,23 +37,24 @@ class HubCache(ModelStore):
         above = variable("HF_HOME") or (variable("XDG_CACHE_HOME") or home() / ".cache") / "huggingface"
         return [above / "hub"]
 
-    def models(self) -> Iterator[StoreEntry]:
+    def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         for folder in self.folders():
-            yield from repositories(folder)
+            yield from repositories(folder, reader)
 
 
-def repositories(folder: Path) -> Iterator[StoreEntry]:
+def repositories(folder: Path, reader: StoreReader) -> Iterator[StoreEntry]:
     """Yield the models of a folder in the form of the Hub's cache."""
-    for path in children(folder):
+    for path in reader.children(folder):
         if path.name.startswith(FOLDER):
-            snapshot = _snapshot(path)
+            snapshot = _snapshot(path, reader)
             if snapshot is not None:
-                yield from in_folder(snapshot, path.name.removeprefix(FOLDER).replace("--", "/"), levels=_LEVELS)
+                name = path.name.removeprefix(FOLDER).replace("--", "/")
+                yield from reader.models_in(snapshot, name, levels=_LEVELS)
 
 
-def _snapshot(repository: Path) -> Path | None:
+def _snapshot(repository: Path, reader: StoreReader) -> Path | None:
     """Return the files of the main branch; else those that were changed last. None if there are none."""
-    snapshots = [path for path in children(repository / "snapshots") if _COMMIT.fullmatch(path.name)]
+    snapshots = [path for path in reader.children(repository / "snapshots") if _COMMIT.fullmatch(path.name)]
     snapshots = [path for path in snapshots if os.path.isdir(path)]
     try:
         commit = read_plain(repository / "refs" / "main", 64).decode().strip()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.stores.hub_cache import repositories
-from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, children, home, variable
+from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, StoreReader, home, variable
 
 _MANIFEST = "manifest="
 
@@ -33,12 +33,12 @@ class LlamaCpp(ModelStore):
             return [Path(os.environ.get("LOCALAPPDATA") or home()) / "llama.cpp"]
         return [(variable("XDG_CACHE_HOME") or home() / ".cache") / "llama.cpp"]
 
-    def models(self) -> Iterator[StoreEntry]:
+    def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         for folder in self.folders():
-            names = [path.name for path in children(folder) if os.path.isfile(path)]
+            names = [path.name for path in reader.children(folder) if os.path.isfile(path)]
             for name in gguf_files.models([name for name in names if "mmproj" not in name.lower()]):
                 yield StoreEntry(name.removesuffix(gguf_files.SUFFIX), folder / name, _projector(folder, name, names))
-            yield from repositories(folder)
+            yield from repositories(folder, reader)
 
     def key(self, name: str) -> str:
         return name.removesuffix(gguf_files.SUFFIX)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rekindle._src.core.names import path_problem
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, at_depth, home, in_folder
+from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, StoreReader, home
 from rekindle._src.models.loading.tensor_files import read_json
 from rekindle.errors import CheckpointError
 
@@ -32,11 +32,11 @@ class LMStudio(ModelStore):
         own = (_downloads(folder / "settings.json") for folder in homes)
         return list(dict.fromkeys([*(path for path in own if path is not None), *(path / "models" for path in homes)]))
 
-    def models(self) -> Iterator[StoreEntry]:
+    def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         for folder in self.folders():
-            for path in at_depth(folder, 2):
+            for path in reader.levels(folder, 2)[-1]:
                 if os.path.isdir(path):
-                    yield from in_folder(path, path.relative_to(folder).as_posix())
+                    yield from reader.models_in(path, path.relative_to(folder).as_posix())
 
     def key(self, name: str) -> str:
         return name.lower()

@@ -8,18 +8,24 @@ what is listed. `os.path.isdir` and `isfile` say False of what may not be looked
 from __future__ import annotations
 
 import abc
+import contextlib
 import difflib
 import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from rekindle._src.models.loading.gguf import files as gguf_files
+from rekindle._src.models.loading.tensor_files import read_json
 from rekindle.errors import CheckpointError
 
 MAX_MODELS = 1000  # of a store
 MAX_ENTRIES = 4096  # of a folder, and of a level of folders
+MAX_LOOKS = 1 << 18  # entries that are looked at for one listing of a store, in about a second
+MAX_SCANNED = 2 * MAX_ENTRIES  # entries of a folder that are passed over for it, hidden ones included
+_FOLDER_LOOKS = 16  # of which a folder takes so many by itself
+MAX_BYTES = 64 << 20  # of manifests that are read for one listing
 MAX_NAME = 256  # characters of a file's name
 MOST_NAMED = 5  # models in an error
 
@@ -45,13 +51,13 @@ class ModelStore(abc.ABC):
         """Return the folders in which the tool keeps models, whether they exist or not."""
 
     @abc.abstractmethod
-    def models(self) -> Iterator[StoreEntry]:
+    def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         """Yield the models of all folders."""
 
     def entries(self) -> list[StoreEntry]:
         """Return the models sorted by name, at most `MAX_MODELS`; of two with one name the first."""
         by_name: dict[str, StoreEntry] = {}
-        for entry in self.models():
+        for entry in self.models(StoreReader()):
             by_name.setdefault(self.key(entry.name), entry)
             if len(by_name) == MAX_MODELS:
                 break
@@ -82,13 +88,60 @@ class ModelStore(abc.ABC):
         raise CheckpointError(f"There is no {name[:MAX_NAME]!r} in {self.TITLE} ({where}). {fix}")
 
 
+class StoreReader:
+    """Reads folders and manifests for one listing of a store. All that it reads has one bound.
+
+    A few links can lead to one folder, or to one file, millions of times.
+    """
+
+    def __init__(self) -> None:
+        self._looks, self._bytes = MAX_LOOKS, MAX_BYTES
+
+    def children(self, folder: Path) -> list[Path]:
+        """Return what lies in a folder, as `children` does; none once the bound is reached."""
+        if self._looks <= 0:
+            return []
+        paths = children(folder)
+        self._looks -= _FOLDER_LOOKS + len(paths)
+        return paths
+
+    def levels(self, folder: Path, depth: int) -> list[list[Path]]:
+        """Return the paths of so many levels below a folder, at most `MAX_ENTRIES` of each."""
+        levels, level = list[list[Path]](), [folder]
+        for _ in range(depth):
+            level = [*itertools.islice((path for parent in level for path in self.children(parent)), MAX_ENTRIES)]
+            levels.append(level)
+        return levels
+
+    def models_in(self, folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
+        """Yield the models of a folder: that of its safetensors, and its GGUF files, several with their own names
+        after the folder's."""
+        below = itertools.chain.from_iterable(self.levels(folder, levels))
+        names = {path.relative_to(folder).as_posix(): path for path in below if not os.path.isdir(path)}
+        tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
+        if tensors:
+            yield StoreEntry(name, folder)
+        files = gguf_files.models([*names])
+        for file in files:
+            yield StoreEntry(f"{name}/{file}" if tensors or len(files) > 1 else name, names[file])
+
+    def object_in(self, file: Path, most: int) -> dict[str, Any]:
+        """Return the JSON object of a file of at most `most` bytes. Raise `CheckpointError` for another content."""
+        most = min(most, self._bytes)
+        with contextlib.suppress(OSError):
+            size = os.stat(file).st_size
+            self._bytes -= size if size <= most else 0
+        content: dict[str, Any] = read_json(file, dict, most)
+        return content
+
+
 def children(folder: Path) -> list[Path]:
     """Return what lies in a folder, sorted, without hidden files and names that can't be shown; none if it can't be
     read."""
     paths: list[Path] = []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
+            for entry in itertools.islice(entries, MAX_SCANNED):
                 if len(entry.name) <= MAX_NAME and entry.name.isprintable() and not entry.name.startswith("."):
                     paths.append(folder / entry.name)
                 if len(paths) == MAX_ENTRIES:
@@ -96,27 +149,6 @@ def children(folder: Path) -> list[Path]:
     except OSError:
         return []
     return sorted(paths)
-
-
-def at_depth(folder: Path, depth: int) -> list[Path]:
-    """Return the paths that lie so many levels below a folder, of each level at most `MAX_ENTRIES`."""
-    level = [folder]
-    for _ in range(depth):
-        level = [*itertools.islice((path for parent in level for path in children(parent)), MAX_ENTRIES)]
-    return level
-
-
-def in_folder(folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
-    """Yield the models of a folder: that of its safetensors, and its GGUF files, several with their own names after
-    the folder's."""
-    below = [path for depth in range(1, levels + 1) for path in at_depth(folder, depth)]
-    names = {path.relative_to(folder).as_posix(): path for path in below if not os.path.isdir(path)}
-    tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
-    if tensors:
-        yield StoreEntry(name, folder)
-    files = gguf_files.models([*names])
-    for file in files:
-        yield StoreEntry(f"{name}/{file}" if tensors or len(files) > 1 else name, names[file])
 
 
 def home() -> Path:

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, at_depth, home, variable
-from rekindle._src.models.loading.tensor_files import read_json
+from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, StoreReader, home, variable
 from rekindle.errors import CheckpointError
 
 MAX_MANIFEST = 4 << 20  # bytes; those of GGUF models have about one KB
@@ -41,13 +40,13 @@ class Ollama(ModelStore):
         own = variable("OLLAMA_MODELS")
         return [home() / ".ollama" / "models", _SERVICE] if own is None else [own]
 
-    def models(self) -> Iterator[StoreEntry]:
+    def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         for folder in self.folders():
             for manifests in (folder / "manifests-v2", folder / "manifests"):
-                for path in at_depth(manifests, 4):
+                for path in reader.levels(manifests, 4)[-1]:
                     parts = path.relative_to(manifests).parts
                     if all(_PART.fullmatch(part) for part in parts):
-                        yield _entry(folder, path, _short(parts))
+                        yield _entry(folder, path, _short(parts), reader)
 
     def key(self, name: str) -> str:
         return _full(name).lower()
@@ -78,9 +77,9 @@ def _full(name: str) -> str:
     return f"{host}/{namespace}/{path}:{tag or _TAG}"
 
 
-def _entry(folder: Path, manifest: Path, name: str) -> StoreEntry:
+def _entry(folder: Path, manifest: Path, name: str, reader: StoreReader) -> StoreEntry:
     try:
-        layers = _layers(folder, manifest)
+        layers = _layers(folder, manifest, reader)
         models, projectors = (_blobs(folder, layers, kind) for kind in ("model", "projector"))
         if not models:
             tensors = any(layer.get("mediaType") == f"{_KIND}tensor" for layer in layers)
@@ -96,9 +95,9 @@ def _entry(folder: Path, manifest: Path, name: str) -> StoreEntry:
     return StoreEntry(name, manifest, problem=problem)
 
 
-def _layers(folder: Path, manifest: Path) -> list[Mapping[str, Any]]:
+def _layers(folder: Path, manifest: Path, reader: StoreReader) -> list[Mapping[str, Any]]:
     """Return the layers of a manifest; of a list of manifests, those of the one that is in GGUF."""
-    content: Any = read_json(manifest, dict, MAX_MANIFEST)
+    content: Any = reader.object_in(manifest, MAX_MANIFEST)
     if content.get("mediaType") == _LIST:
         several = _list(content, "manifests")[:MAX_LISTED]
         readable = [one for runner in _RUNNERS for one in several if one.get("runner") == runner]
@@ -107,7 +106,7 @@ def _layers(folder: Path, manifest: Path) -> list[Mapping[str, Any]]:
         content = readable[0]
         if "layers" not in content:
             (blob,) = _paths(folder, [content.get("digest")])
-            content = read_json(blob, dict, MAX_MANIFEST)
+            content = reader.object_in(blob, MAX_MANIFEST)
     return _list(content, "layers")[:MAX_LAYERS]
 
 

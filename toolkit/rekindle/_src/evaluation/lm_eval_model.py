@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rekindle._src.session.opening import open_sync
-from rekindle._src.session.session import Session
+from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Completion
+from rekindle._src.evaluation.scoring import ScoreTable
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ else:
     try:
         from lm_eval import utils
         from lm_eval.api.model import TemplateLM
-        from lm_eval.api.registry import register_model
+        from lm_eval.api.registry import register_model as register_model
         from lm_eval.models.utils import normalize_gen_kwargs
     except ImportError as error:
         raise MissingExtra("lm-eval", "lm-eval") from error
@@ -37,45 +40,38 @@ else:
 _OWN = ("do_sample", "until", "max_gen_toks")  # of the harness; all others are sampling options
 
 
-@register_model("rekindle")
-class RekindleLM(TemplateLM):
-    """A session as a model of the harness: log-likelihoods, rolling ones, and generation.
-
-    Made by the harness from `--model_args pretrained=FOLDER,dtype=float32,…`, whose names are those of `rekindle.open`;
-    or over an open session: `lm_eval.simple_evaluate(model=RekindleLM(session), tasks=[…])`.
-    """
-
-    def __init__(
-        self,
-        session: Session | None = None,
-        *,
-        pretrained: str = "tiny",
-        adapter: str | Mapping[str, float] | None = None,
-        max_gen_toks: int = 256,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
-        **options: Any,
-    ) -> None:
-        """Open a session, or take one. `batch_size` and `device` come from the harness; the engine has its own.
-
-        `adapter` is the name of an adapter of the session that all requests have, or names with their weights.
-        """
-        super().__init__()
-        self._own = session is None
-        self._session: Session = open_sync(pretrained, **options) if session is None else session
-        self.max_gen_toks = max_gen_toks
-        self._adapter = adapter
+class HarnessSession(Protocol):
+    """The methods of a session that the harness uses."""
 
     @property
-    def session(self) -> Session:
-        """The session that runs the requests."""
-        return self._session
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def render(self, messages: Sequence[Mapping[str, str]], *, continue_final_message: bool) -> str: ...
+    def score_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        choices: Sequence[Sequence[PromptLike]],
+        *,
+        adapter: str | Mapping[str, float] | None,
+    ) -> ScoreTable: ...
+    def generate_sync(self, *prompts: Any, **options: Any) -> Any: ...  # its overloads are no protocol's
 
-    def close(self) -> None:
-        """Close the session if it was opened here."""
-        if self._own:
-            self._session.close()
+
+class HarnessModel(TemplateLM):
+    """A session as a model of the harness: log-likelihoods, rolling ones, and generation."""
+
+    def __init__(
+        self, session: HarnessSession, *, adapter: str | Mapping[str, float] | None, max_gen_toks: int
+    ) -> None:
+        super().__init__()
+        self._session = session
+        self.max_gen_toks = max_gen_toks
+        self._adapter = adapter
 
     @property
     def max_length(self) -> int:
@@ -168,7 +164,7 @@ class RekindleLM(TemplateLM):
             sampling = {"adapter": self._adapter, **{key: fields[key] for key in fields if key not in _OWN}}
             room = max(1, self.max_length + 1 - tokens)
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            done = self._session.generate_sync(
+            done: list[Completion] = self._session.generate_sync(
                 prompts, max_tokens=tokens, stop=[text for text in fields["until"] if text], **sampling
             )
             for number, one in zip(numbers, done, strict=True):

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Make a release's wheels, one for each platform, with native kernels for all of its processors, on one machine.
+
+`pip install -e ".[wheels]"`, then `python .ci/wheels.py --out dist` on Linux or macOS: LLVM compiles each library for
+its own processors, and zig links it. `--only` names platforms, and `REKINDLE_KERNEL_NAMES` kernels for a quick try.
+`tests/project/test_wheels.py` checks what was made, in the folder that `REKINDLE_WHEELS` names.
+
+`python .ci/wheels.py --load WHEEL` opens the library of a wheel for the machine it runs on and looks for every kernel.
+It needs nothing but Python, so it runs where JAX has no wheels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+INSIDE = "rekindle_kernels/native/prebuilt"  # in a wheel
+LARGEST = 15 << 20  # bytes of a wheel
+MANIFEST = 16 << 10  # bytes that say what the library has, at most
+INTEL = ("x86-64-v4-bf16", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3")
+ARM = ("armv8.6-i8mm-bf16", "armv8.2-dotprod", "armv8")
+
+
+class Platform(NamedTuple):
+    """What a wheel's kernels are compiled for, and what links them."""
+
+    tag: str  # at the end of the wheel's name
+    system: str  # as `sys.platform` says it
+    levels: tuple[str, ...]  # of processors
+    linker: str  # arguments of zig
+
+
+PLATFORMS = {
+    "linux-x86_64": Platform("manylinux_2_28_x86_64", "linux", INTEL, "cc -target x86_64-linux-gnu.2.28"),
+    "linux-aarch64": Platform("manylinux_2_28_aarch64", "linux", ARM, "cc -target aarch64-linux-gnu.2.28"),
+    "macos-arm64": Platform("macosx_11_0_arm64", "darwin", ARM, "cc -target aarch64-macos.11.0"),
+    # No Intel Mac has AVX-VNNI or AVX512_BF16.
+    "macos-x86_64": Platform(
+        "macosx_11_0_x86_64", "darwin", ("x86-64-v4-vnni", "x86-64-v4", "x86-64-v3"), "cc -target x86_64-macos.11.0"
+    ),
+    "windows-x86_64": Platform("win_amd64", "win32", INTEL, "lld-link"),
+}
+
+
+def built(folder: Path, **environment: str) -> Path:
+    """Return the wheel that hatchling makes in a new folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def make(platform: Platform, out: Path, folder: Path, room: int) -> Path:
+    """Compile and link a platform's kernels in `folder`, and put the wheel that carries them into `out`.
+
+    Where there is no room for all, those of the rarest pages and head sizes are left out.
+    """
+    environment = dict(os.environ)
+    environment |= {name: str(folder.parent / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--system", platform.system]
+    command += ["--linker", f"{shlex.quote(sys.executable)} -m ziglang {platform.linker}"]
+    command += ["--levels", *platform.levels, "--room", str(room), "--out", str(folder / "library")]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True)
+    wheel = built(folder / "wheel", REKINDLE_WHEEL_LIBRARY=str(folder / "library"))
+    if not wheel.name.endswith(f"-py3-none-{platform.tag}.whl"):
+        raise SystemExit(f"{wheel.name} should be one for {platform.tag}")
+    if wheel.stat().st_size > LARGEST:
+        raise SystemExit(f"{wheel.name} has {wheel.stat().st_size / 2**20:.1f} MiB, and {LARGEST >> 20} are the limit")
+    return wheel.replace(out / wheel.name)
+
+
+def load(wheel: Path) -> str:
+    """Open a wheel's library in this process; return what it has. Raises SystemExit where something is missing."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, zipfile.ZipFile(wheel) as packed:
+        manifest = json.loads(packed.read(f"{INSIDE}/manifest.json"))
+        place = Path(packed.extract(f"{INSIDE}/{manifest['library']}", folder))
+        content = place.read_bytes()
+        if hashlib.blake2b(content, digest_size=16).hexdigest() != manifest["digest"]:
+            raise SystemExit(f"{wheel.name}: the library is not the one that its manifest names")
+        library = ctypes.CDLL(str(place))
+        names = [f"{kernel} of {level}" for level, kernels in manifest["levels"].items() for kernel in kernels]
+        missing = [name for name in names if not hasattr(library, _symbol(*name.split(" of ")))]
+        if os.name == "nt":  # a file that is mapped can't be deleted
+            ctypes.windll.kernel32.FreeLibrary(ctypes.c_void_p(library._handle))  # type: ignore[attr-defined]
+    if missing or not names:
+        raise SystemExit(f"{wheel.name} lacks {', '.join(missing) or 'all kernels'}")
+    return f"{wheel.name}: {len(names)} kernels for {manifest['platform']}, {len(content) / 2**20:.1f} MiB"
+
+
+def _symbol(kernel: str, level: str) -> str:
+    """As `rekindle_kernels.native.library.symbol` says it, which this must not import."""
+    width = max(map(len, (*INTEL, *ARM)))
+    return f"rekindle_{kernel}_{level.replace('-', '_').replace('.', '_'):_<{width}}_entry"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
+    parser.add_argument("--only", nargs="+", choices=tuple(PLATFORMS), default=tuple(PLATFORMS), help="default: all")
+    parser.add_argument("--load", nargs="+", type=Path, metavar="WHEEL", help="open these here, and make none")
+    arguments = parser.parse_args()
+    if arguments.load:
+        for wheel in arguments.load:
+            print(load(wheel))
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        without = built(Path(folder) / "without", REKINDLE_BUILD_KERNELS="0").stat().st_size
+        for name in arguments.only:
+            wheel = make(PLATFORMS[name], arguments.out.resolve(), Path(folder) / name, LARGEST - without - MANIFEST)
+            print(f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Whole steps compiled for a GPU of each generation: what `gpus.py` says serves there is what the program calls.
+
+No GPU but an H100 has run any of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import pytest
+
+from helpers import compilers
+from helpers.compilers import GPUS, Compiled, Row
+from rekindle._src.bench.shapes import hf_config
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.programs import Programs, compiler_options
+from rekindle_kernels import deprecated, gpus, tuning
+
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.skipif(compilers.folder("gpu") is None, reason=f"no compiler for GPUs: {compilers.FETCH}"),
+]
+MIB = 2**20
+
+
+def step(
+    name: str, quantize: str | None, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Programs, Compiled, int]:
+    """Decode rows of two layers in this GPU's default dtype, compiled, and the bytes of the weights."""
+    gpu = GPUS[name]
+    monkeypatch.setattr(tuning, "compute_capability", lambda: gpu.capability)
+    dtype = "bfloat16" if gpus.multiplies_bfloat16() else "float16"
+    with compilers.target("gpu", name), deprecated.known():
+        config = config_from_hf({**hf_config(shape), "num_hidden_layers": 2, "vocab_size": 4096})
+        graph, leaves = abstract_model(config, dtype, quantize)
+        page = 2 * config.num_kv_heads * 64 * config.head_dim * 2
+        engine = EngineConfig(
+            max_requests=16, max_model_len=2048, page_size=64, device_pages=2**30 // page, kv_dtype=dtype,
+            max_tokens_per_step=256, host_memory=0, disk_memory=0,
+        )  # fmt: skip
+        own = Programs(config, graph, leaves, engine)
+        made = compilers.compiled(own.build(Bucket(16, 0)), "gpu", compiler_options())
+    return own, made, nbytes(leaves)
+
+
+def nbytes(leaves: Iterable[Any]) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def test_there_is_a_gpu_for_each_generation_that_the_compiler_knows() -> None:
+    known = {row.capability for row in gpus.GENERATIONS}
+    assert {gpu.capability for gpu in GPUS.values()} == known - {7.0}, "CUDA 13 has no compiler for 7.0"
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_step_is_one_graph_of_what_the_table_says(name: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.perf_counter()
+    own, made, _ = step(name, None, "135m", monkeypatch)
+    generation = gpus.generation(GPUS[name].capability)
+    assert generation is not None
+    pages = nbytes(jax.tree.leaves(own.kv))
+    temp = made.memory.temp_size_in_bytes / MIB
+    kernels = ", ".join(f"{kernel.name} {kernel.registers}" for kernel in made.kernels.values())
+    row(
+        GPUS[name].name, f"{GPUS[name].capability}", f"temp {temp:.0f} MiB", f"registers: {kernels or 'no kernels'}",
+        f"{time.perf_counter() - start:.0f} s",
+    )  # fmt: skip
+    assert ("xla.gpu.triton" in made.text) == generation.triton == bool(made.kernels)
+    assert not sum(kernel.spilled for kernel in made.kernels.values())
+    assert made.memory.alias_size_in_bytes >= pages, "pages are not updated in place"
+    assert not made.moves(pages // len(own.kv) // 2) and temp < 64, "pages are copied"
+    assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
+
+
+@pytest.mark.parametrize("name", ["t4", "l4", "rtx5090"])
+def test_weights_stay_in_four_bits(name: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton XLA widens matrices before their products: a step of two layers has nearly all of them at once."""
+    own, made, weights = step(name, "int4", "0.6b", monkeypatch)
+    temp, floats = made.memory.temp_size_in_bytes, nbytes(abstract_model(own.model, own.graph.precision.weights)[1])
+    row(
+        GPUS[name].name, "int4", f"weights {weights / MIB:.0f} of {floats / MIB:.0f} MiB", f"temp {temp / MIB:.0f} MiB",
+    )  # fmt: skip
+    generation = gpus.generation(GPUS[name].capability)
+    assert generation is not None and weights < 0.4 * floats
+    assert any("int4" in kernel for kernel in made.kernels) == generation.triton
+    assert temp <= (8 * MIB if generation.triton else 1.25 * floats)

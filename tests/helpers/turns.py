@@ -1,0 +1,54 @@
+"""A neighbour in a thread of its own, which takes a turn every two milliseconds and notes how long it had to wait.
+
+What counts is the time of processors that the process used meanwhile, not that of a clock: on a machine that is busy
+with others a turn comes late whatever the process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+MOST = 0.25  # seconds of processors between two turns
+_PAUSE = 0.002
+
+
+class Neighbour:
+    """Takes turns until it is stopped."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0  # seconds of processors between two turns
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._take_turns, name="neighbour", daemon=True)
+
+    def _take_turns(self) -> None:
+        last = time.process_time()
+        while not self._stopped.is_set():
+            time.sleep(_PAUSE)
+            now = time.process_time()
+            self.longest = max(self.longest, now - last)
+            last = now
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[Neighbour]:
+    """A neighbour during the block. The collector rests: a run of tests has far more objects than a session."""
+    enabled, taking = gc.isenabled(), Neighbour()
+    gc.disable()
+    taking.start()
+    try:
+        yield taking
+    finally:
+        taking.stop()
+        if enabled:
+            gc.enable()
