@@ -1,16 +1,16 @@
 # %% [markdown]
-# # 22 Speculation with prompt lookup
+# # 22 Drafts
 #
 # *How can a step give more than one token, and the text stay the same?*
 #
-# **Before:** pages 02 and 04; page 19 says why steps are expensive. **Afterwards you can** compute what drafts save, say why they change no text, and tell which texts they help.
+# **Before:** pages 02 and 04; page 19 says why steps are expensive. **Afterwards you can** compute what drafts gain, say why they change no text, and tell which drafter helps which texts.
 #
-# **Also called:** prompt lookup = n-gram speculation; draft = proposed or speculative token; verification = scoring; acceptance rate = α.
+# **Also called:** drafting = speculative decoding; prompt lookup = n-gram speculation; draft = proposed or speculative token; verification = scoring; acceptance rate = α.
 #
 # ![Drafts are copied from where the text said this before; one step verifies all of them](pictures/22_drafts.svg)
 #
 # A decode step reads all weights for one token. Reading them for eight tokens takes hardly longer. But the eighth depends on the
-# seventh, so somebody has to guess. *Prompt lookup* guesses that the text repeats itself: it looks for the last few tokens earlier in the
+# seventh, so somebody has to guess: a *drafter*. The cheapest one, *prompt lookup*, guesses that the text repeats itself: it looks for the last few tokens earlier in the
 # text, and proposes what came after them then. One step computes all proposals; those that the model would have chosen stay, the first that
 # it would not ends the run.
 
@@ -69,13 +69,7 @@ assert table["a loop"][1] < 20, "what repeats itself is guessed"
 # A draft is kept only if it is the token that the model gives at its position anyway, by the same random number when tokens are drawn
 # (page 04). Then what it computed for the next position is right as well. The first wrong draft costs nothing but its part of the step.
 #
-# **Predict.** Of these three texts, how many are the same with drafts as without?
-#
-# <details><summary>Answer</summary>
-#
-# **3** of 3, and drawn ones are, too.
-#
-# </details>
+# So all three texts above are the same with drafts as without, and one that is drawn is, too:
 
 # %%
 drawn = [await steps(session, TEXTS["a story"], temperature=1.0, seed=4) for session in (plain, drafting)]
@@ -84,21 +78,39 @@ assert sum(same for *_, same in table.values()) == 3, "drafts change no text"
 assert drawn[0][0].text == drawn[1][0].text, "nor one that is drawn"
 
 # %% [markdown]
+# ## The texts of before
+#
+# Most texts do not repeat themselves, but many repeat each other: rows of one table, versions of one file, the same question asked again. With
+# `drafts="suffix"` the drafter looks in all texts of the session, and not in the request's alone.
+#
+# **Predict.** Three wishes of different seeds, drawn one after the other; then the same three again. How many of the second round's tokens were drafts: few, half, or most?
+#
+# <details><summary>Answer</summary>
+#
+# Most, more than **90** of 180. The first round has taught it these texts, and their seeds make them the same again. New texts would share less.
+#
+# </details>
+
+# %%
+async with rekindle.open("tiny", drafts="suffix", **OPTIONS) as remembering:
+    rounds = []
+    for _ in range(2):
+        before = remembering.stats().accepted_tokens
+        for seed in range(3):
+            await steps(remembering, "Lily made a wish.", temperature=1.0, seed=seed)
+        rounds.append(remembering.stats().accepted_tokens - before)
+print(f"drafts that were right: {rounds[0]} of 180 tokens in the first round, {rounds[1]} in the second")
+assert rounds[1] > 90 > rounds[0], "what was said once is guessed the second time"
+
+# %% [markdown]
 # ## What it is worth
 #
 # If each draft is right with probability $\alpha$, independently, a step with $k$ drafts gives on average
 #
 # $$E = 1 + \alpha + \alpha^2 + \ldots + \alpha^k = \frac{1 - \alpha^{k+1}}{1 - \alpha}$$
 #
-# tokens: the accepted ones and the model's own after them.
-#
-# **Predict.** Half of the drafts are right, and there are 7 in each step. How many tokens does a step give: about 2, 4 or 8?
-#
-# <details><summary>Answer</summary>
-#
-# About **2**: at the fourth draft the chance that all before it were right is 1 in 16. More drafts would only cost.
-#
-# </details>
+# tokens: the accepted ones and the model's own after them. If half of the drafts are right, seven drafts bring hardly more than three: the chance that
+# the fourth counts, since all before it were right, is 1 in 16.
 
 
 # %%
@@ -117,8 +129,87 @@ assert 0.5**4 == 1 / 16, "four right guesses in a row are rare"
 assert round(expected(0.5, 7)) == 2, "luck does not last"
 
 # %% [markdown]
-# Whether fewer steps are less time depends on the step: 8 positions of one text cost little where reading weights is the limit, and as much as
-# 8 texts where arithmetic is (page 19). So drafts help a person who is alone with a large model, and cost a full batch.
+# ## What it costs
+#
+# Fewer steps are less time only if they cost little more. Call the time of a plain step 1. A draft costs $c$ to make, and $v$ to verify: one row more in the
+# step. With $k$ drafts the gain is
+#
+# $$G = \frac{E}{1 + k\,(c + v)}$$
+#
+# Looking up costs nothing, and $v$ is small where reading weights is the limit: 8 positions of one text take hardly longer than one. Where arithmetic is the
+# limit they cost as much as 8 texts (page 19), so that $v$ is 1 and every wrong draft is lost. So drafts help a person who is alone with a large model,
+# and not a full batch.
+#
+# **Predict.** A small model of a tenth of the time ($c$ = 0.1) drafts, four of five drafts are right, and verifying is free. Which $k$ gains most: 1, 6 or 16?
+#
+# <details><summary>Answer</summary>
+#
+# **6**: it makes the text 2.5 times as fast. Further drafts cost as much as the first, and are right less often.
+#
+# </details>
+
+
+# %%
+def gain(share: float, drafts: int, draft: float, verify: float = 0.0) -> float:
+    return expected(share, drafts) / (1 + drafts * (draft + verify))
+
+
+counts = range(17)
+for share in (0.4, 0.6, 0.8):
+    plt.plot(counts, [gain(share, drafts, 0.1) for drafts in counts], label=f"{share:.0%} right")
+plt.axhline(1, color="grey", linewidth=0.8)
+plt.xlabel("drafts in a step, each of a tenth of its time")
+plt.ylabel("gain")
+plt.legend()
+plt.show()
+best = max(counts, key=lambda drafts: gain(0.8, drafts, 0.1))
+print(f"{best} drafts gain {gain(0.8, best, 0.1):.2f}")
+assert best == 6, "there is a best number of drafts"
+assert round(gain(0.8, best, 0.1), 1) == 2.5, "it is less than the number of tokens"
+assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
+
+# %% [markdown]
+# ## A model that drafts
+#
+# `drafts=` takes a model, too: a folder, a GGUF file or a name. It has to have the same tokenizer, be right often and be small. Which share is right is
+# measured without any drafts: let the small model say the next token after each prefix of the text. Here a copy of the model in four bits is the drafter.
+#
+# **Predict.** Of 40 tokens, how many does the four-bit copy say as well: about 10, 20, or more than 30?
+#
+# <details><summary>Answer</summary>
+#
+# More than **30**. It is the same model but for rounding. That makes a good drafter, and no cheap one: a real one has a tenth of the weights, and says less.
+#
+# </details>
+
+# %%
+import tempfile
+from pathlib import Path
+
+folder = tempfile.TemporaryDirectory()
+copy = rekindle.models.export("tiny", Path(folder.name) / "copy.gguf", type="q4_0")
+story, _ = await steps(plain, TEXTS["a story"])
+tokens = [*plain.tokenizer.encode(TEXTS["a story"]), *story.token_ids]
+async with rekindle.open(copy, **OPTIONS) as small:
+    prefixes = [tokens[:at] for at in range(len(tokens) - 40, len(tokens))]
+    said = await small.generate(prefixes, max_tokens=1, temperature=0, ignore_eos=True)
+right = sum(one.token_ids[0] == tokens[len(prefix)] for one, prefix in zip(said, prefixes, strict=True))
+print(f"{right} of 40 tokens are those of the model: with 4 drafts, {expected(right / 40, 4):.1f} tokens in a step")
+assert right > 30, "four bits say nearly the same"
+
+# %% [markdown]
+# So much for the formula. Does a session with this drafter do what it says?
+
+# %%
+async with rekindle.open("tiny", drafts=copy, **OPTIONS) as drafted:
+    again, taken = await steps(drafted, TEXTS["a story"])
+    print(drafted.explain(again).text)
+assert again.text == story.text, "whoever drafts, the text is the model's"
+
+# %% [markdown]
+# The session measures what its steps take and how often drafts are right, and gives a step the drafts that gain by the formula. This drafter is as large as
+# the model, so $c$ is near 1, and hardly anything is to be gained, however often it is right: when the session has measured that, the drafter rests. On a
+# machine that does other work as well, that takes longer.
 #
 # The texts that prompt lookup helps are those that copy: code that is edited, answers that quote a document, tables, JSON with the same keys.
 # Drafts of the three texts above, in all:
@@ -199,7 +290,8 @@ assert lookup([1, 2, 3, 1, 2], 2) == [3, 1], "what came after the same two token
 # %% [markdown]
 # ## In production
 #
-# Drafts come from a small model, from extra heads (Medusa), or from a layer that continues the large model's hidden states (EAGLE, multi-token prediction); several continuations are verified as a tree. Sampled text stays exact by a rule that accepts a draft with probability min(1, p/q). Engines switch drafts off when batches are full.
+# Drafts come from small models of the same family, or from a layer that continues the large model's hidden states (EAGLE, multi-token prediction: `drafts="mtp"` where a
+# model has such a head; an assistant of Gemma 4 also reads the large model's keys, and needs none of its own). Several continuations are verified as a tree. Sampled text stays exact by a rule that accepts a draft with probability min(1, p/q). Engines switch drafts off when batches are full.
 #
 # ## Further reading
 #
@@ -209,5 +301,6 @@ assert lookup([1, 2, 3, 1, 2], 2) == [3, 1], "what came after the same two token
 # - Li et al., *EAGLE*, 2024, [arXiv:2401.15077](https://arxiv.org/abs/2401.15077)
 
 # %%
+folder.cleanup()
 await plain.aclose()
 await drafting.aclose()

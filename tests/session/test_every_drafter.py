@@ -1,0 +1,148 @@
+"""The same tokens with every drafter and with none: 200 prompts, greedy and drawn, with all that a request may ask for.
+
+Of each of two models there are a hundred prompts, of which ten ask for the same, and which share beginnings: one model
+has states in most layers and a head of its own, the other windows and an assistant. There are
+fewer pages than requests that run at once may need, so that some wait for room or are preempted. Then the session is
+opened again, from what it saved, and serves a few of each kind. That programs made ahead are enough for each drafter is
+a test of its own file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers import adapters, assistants, checkpoints
+from helpers.draft_heads import with_head
+from helpers.small import LEAST
+from rekindle import Completion, Session, tiny
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.scheduling.drafting import heads, models
+from rekindle._src.scheduling.drafting.costs import StepCosts
+from session.test_state_cache import tokens
+
+pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+pytestmark = [pytest.mark.usefixtures("shared_programs"), pytest.mark.thorough]
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 6, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16,
+    "device_pages": 14, "host_memory": 64 << 20, "disk_memory": 1 << 28, "precompile": "lazy", "seed": 0, "quiet": True,
+    "max_adapters": 1, "max_adapter_rank": 8, "processors": [LEAST],
+}  # fmt: skip
+SIZES = {"vocab_size": 2048, "max_position_embeddings": 128}
+RAW: dict[str, dict[str, Any]] = {
+    "states": {**with_head("qwen3.5"), **SIZES},
+    "windows": {**checkpoints.CASES["gemma4-values-of-keys"], **SIZES, "sliding_window": 24},
+}  # fmt: skip
+FEW = dict.fromkeys((300, 301, 302), 60.0)
+SCHEMA = {
+    "type": "object", "required": ["kind", "name"], "additionalProperties": False,
+    "properties": {"kind": {"enum": ["story", "poem"]}, "name": {"type": "string", "pattern": "^[a-z]{1,6}$"}},
+}  # fmt: skip
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {"ignore_eos": True},
+    "repeating": {"ignore_eos": True, "logit_bias": FEW},
+    "schema": {"schema": SCHEMA, "max_tokens": 40},
+    "regex": {"regex": "(the cat sat on the mat, )+the end", "max_tokens": 30},
+    "stopped": {"logit_bias": FEW, "stop_token_ids": [301], "min_tokens": 6},
+    "stopped by text": {"stop": ["a", "e"], "ignore_eos": True},
+    "penalised": {"ignore_eos": True, "logit_bias": FEW, "frequency_penalty": 0.6, "repetition_penalty": 1.3},
+    "processed": {"ignore_eos": True, "processors": [LEAST.name], "logit_bias": dict.fromkeys(FEW, -60.0)},
+    "adapted": {"ignore_eos": True, "adapter": "own"},
+    "measured": {"ignore_eos": True, "logprobs": 1, "logit_bias": FEW},
+}
+EACH = 10  # prompts that ask for the same; every second one is drawn
+DRAFTERS = {"lookup": "states", "mtp": "states", "suffix": "windows", "model": "windows", "assistant": "windows"}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts in every step, as much as there is room for."""
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
+    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(heads, "_PLAIN", 0)
+    monkeypatch.setattr(heads, "_SHORTEST", 0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The two models, a small model and an assistant; all with the embedded model's tokenizer but the assistant."""
+    root = tmp_path_factory.mktemp("models")
+    found = {"assistant": assistants.write(root / "assistant", assistants.raw_of(RAW["windows"]))}
+    for name, raw in {**RAW, "model": {**checkpoints.CASES["llama"], **SIZES}}.items():
+        stored = {key: value for key, value in raw.items() if key != "draft_head"}
+        found[name] = str(checkpoints.write(root / name, stored, checkpoints.tensors(raw)))
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny.folder() / file, found[name])
+    for name in RAW:
+        found[f"{name} adapter"] = str(adapters.write(root / f"{name}-adapter", trunk(name), seed=1))
+    return found
+
+
+def trunk(name: str) -> ModelConfig:
+    """The config of a model without its head."""
+    return config_from_hf({key: value for key, value in RAW[name].items() if key != "draft_head"})
+
+
+def opened(folders: dict[str, str], name: str, drafter: str, cache: Path, **more: Any) -> Session:
+    drafts: dict[str, Any] = {"lookup": {"prompt_lookup": 3}}.get(drafter, {"drafts": folders.get(drafter, drafter)})
+    session = rekindle.open_sync(folders[name], **OPTIONS, **drafts, cache_dir=str(cache), **more)
+    session.load_adapter("own", folders[f"{name} adapter"]).result_sync()
+    return session
+
+
+def texts(session: Session, each: int) -> dict[str, Any]:
+    """The tokens of so many prompts of each kind, and of forks. Kinds with a program of their own are apart: each
+    combination of them would be programs, too."""
+    done: dict[int, Completion] = {}
+    for apart in ({"processed"}, {"adapted"}, REQUESTS.keys() - {"processed", "adapted"}):
+        handles = {}
+        for number in range(each):
+            for kind, name in enumerate(REQUESTS):
+                place = number * len(REQUESTS) + kind
+                ids = [*tokens(20 + number, seed=number % 3), *tokens(3 + kind, seed=place)]
+                drawn = {"temperature": 1.0 + kind % 2, "seed": place} if number % 2 else {"temperature": 0.0}
+                if name in apart:
+                    handles[place] = session.submit(ids, **{"max_tokens": 18, **REQUESTS[name], **drawn})
+        done |= {place: handle.result_sync() for place, handle in handles.items()}
+    found: dict[str, Any] = {str(place): list(one.token_ids) for place, one in done.items()}
+    several = session.generate_sync(tokens(30, seed=99), n=3, temperature=1.0, seed=5, max_tokens=18, ignore_eos=True)
+    found["forks"] = [list(one.token_ids) for one in several]
+    fork = session.fork(done[2], at=3, seed=11)
+    found["a fork of a text"] = list(fork.result_sync().token_ids)
+    session.check_integrity()
+    return found
+
+
+_expected: dict[str, dict[str, Any]] = {}
+
+
+def expected(folders: dict[str, str], name: str, cache: Path) -> dict[str, Any]:
+    """The texts of a session without drafts."""
+    if name not in _expected:
+        with opened(folders, name, "none", cache) as session:
+            _expected[name] = texts(session, EACH)
+    return _expected[name]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_without_drafts(drafter: str, folders: dict[str, str], tmp_path: Path) -> None:
+    name = DRAFTERS[drafter]
+    wanted = expected(folders, name, tmp_path / "none")
+    with opened(folders, name, drafter, tmp_path / "cache") as session:
+        found = texts(session, EACH)
+        assert found == wanted
+        stats = session.stats()
+        counts = stats.drafters[drafter]
+        assert counts.drafted > 0, stats.drafters  # how many are right depends on which requests run at once
+        assert stats.drafters["forced"].accepted > 20, stats.drafters
+        session.save("texts").result_sync()
+    with opened(folders, name, drafter, tmp_path / "cache", restore="texts") as session:
+        few = texts(session, 2)
+        assert few == {place: found[place] for place in few}
+        stats = session.stats()
+        assert stats.drafters[drafter].drafted > 0, stats.drafters
