@@ -69,9 +69,6 @@ def a_stream_is_stopped(page: Any) -> None:
     text = shown.locator(".jp-OutputArea-output").last  # the first is the copy, which is hidden
     page.wait_for_function("element => element.innerText.length > 150", arg=text.element_handle())
     page.screenshot(path=page.shots / "streaming.png")
-    before = stop.bounding_box()
-    page.wait_for_function("element => element.innerText.length > 300", arg=text.element_handle())
-    assert stop.bounding_box() == before, "text that comes moves the button away from a mouse"
     stop.press("Enter")
     stop.wait_for(state="detached")
     page.wait_for_function("() => document.activeElement?.closest('.jp-Notebook')", timeout=10_000)  # keys go on there
