@@ -67,7 +67,8 @@ def test_tokens_are_those_without_drafts(model: Any, assistant: str, expected: d
         assert 15 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.parametrize("clusters", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("clusters", [False, True])
 def test_drafts_are_those_of_the_assistant(
     model: Any, clusters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

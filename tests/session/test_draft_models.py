@@ -124,6 +124,7 @@ def test_the_models_own_drafts_are_all_right(model: Any, twin: str) -> None:
         all_right(session, 60)
 
 
+@pytest.mark.thorough
 def test_a_small_model_that_lost_its_pages_computes_them_again(model: Any, twin: str, tmp_path: Path) -> None:
     options = {**DRAFTS, "disk_memory": 1 << 28, "cache_dir": str(tmp_path), "drafts": twin}
     greedy: dict[str, Any] = LONG | {"max_tokens": 33}
