@@ -33,7 +33,7 @@ ARM = ("armv8.6-i8mm-bf16", "armv8.2-dotprod", "armv8")
 
 
 class Platform(NamedTuple):
-    """What a wheel's kernels are compiled for, and what links them."""
+    """A platform that gets a wheel: the processors its kernels are compiled for, and the linker."""
 
     tag: str  # at the end of the wheel's name
     system: str  # as `sys.platform` says it
@@ -64,7 +64,7 @@ def built(folder: Path, **environment: str) -> Path:
 def make(platform: Platform, out: Path, folder: Path, room: int) -> Path:
     """Compile and link a platform's kernels in `folder`, and put the wheel that carries them into `out`.
 
-    Where there is no room for all, those of the rarest pages and head sizes are left out.
+    If the kernels exceed `room` bytes once they are compressed, those for the rarest page and head sizes are left out.
     """
     environment = dict(os.environ)
     environment |= {name: str(folder.parent / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
@@ -100,7 +100,10 @@ def load(wheel: Path) -> str:
 
 
 def _symbol(kernel: str, level: str) -> str:
-    """As `rekindle_kernels.native.library.symbol` says it, which this must not import."""
+    """Return the symbol of a kernel at a level, in the form of `rekindle_kernels.native.library.symbol`.
+
+    That module is not imported, since a wheel is checked without an installed rekindle.
+    """
     width = max(map(len, (*INTEL, *ARM)))
     return f"rekindle_{kernel}_{level.replace('-', '_').replace('.', '_'):_<{width}}_entry"
 

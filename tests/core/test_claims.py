@@ -129,7 +129,7 @@ programs.close()
 
 @pytest.mark.thorough
 def test_two_processes_that_start_at_once_compile_each_program_once(folder: Path) -> None:
-    """As two notebooks on a new machine do, which compiled everything twice."""
+    """Two notebooks that are opened at once on a new machine share their compilations."""
     command = [sys.executable, "-c", PROCESS, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     with contextlib.ExitStack() as stack:

@@ -67,7 +67,7 @@ class Clock:
 
 
 def working(seconds: float, clock: Clock) -> Callable[[], float]:
-    """What a main thread has used that works for as long as that, and is idle then."""
+    """Return the clock of a main thread that works for so many seconds and is idle afterwards."""
     return lambda: min(clock.now, seconds)
 
 

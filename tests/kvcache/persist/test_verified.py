@@ -176,8 +176,11 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize("visits", [-(2**31), -2, 2**31 - 1])
 @pytest.mark.parametrize("used", [float("nan"), -float("inf"), float("inf"), 1e300, -5.0])
 def test_visits_and_times_of_others_are_put_within_bounds(tmp_path: Path, visits: int, used: float) -> None:
-    """No digest is of them. A page with fewer than -1 visits failed each request that found it, one with the most
-    failed each save, and with a time that is no number pages did not leave the device in their order."""
+    """No digest covers these two fields, so a file can hold any value.
+
+    A page with fewer than -1 visits made each request that found it fail, a page with the largest count made each save
+    fail, and a time of NaN broke the order in which pages leave the device.
+    """
     pairs = [(page._replace(visits=visits, last_use=used), payload) for page, payload in chain(0, 3)]
     snapshot.save(tmp_path, "mine", IDENTITY, [page for page, _ in pairs])
     pages = snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")

@@ -1,4 +1,4 @@
-"""What becomes of the types of a file is told before it is opened, and is what its model holds then."""
+"""`doctor --plan` predicts the form in which each tensor type of a GGUF file is kept, and the opened model agrees."""
 
 from __future__ import annotations
 
