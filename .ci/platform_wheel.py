@@ -24,8 +24,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PREBUILT = Path("kernels/rekindle_kernels/native/prebuilt")
-LINUX = os.environ.get("REKINDLE_WHEEL_LINUX", "manylinux_2_28")  # the C library that the kernels were linked with
-PLATFORMS = {"linux": f"{LINUX}_{{}}", "darwin": "macosx_11_0_{}", "win32": "win_{}"}  # in the names of wheels
+PLATFORMS = {"linux": "manylinux_2_28_{}", "darwin": "macosx_11_0_{}", "win32": "win_{}"}  # in the names of wheels
 ARCHITECTURES = {("darwin", "aarch64"): "arm64", ("win32", "x86_64"): "amd64"}  # where they are not Linux's
 LIMIT = 180  # seconds after which no further kernel is begun: models that need it are slower then
 LONGEST = 300  # seconds for all of it

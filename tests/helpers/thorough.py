@@ -41,7 +41,7 @@ trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "tr
 
 @pytest.fixture(params=by_default(["asyncio", "trio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """For folders whose tests all leave trio to CI, in a conftest.py, and for modules: import it."""
+    """Import this in a module, or in the conftest.py of a folder, whose tests all leave trio to CI."""
     return str(request.param)
 
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib.util
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LARGEST = 15 << 20  # bytes of a wheel
-KERNELS = "rekindle_kernels/native/prebuilt/"
+
+
+def _command() -> Any:
+    """Return `.ci/wheels.py`, which is in no package, as a module."""
+    spec = importlib.util.spec_from_file_location("release_wheels", ROOT / ".ci" / "wheels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a NamedTuple looks its types up there
+    spec.loader.exec_module(module)
+    return module
+
+
+COMMAND = _command()
 
 
 def contents(library: Path, folder: Path, tag: str) -> dict[str, bytes]:
     """Build the wheel of the kernels in `library`, check its tag and size, and return its files of kernels by name."""
     if find_spec("hatchling") is None:
         pytest.skip("hatchling builds the wheel")
-    environment = {**os.environ, "REKINDLE_WHEEL_LIBRARY": str(library)}
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = folder.glob("*.whl")
-    assert wheel.name.endswith(f"-py3-none-{tag}.whl") and wheel.stat().st_size < LARGEST
+    wheel = COMMAND.built(folder, REKINDLE_WHEEL_LIBRARY=str(library))
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl") and wheel.stat().st_size <= COMMAND.LARGEST
+    inside = f"{COMMAND.INSIDE}/"
     with zipfile.ZipFile(wheel) as packed:
-        return {name.removeprefix(KERNELS): packed.read(name) for name in packed.namelist() if name.startswith(KERNELS)}
+        return {name.removeprefix(inside): packed.read(name) for name in packed.namelist() if name.startswith(inside)}

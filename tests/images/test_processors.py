@@ -215,7 +215,7 @@ def test_numbers_of_a_file_are_checked_before_they_are_used(name: str, keys: dic
 
 
 def test_a_tile_has_whole_tokens() -> None:
-    """Without one, a division by zero ended the opening of a session."""
+    """Opening such a model ended with a division by zero."""
     files = ALL["smolvlm2"]
     for scale in (64, 3):
         with pytest.raises(UnsupportedModel, match=f"scale_factor={scale} in config.json does not divide the 32 patch"):

@@ -12,7 +12,7 @@ from helpers.sessions import opened
 
 
 def sleeps(seconds: float = 0.4, looks: int = 5) -> bool:
-    """True if this process uses less than one per cent of a core in one of the looks: other tests' threads may end."""
+    """Return whether this process gets below one per cent of a core; threads of other tests may take a while to end."""
 
     def busy() -> float:
         start = time.process_time()

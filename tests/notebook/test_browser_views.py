@@ -230,7 +230,7 @@ def test_a_saved_picture_does_not_say_what_only_a_live_one_can_do(page: Any, vie
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_focus_stays_in_the_cell_whose_view_ends(page: Any, views: dict[str, Mounted], elsewhere: bool) -> None:
-    """The button that ended it is gone, and a focus that is lost would begin at the top of the page."""
+    """The button that ended the view is gone; without another place the focus would jump to the top of the page."""
     show(page, views["stream"])
     page.evaluate("""() => {
       const cell = document.createElement("div"), other = document.createElement("button");
@@ -249,7 +249,7 @@ def test_the_focus_stays_in_the_cell_whose_view_ends(page: Any, views: dict[str,
 
 
 def test_stop_keeps_its_place_and_its_focus_while_a_long_text_comes(page: Any, views: dict[str, Mounted]) -> None:
-    """Its lines scroll in a part of their own, whose end is in sight; keys scroll it, and those of a notebook wait."""
+    """The text scrolls in its own region, which follows its end; arrow keys scroll it and do not reach the notebook."""
     show(page, views["stream"])
     stop = page.get_by_role("button", name="Stop")
     stop.focus()

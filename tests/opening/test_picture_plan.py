@@ -15,7 +15,7 @@ TYPES = {name: name.removesuffix("-both-ways").replace("-", "_").replace(".", "_
 
 
 def found(name: str, **keys: Any) -> str | None:
-    """Why the encoder of a small model can't read what its processor makes, with other keys in the processor's file."""
+    """Return why a small model's encoder can't read the output of a processor whose file has other keys."""
     case = CASES[name]
     processor = processor_of_files({**case.preprocessor, **keys}, case.processor, case.config)
     config = vision_config({"model_type": TYPES[name], **case.config})
@@ -43,6 +43,6 @@ def test_the_files_of_small_models_fit(name: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_told_before_a_picture_comes(name: str, keys: dict[str, Any], problem: str) -> None:
-    """The first picture failed its request, and each one after it: ValueError in the encoder's thread."""
+    """Each request with a picture failed with a ValueError in the encoder's thread."""
     with pytest.raises(AssertionError, match=problem):
         assert found(name, **keys) is None, found(name, **keys)

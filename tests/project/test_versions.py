@@ -123,7 +123,7 @@ def test_an_environment_of_these_versions_works(python: str, resolution: str, tm
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_host_of_notebooks_keeps_its_numpy_and_gets_one_jax(name: str, tmp_path: Path) -> None:
-    """Its other packages stay where they are new enough, and every part of JAX is of one version, a GPU's included."""
+    """The host keeps packages that are new enough, and all parts of JAX have one version, the GPU plugin included."""
     host, replaced = HOSTS[name], REPLACED[name]
     constraints = tmp_path / "host.txt"
     kept = {package: version for package, version in host.packages.items() if package not in replaced}
@@ -142,7 +142,7 @@ def test_a_host_of_notebooks_keeps_its_numpy_and_gets_one_jax(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_what_a_host_has_to_replace_is_older_than_the_lower_bound(name: str, tmp_path: Path) -> None:
-    """If the table of what is replaced is longer than it has to be, this says so."""
+    """Fails once a package in `REPLACED` no longer has to be replaced."""
     host = HOSTS[name]
     for package in REPLACED[name] - {"jaxlib"}:  # which jax asks for
         constraints = tmp_path / f"{package}.txt"
@@ -160,7 +160,7 @@ def test_no_platform_with_a_wheel_needs_a_compiler(platform: str) -> None:
 
 
 def test_jax_has_no_wheel_for_macs_with_intels_processors() -> None:
-    """Once it has, docs/pages/processors.md and the workflows are to be changed."""
+    """When this fails, docs/pages/processors.md and the workflows have to change."""
     done = uv(
         "pip", "compile", "pyproject.toml", "--python-platform", "x86_64-apple-darwin", "--python-version", "3.12",
         "--only-binary", ":all:",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from helpers import aarch64, elf, mach_o, portable_executable, windows
+from helpers import aarch64, elf, mach_o, portable_executable, wheels, windows
 from rekindle_kernels.native import cpu, library
 from rekindle_kernels.native.chain_plan import ENTRIES
 
@@ -40,18 +39,7 @@ OUTSIDE = {
     "darwin": {"/usr/lib/libSystem.B.dylib"},
     "win32": {"kernel32.dll", "msvcrt.dll"},
 }
-
-
-def command() -> Any:
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / ".ci" / "wheels.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["wheels"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-PLATFORMS = command().PLATFORMS
+PLATFORMS = wheels.COMMAND.PLATFORMS
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +86,7 @@ def test_there_is_one_for_each_platform_and_none_else(made: Path) -> None:
 
 
 def test_it_is_small_and_its_record_has_every_file(wheel: Path, platform: Any) -> None:
-    assert wheel.stat().st_size <= 15 << 20
+    assert wheel.stat().st_size <= wheels.COMMAND.LARGEST
     with zipfile.ZipFile(wheel) as packed:
         names = [name for name in packed.namelist() if not name.endswith("/")]
         (place,) = [name for name in names if name.endswith(".dist-info/RECORD")]
@@ -174,21 +162,21 @@ def test_it_installs_without_a_compiler(wheel: Path, platform: Any, tmp_path: Pa
 def test_the_command_opens_a_wheel_and_sees_what_is_missing(made: Path, tmp_path: Path) -> None:
     own = f"*{PLATFORMS['linux-x86_64'].tag}.whl"
     (wheel,) = made.glob(own)
-    assert "kernels for linux-x86_64" in command().load(wheel)
+    assert "kernels for linux-x86_64" in wheels.COMMAND.load(wheel)
     damaged = tmp_path / wheel.name
     with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(damaged, "w") as other:
         for name in packed.namelist():
             content = packed.read(name)
             other.writestr(name, content + b"." if name.endswith(".so") else content)
     with pytest.raises(SystemExit, match="not the one that its manifest names"):
-        command().load(damaged)
+        wheels.COMMAND.load(damaged)
 
 
 def opened(folder: Path, guest: list[str], environment: dict[str, str] | None = None) -> None:
     """A process for the library's system opens it, and finds each of its kernels."""
     manifest = json.loads((folder / library.MANIFEST).read_text())
     for level, names in manifest["levels"].items():
-        assert command()._symbol("norm", level) == library.symbol("norm", cpu.level_called(level))
+        assert wheels.COMMAND._symbol("norm", level) == library.symbol("norm", cpu.level_called(level))
         process = aarch64.Guest(guest, cpu.level_called(level), environment)
         for name in names:
             process.address(name)

@@ -5,7 +5,6 @@ Commands are README's, platforms are those of a release's wheels, and no job may
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from helpers import wheels
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
@@ -28,16 +29,6 @@ RUNNERS = {
     "macos-x86_64": r"macos-\d+-intel",
     "windows-x86_64": r"windows-\d+",
 }
-
-
-def platforms() -> dict[str, Any]:
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / ".ci" / "wheels.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["wheels"] = module  # a NamedTuple looks its types up there
-    spec.loader.exec_module(module)
-    found: dict[str, Any] = module.PLATFORMS
-    return found
 
 
 def commands(job: dict[str, Any]) -> str:
@@ -70,10 +61,10 @@ def test_a_runner_of_each_platform_runs_readmes_commands(marker: str, command: s
 def test_all_platforms_with_wheels_have_a_runner(name: str, job: str) -> None:
     found = WORKFLOWS[name]["jobs"][job]
     matrix = {entry["platform"]: entry for entry in found["strategy"]["matrix"]["include"]}
-    assert matrix.keys() == platforms().keys() == RUNNERS.keys()
+    assert matrix.keys() == wheels.COMMAND.PLATFORMS.keys() == RUNNERS.keys()
     for platform, entry in matrix.items():
         assert re.fullmatch(RUNNERS[platform], entry["runner"])
-        assert entry.get("tag", platforms()[platform].tag) == platforms()[platform].tag
+        assert entry.get("tag", wheels.COMMAND.PLATFORMS[platform].tag) == wheels.COMMAND.PLATFORMS[platform].tag
     assert found["defaults"] == {"run": {"shell": "bash"}}, "on Windows, too"
     assert found["strategy"]["fail-fast"] is False
 

@@ -177,7 +177,7 @@ async def test_the_wrong_method_is_told_the_right_one(app: Any) -> None:
 
 
 async def test_a_schema_as_text_is_bounded_before_it_is_read(app: Any) -> None:
-    """Values in a text are none of the body's: thirty million characters were ten million lists."""
+    """JSON inside a string is not counted with the values of the body: 30 MB of it became ten million lists."""
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": "[" + "[]," * 200_000 + "[]]"}}
     for fields in ({"response_format": format}, {"structured_outputs": {"json": format["json_schema"]["schema"]}}):
         answer = await post(app, "/v1/chat/completions", {"messages": HELLO, **fields})

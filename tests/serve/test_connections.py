@@ -258,7 +258,7 @@ class _Buffered:
 def test_a_client_that_closes_its_half_gets_its_answer(
     server: Server, stream: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RFC 9112 lets it, and `nc -N`, scripts and some proxies do; one that is asked whether it is there stays."""
+    """RFC 9112 allows it, and `nc -N` and some proxies do it; interim answers show that the client still reads."""
     monkeypatch.setattr(listening, "PROBE_SECONDS", (0.0, 0.0))
     with neighbour(server), opened(server) as client:
         client.sendall(request(max_tokens=40, stream=stream) * ahead)
@@ -273,7 +273,7 @@ def test_a_client_that_closes_its_half_gets_its_answer(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_client_that_leaves_without_a_reset_stops_what_it_began(slow: Session, server: Server, stream: bool) -> None:
-    """It has read all that came, so its end of the connection is the same FIN as that of one that still reads."""
+    """It has read everything so far, so its close sends the same FIN as a client that still reads."""
     aborted = slow.stats().aborted
     with opened(server) as client:
         client.sendall(request(max_tokens=400, stream=stream))
@@ -285,7 +285,7 @@ def test_a_client_that_leaves_without_a_reset_stops_what_it_began(slow: Session,
 
 
 def test_half_a_request_and_the_end_are_no_request(slow: Session, server: Server) -> None:
-    """Nor is a request of HTTP/1.0 that is not answered yet: its client can't be asked whether it is there."""
+    """Nor is an unanswered request of HTTP/1.0, which has no interim answers to show whether its client reads."""
     whole, old = request(max_tokens=3), request(b"HTTP/1.0", max_tokens=400)
     cases = ((whole[:40], 0), (whole[:-3], 0), (whole + whole[:40], 1), (whole + whole[:-3], 1), (old, 0))
     for data, most in cases:  # what was sent ahead of a part may be answered

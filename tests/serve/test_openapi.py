@@ -19,7 +19,7 @@ from rekindle.serve import app as make_app
 
 
 def _nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Of a function with a name hypothesis does not parse the source, for which a deep stack can leave no room."""
+    """A named function: hypothesis parses the source of a lambda, and CPython 3.11 can fail at that on a deep stack."""
     return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
 
 

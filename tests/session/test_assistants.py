@@ -72,7 +72,7 @@ def test_tokens_are_those_without_drafts(model: Any, assistant: str, expected: d
 def test_drafts_are_those_of_the_assistant(
     model: Any, clusters: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After prompts that are cut, cached pages, and drafts of which some are right: those of before, some changed."""
+    """Also after prompts computed in parts, after cached pages, and after drafts of which only some are right."""
     folder = assistants.write(tmp_path, assistants.raw_of(RAW, **(assistants.CLUSTERS if clusters else {})))
     first, options = tokens(60, seed=5), LONG | {"max_tokens": 40}
     text = [*first, *plain_loop(model, first, 40)]

@@ -1,8 +1,8 @@
 """A cache folder that becomes read-only, fills its disk or is deleted while a session uses it.
 
-This is so for each kind of what is kept there: no request fails or is answered otherwise, each part of the cache says
-so in one line, `save` raises a typed error, and everything is kept again once the folder can be used. The disk is one
-that raises from Python's calls: the tests may run as root, which no permission stops.
+For each kind of cache, no request fails or gets another answer, the trouble is logged in one line, `save` raises a
+typed error, and everything is kept again once the folder can be used. The trouble is simulated by errors of Python's
+calls, because permissions do not stop tests that run as root.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def opened(name: str, folder: Path, **options: Any) -> Session:
 
 
 def answers(session: Session, name: str, first: int, **options: Any) -> list[Any]:
-    """What two prompts get, which begin like all others and end like none."""
+    """Return the answers to two prompts that share their beginning with all others and end differently."""
     result: list[Any] = []
     for index in range(first, first + 2):
         ids = [7] * 40 + np.random.default_rng(index).integers(3, 160, 50).tolist()

@@ -1,10 +1,9 @@
 """The same tokens with every drafter and with none: 200 prompts, greedy and drawn, with all that a request may ask for.
 
-Of each of two models there are a hundred prompts, of which ten ask for the same, and which share beginnings: one model
-has states in most layers and a head of its own, the other windows and an assistant. There are
-fewer pages than requests that run at once may need, so that some wait for room or are preempted. Then the session is
-opened again, from what it saved, and serves a few of each kind. That programs made ahead are enough for each drafter is
-a test of its own file.
+Each of two models gets a hundred prompts that share beginnings, ten for each combination of options. One model has
+states in most layers and a draft head, the other has windows and an assistant. There are fewer pages than the requests
+that run at once may need, so that some wait for room or are preempted. Then the session is opened again from what it
+saved, and serves a few of each kind. Each drafter's own file tests that nothing is compiled while serving.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
 
 
 def test_a_link_out_of_a_folder_is_not_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What lies anywhere on the machine would be in a folder that is published next."""
+    """Otherwise an export, which may be published next, could contain any file of the machine."""
     source, blobs = tmp_path / "hub" / "snapshots" / "commit", tmp_path / "hub" / "blobs"
     for folder in (source, blobs, tmp_path / "out"):
         folder.mkdir(parents=True)

@@ -227,7 +227,7 @@ def test_a_tensor_without_bounds_is_refused_at_once(tmp_path: Path, name: str, s
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """A file of a megabyte was a model of 1,024 layers, all of the same bytes: a gigabyte of memory."""
+    """A file of one megabyte described 1,024 layers over the same bytes, which took a gigabyte of memory."""
     names = {
         f"model.layers.{layer}.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for layer in (0, 1)
     }

@@ -21,7 +21,7 @@ native = pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="matri
 
 
 def mixed(name: str) -> str:
-    """As quantisers choose: more bits for some matrices, and 16 for the embedding."""
+    """Types are mixed as quantisers mix them: more bits for some matrices, and 16 for the embedding."""
     if "token_embd" in name or "output" in name.partition(".")[0]:
         return "F16"
     return {"ffn_down": "Q6_K", "attn_v": "Q8_0", "attn_output": "IQ2_XS"}.get(name.split(".")[-2], "Q4_K")

@@ -280,7 +280,7 @@ def test_a_name_that_is_no_path_is_a_typed_error(home: Path, model: str) -> None
 def test_links_that_lead_to_one_folder_many_times_are_looked_at_up_to_a_bound(
     home: Path, gguf: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4,096 links to a folder of 4,096 links to one made sixteen million: Tab never ended."""
+    """4,096 links to a folder of 4,096 links gave sixteen million paths, and Tab never ended."""
     cache, deep = home / ".cache" / "huggingface" / "hub", tmp_path / "deep"
     real = tool_homes.hub(tmp_path / "there", "owner/name", {"notes.txt": b""})
     deep.mkdir()
@@ -322,7 +322,7 @@ def test_manifests_are_read_up_to_a_bound_of_bytes(home: Path, gguf: bytes, monk
 def test_a_folder_that_may_not_be_read_has_a_file_that_may(
     tmp_path: Path, gguf: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was PermissionError, though the encoder of pictures that is looked for there is optional."""
+    """Looking for an optional picture encoder next to it raised PermissionError."""
     file = tmp_path / "model.gguf"
     file.write_bytes(gguf)
     expected = stored.look(file).raw

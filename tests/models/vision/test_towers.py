@@ -137,7 +137,7 @@ def test_pictures_that_are_no_whole_tokens_are_refused() -> None:
 
 
 def test_positions_are_computed_for_a_batch_and_not_for_a_picture() -> None:
-    """Weights of all rows of a table took 16,384 numbers for each patch of a picture, which a small file could ask."""
+    """Interpolation weights took 16,384 numbers for each patch, which a small file could ask for."""
     config, asked = shallow(), list[int]()
 
     def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionTaps:

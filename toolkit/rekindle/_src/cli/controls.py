@@ -1,4 +1,4 @@
-"""Texts of others as a terminal may get them: control characters would move its cursor, or write its clipboard."""
+"""Makes texts of others safe for a terminal, where control characters could move the cursor or write the clipboard."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class MapGrid(NamedTuple):
 
 
 def _pixels(name: str) -> float:
-    """Return how wide a token's name is, at most."""
+    """Return the most pixels that a token's name can take."""
     return sum(11.0 if unicodedata.east_asian_width(letter) in "WF" else 7.0 for letter in name)
 
 
@@ -130,13 +130,13 @@ def _still(frame: MapGrid, shares: NDArray[np.float32], layer: int, left_out: st
     first = len(frame.columns) == 1
     scale = _scale(mean, first=first)
     skipped = "" if first or not len(mean) else f"position 0, which gets {mean[:, 0].mean():.0%}, is left out"
-    cell = _cell(frame)
-    height = frame.top + cell * len(frame.rows) + 2
+    cell, left, top = _cell(frame), frame.left, frame.top
+    height = top + cell * len(frame.rows) + 2
     parts = [
         *_names(frame, cell, first=first),
         *(
             svg.rect(
-                frame.left + cell * column, frame.top + cell * row, cell, cell, _translucent(share / scale),
+                left + cell * column, top + cell * row, cell, cell, _translucent(share / scale),
                 title=f"{frame.row_names[row]} reads {frame.column_names[column]}: {share:.1%}",
             )
             for row, column, share in _visible_cells(mean, scale, first=first)
@@ -161,7 +161,7 @@ _SHADES = (
 
 
 def _reading(frame: MapGrid, shares: NDArray[np.float32], *, first: bool) -> Markup:
-    """Return the text with a shade for what its last position that reads, reads of each token."""
+    """Return the text shaded by how much its last reading position attends to each token."""
     if not len(frame.rows):
         return Markup("")
     line, scale = _left(shares[-1], first=first), _scale(shares[-1:], first=first)
@@ -196,15 +196,15 @@ def _visible_cells(shares: NDArray[np.float32], scale: float, *, first: bool) ->
 
 def _names(frame: MapGrid, cell: float, *, first: bool) -> Iterator[Markup]:
     """Yield the tokens of rows and columns, and the outline of the map."""
-    size = min(11.0, cell)
+    size, left, top = min(11.0, cell), frame.left, frame.top
     for row, name in enumerate(frame.row_names):
-        yield svg.words(frame.left - 5, frame.top + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
+        yield svg.words(left - 5, top + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
     for column, name in enumerate(frame.column_names):
-        x, y = frame.left + cell * (column + 0.5) + size * 0.3, frame.top - 5
+        x, y = left + cell * (column + 0.5) + size * 0.3, top - 5
         faint = 1 if first or column else 0.55
         yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y:.1f})", opacity=faint)
     width, height = cell * len(frame.columns), cell * len(frame.rows)
-    yield _outline(frame.left, frame.top, width, height)
+    yield _outline(left, top, width, height)
 
 
 def _outline(x: float, y: float, width: float, height: float) -> Markup:

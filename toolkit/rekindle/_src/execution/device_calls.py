@@ -179,7 +179,7 @@ class DeviceCalls:
         return rows
 
     def assist(self, program: CompiledProgram, leaves: Sequence[Array], ints: np.ndarray, floats: np.ndarray) -> Array:
-        """Let an assistant with these weights draft tokens, of the pages and the state as they are."""
+        """Draft tokens by an assistant with these weights, from the present pages and state."""
         with self._reported:
             drafts: Array = program(leaves, self.leaves, self.kv, self.state.hidden, ints, floats)
         return drafts

@@ -31,8 +31,10 @@ class DraftWeights(abc.ABC):
 
     @abc.abstractmethod
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
-        """Do tasks. If some draft, wait for their tokens, write them into the tasks' rows, and return True. `calls`
-        have the session's model with its pages and state."""
+        """Run tasks. If any of them drafts, wait for the tokens, write them into the tasks' rows, and return True.
+
+        `calls` reach the session's model with its pages and state.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +76,7 @@ def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
 
 
 class AssistantWeights(DraftWeights):
-    """Owns an assistant's weights. It has no pages, and misses nothing of a text."""
+    """Owns an assistant's weights. An assistant has no pages, so it never has to catch up with a text."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
         recipes = self._programs.assisting

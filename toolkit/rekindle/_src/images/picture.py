@@ -440,7 +440,7 @@ def _levels(array: np.ndarray[Any, Any]) -> Pixels:
 
 
 def _figure_of(artist: Any) -> Any:
-    """Return the figure that an artist is drawn in, which may be in a part of it."""
+    """Return the figure of an artist, which may lie in a subfigure."""
     try:
         return artist.get_figure(root=True)
     except TypeError:  # matplotlib 3.9 has no such argument, and its parts of figures name the whole

@@ -76,7 +76,7 @@ def processor_of_mmproj(metadata: Mapping[str, object], tokens: tuple[int, int] 
 
 
 def _bounded(processor: PictureProcessor, where: str) -> PictureProcessor:
-    """Return the processor. Raise `UnsupportedModel` for one that makes too much of a picture of some size.
+    """Return the processor. Raise `UnsupportedModel` if it could turn a picture into too many patches or codes.
 
     Each number of a file is within bounds, but some are multiplied: a small picture would take gigabytes.
     """

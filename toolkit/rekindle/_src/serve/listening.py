@@ -47,8 +47,9 @@ HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request,
 KEPT_SECONDS = 75
 STALLED_SECONDS = 60.0  # a client's limit for reading from a connection whose buffers are full
 AHEAD = 16  # requests sent before the first is answered, at most
-# Seconds between the interim responses that show whether a client which sends nothing more is still there. The second
-# one fails if it is not; the others are for one that leaves later. Go's client takes five at most.
+# Seconds, after a client closed its half, at which interim responses show whether it is still there. One more is sent
+# at once: if the client has left, a reset answers it, and the next one fails. The later ones are for a client that
+# leaves later. Go's client takes five at most.
 PROBE_SECONDS = (0.0, 5.0, 50.0)
 _SWEEP_SECONDS = 0.5
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

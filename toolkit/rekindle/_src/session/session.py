@@ -476,7 +476,7 @@ _FIRST = [
     _CHAT,
     (html.Markup("<code>session.watch()</code>"), "the engine at work"),
 ]
-"""What a session says that has done nothing yet: a call, and what it gives."""
+"""The hint of a session that has done nothing yet: a call, and what it returns."""
 
 
 def client_of(session: Session) -> Client:

@@ -221,7 +221,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """Return the message of an exception, cut to `_SHOWN` characters; what it has of a template may be printed."""
+    """Return the message of an exception, cut to `_SHOWN` characters, without control characters of a template."""
     message = str(error) or type(error).__name__
     shown = message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
     return "".join(

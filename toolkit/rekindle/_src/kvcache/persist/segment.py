@@ -93,7 +93,7 @@ def pages_of(records: NDArray[Any]) -> list[Page]:
 
 
 def _time(value: float) -> float:
-    """Return seconds since the epoch; 0 for what is no time that was."""
+    """Return a time in seconds since the epoch; 0 for a number that can't be a time in the past."""
     return value if 0 <= value < LAST_TIME else 0.0
 
 

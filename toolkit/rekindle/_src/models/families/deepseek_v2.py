@@ -148,7 +148,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def draft_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the layer that drafts tokens, which is one as the last of the model."""
+    """Return the config of the layer that drafts tokens, which has the form of the model's last layer."""
     last = config.num_layers - 1
     return dataclasses.replace(
         config,

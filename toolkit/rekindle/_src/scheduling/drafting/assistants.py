@@ -1,7 +1,7 @@
 """Drafts of an assistant, which attends to the model's own pages and reads its hidden state before the latest token.
 
-Both are there when the token is, of prompts, of cached pages and after a preemption alike. So an assistant misses
-nothing of a text, keeps nothing of it, and can draft after each token whose step's result is known.
+Both exist once the token does: for prompts, for cached pages and after a preemption. So an assistant misses nothing
+of a text, keeps nothing of it, and can draft after each token whose step's result is known.
 """
 
 from __future__ import annotations
