@@ -208,11 +208,11 @@ assert again.text == story.text, "whoever drafts, the text is the model's"
 
 # %% [markdown]
 # The session measures what its steps take and how often drafts are right, and gives a step the drafts that gain by the formula. This drafter is as large as
-# the model, so $c$ is near 1, and hardly anything is to be gained, however often it is right: when the session has measured that, the drafter rests. On a
+# the model, so $c$ is near 1, and by the formula nothing is gained, however often it is right: when the session has measured that, the drafter rests. On a
 # machine that does other work as well, that takes longer.
 #
 # The texts that prompt lookup helps are those that copy: code that is edited, answers that quote a document, tables, JSON with the same keys.
-# Drafts of the three texts above, in all:
+# Prompt lookup's drafts of the page's first three texts, in all:
 
 # %%
 print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tokens} accepted")
@@ -220,7 +220,7 @@ print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tok
 # %% [markdown]
 # ## Texts that copy
 #
-# The text above repeats one word, which no user asks for. So SmolLM2-135M-Instruct (page 18 fetches it) gets three real requests: to repeat a
+# The loop above repeats one word, which no user asks for. So SmolLM2-135M-Instruct (page 18 fetches it) gets three real requests: to repeat a
 # text, to quote a sentence, and to tell a story.
 #
 # **Predict.** Without drafts the repeated text takes 42 steps. With up to 7 drafts: more or less than 21?

@@ -9,7 +9,15 @@ import pytest
 
 from helpers import checkpoints, gguf_files
 from helpers.thorough import by_default
-from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config, stored_in_groups
+from rekindle._src.bench.plan import (
+    DEVICES,
+    PLANNED,
+    DeviceSpec,
+    make_plan,
+    shape_config,
+    stored_in_groups,
+    stored_model,
+)
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
 from rekindle._src.opening.resolve import PAGE_SIZES
@@ -107,12 +115,12 @@ def test_four_bits_of_a_file_are_planned_as_they_stay(tmp_path: Path, capsys: py
     file = gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_0")
     numbers = 32000 * 1024 + 2 * (3 * 1024 * 4096 + 1024 * (1024 + 1024 + 512 + 512))  # without norms
     config, dtype = shape_config(str(file))
-    kinds = stored_in_groups(str(file), config, divided=False)
+    kinds = stored_in_groups(stored_model(str(file)), config, divided=False)
     found = make_plan(config, Partition(1), DEVICES["H100"], dtype=dtype, kinds=kinds)
     assert found.weight_bytes == pytest.approx(numbers * 4.5 / 8, rel=0.1), "with a scale of 16 bits for 32 of them"
     assert main(["doctor", "--plan", str(file)]) == 0
     assert f"weights take {found.weight_bytes / 1e9:.1f} GB" in capsys.readouterr().out
-    assert stored_in_groups("micro", config, divided=False) == ()
+    assert stored_in_groups(stored_model("micro"), config, divided=False) == ()
 
 
 def test_data_shards_have_the_whole_model_and_rows_of_their_own() -> None:

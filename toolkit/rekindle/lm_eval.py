@@ -40,7 +40,9 @@ class RekindleLM(HarnessModel):
         device: Any = None,
         **options: Any,
     ) -> None:
-        """Open a session, or take one. `batch_size` and `device` come from the harness; the engine has its own.
+        """Open a session, or take one.
+
+        The harness passes `batch_size`, `max_batch_size` and `device`, which are not used: the engine has its own.
 
         `adapter` is the name of an adapter of the session that all requests have, or names with their weights.
         """

@@ -158,9 +158,10 @@ def stored_model(model: str) -> StoredCheckpoint | None:
         return None
 
 
-def stored_in_groups(model: str, config: ModelConfig, *, divided: bool) -> tuple[tuple[str, str], ...]:
+def stored_in_groups(
+    seen: StoredCheckpoint | None, config: ModelConfig, *, divided: bool
+) -> tuple[tuple[str, str], ...]:
     """Return the kinds of the matrices that a checkpoint stores in groups of four bits, which an accelerator keeps."""
-    seen = stored_model(model)
     if seen is None or not seen.may_be_quantized:
         return ()
     return stored_kinds(*named_tensors(seen, config), eight=False, steps=not divided)

@@ -333,7 +333,8 @@ def plan_model(
     config, dtype = shape_config(shape)
     shards = sizes.get(DATA, 1)  # each shard has the whole model and its own requests
     partition = Partition(sizes.get("model", 1), sizes.get("expert", 1))
-    kinds = () if quantize is not None else stored_in_groups(shape, config, divided=partition.size > 1)
+    seen = stored_model(shape)
+    kinds = () if quantize is not None else stored_in_groups(seen, config, divided=partition.size > 1)
     result = make_plan(
         config,
         partition,
@@ -346,7 +347,6 @@ def plan_model(
     )
     per_shard = f" in {shards} data shards of {result.devices // shards}" if shards > 1 else ""
     yield from plan_checks(result, f"{shape} on {result.devices} × {device}{per_shard}")
-    seen = stored_model(shape)
     if seen is not None and seen.may_be_quantized:
         yield from _types(seen, config, *abstract_model(config, dtype, quantize, kinds=kinds))
 

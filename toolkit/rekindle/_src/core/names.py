@@ -41,9 +41,9 @@ def checked_name(field: str, name: object, *, colons: bool = False) -> str:
     return name
 
 
-def printable(text: str) -> str:
-    """Return at most `MAX_NAME` characters of what somebody else calls a model, as they may be shown anywhere."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:MAX_NAME])
+def printable(text: str, width: int = MAX_NAME, *, kept: str = "") -> str:
+    """Return at most `width` characters of a stranger's text; what can't be printed is replaced, except `kept`."""
+    return "".join(one if one.isprintable() or one in kept else "\N{REPLACEMENT CHARACTER}" for one in text[:width])
 
 
 def name_of_model(text: str) -> str:

@@ -223,7 +223,7 @@ class Store:
         """Prune after an entry of `size` bytes was written, unless half of what the bounds left is still there.
 
         Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
-        that write into the folder at the same time.
+        that write into the folder at the same time. A full folder is looked through after each write.
         """
         with self._pruning:
             room = _rooms.get(self._bounds)
@@ -238,7 +238,7 @@ class Store:
 
     def _prune(self, room: int) -> None:
         total, oldest = 0, 0.0 if self.max_age is None else time.time() - self.max_age
-        count = room
+        kept, kept_bytes = room, 0
         for count, entry in enumerate(self.entries(), 1 + room):
             total += entry.size
             beyond = (self.most is not None and count > self.most) or (
@@ -246,9 +246,11 @@ class Store:
             )
             if beyond or entry.used < oldest:
                 _remove(entry.path)
+            else:
+                kept, kept_bytes = kept + 1, kept_bytes + entry.size
         _rooms[self._bounds] = FolderRoom(
-            (math.inf if self.most is None else self.most - count) / 2,
-            (math.inf if self.max_bytes is None else self.max_bytes - total) / 2,
+            (math.inf if self.most is None else self.most - kept) / 2,
+            (math.inf if self.max_bytes is None else self.max_bytes - kept_bytes) / 2,
         )
         for path in self._paths():
             unfinished = not is_finished(path.name) or path.name.startswith(".")

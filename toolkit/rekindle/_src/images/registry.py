@@ -14,7 +14,7 @@ from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.images.smolvlm import SmolvlmPictures
 from rekindle.errors import InvalidRequest, UnsupportedModel
 
-# Patches of a picture, and their bytes; Qwen3-VL's largest pictures have 65,536 patches of 100 MB.
+# Patches of a picture, and bytes of all of them. Qwen3-VL's largest pictures have 65,536 patches, 100 MB in all.
 MOST_PATCHES, MOST_CODES = 1 << 20, 1 << 29
 _SIZES = ((1, 1), (8192, 8192), (1, 200), (200, 1), (1, 65_535), (65_535, 1), (1024, 65_535), (65_535, 1024))
 

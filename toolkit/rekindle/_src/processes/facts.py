@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rekindle._src.channels.channel import as_json, from_json
+from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.version import VERSION
 from rekindle._src.programs import store as program_store
@@ -44,7 +45,7 @@ def compare(leader: ProcessReport, follower: ProcessReport, process: int) -> Non
     """Raise ProcessRefused with the facts that differ in a follower."""
     names = dict.fromkeys((*leader.same, *follower.same))
     reasons = [
-        f"{name} is {_shorten(follower.same.get(name))} there and {_shorten(leader.same.get(name))} here"
+        f"{name} is {_shown(follower.same.get(name))} there and {_shown(leader.same.get(name))} here"
         for name in names
         if leader.same.get(name) != follower.same.get(name)
     ]
@@ -67,6 +68,5 @@ def decoded(content: bytes) -> ProcessReport:
     return ProcessReport(same, pages)
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+def _shown(value: object) -> str:
+    return html.shorten(repr(value), _LONGEST)

@@ -8,7 +8,6 @@ use need and no others, each counted before it runs (`template_operations.py`). 
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rekindle._src.core import html
+from rekindle._src.core.names import printable
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
+from rekindle._src.models.loading.stores.model_store import children
 from rekindle._src.text.replies.call import check_arguments
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
@@ -222,16 +224,12 @@ def _is_refusal(error: BaseException) -> bool:
 
 def _words(error: BaseException) -> str:
     """Return the message of an exception, cut to `_SHOWN` characters, without control characters of a template."""
-    message = str(error) or type(error).__name__
-    shown = message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in shown
-    )
+    return printable(html.shorten(str(error) or type(error).__name__, _SHOWN), _SHOWN, kept="\n")
 
 
 def _additional(folder: Path) -> list[Path]:
     """Return the files of a folder's other templates. Raise `CheckpointError` for too many."""
-    paths = sorted(itertools.islice((folder / "additional_chat_templates").glob("*.jinja"), _FILES + 1))
+    paths = [path for path in children(folder / "additional_chat_templates") if path.suffix == ".jinja"]
     if len(paths) > _FILES:
         raise CheckpointError(f"{folder} has more than {_FILES} chat templates. Remove those that are not used")
     return paths

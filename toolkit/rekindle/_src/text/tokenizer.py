@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import tokenizers
 
 from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.backends import TokenizerBackend, TokenizerSections, TokenSpellings, WholeTokenizer
@@ -34,14 +35,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, or an empty one if there is no such file."""
-    try:
-        content = json.loads(read_plain(path, MAX_JSON))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read as JSON ({error}). Download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object is expected. Download it again")
+    content: dict[str, Any] = tensor_files.read_json(path, dict, MAX_JSON) if os.path.exists(path) else {}
     return content
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core import html
 from rekindle._src.core.pictures import UNNAMED
 from rekindle._src.kvcache.digest import DIGEST_SIZE, root_digest
 from rekindle._src.kvcache.persist.segment import LeafSpec
@@ -70,7 +71,7 @@ class Identity:
         for name, words in _REASONS:
             expected, actual = getattr(self, name), getattr(other, name)
             if expected != actual:
-                return f"{words} {repr(actual)[:_SHOWN]}, this session has {expected!r}"
+                return f"{words} {html.shorten(repr(actual), _SHOWN)}, this session has {expected!r}"
         return None
 
 

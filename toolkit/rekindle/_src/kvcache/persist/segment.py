@@ -100,7 +100,9 @@ def _time(value: float) -> float:
 def saved_at(header: Mapping[str, object]) -> float:
     """Return when an index was written, in seconds since the epoch; 0 if it does not say."""
     value = header.get("saved")
-    return _time(float(value)) if type(value) in (int, float) and abs(value) < LAST_TIME else 0.0  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < LAST_TIME else 0.0
 
 
 def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:

@@ -177,7 +177,8 @@ def as_json(value: object) -> str:
 def check_arguments(messages: Any) -> None:
     """Raise `InvalidRequest` for messages whose calls have more arguments as text than are read.
 
-    They are JSON in a text, whose values nobody has counted: of 30 MB each three bytes may be a list.
+    They are JSON inside a string, which the bound on a body's values does not count: every three bytes of it, such as
+    `[],`, may become a list.
     """
     size = 0
     for message in messages if isinstance(messages, list | tuple) else ():
@@ -187,10 +188,12 @@ def check_arguments(messages: Any) -> None:
             arguments = function.get("arguments") if isinstance(function, Mapping) else None
             length = len(arguments) if isinstance(arguments, str) else 0
             size += length
-            for what, count, most in (("a call", length, MAX_ARGUMENTS), ("calls", size, MAX_ALL_ARGUMENTS)):
-                if count > most:
-                    problem = f"have {what} with {count:,} characters of arguments, and {most:,} are read"
-                    raise InvalidRequest("messages", f"{len(messages):,} messages", problem, "Leave old calls out")
+            if length > MAX_ARGUMENTS:
+                problem = f"have a call with {length:,} characters of arguments, and {MAX_ARGUMENTS:,} are read"
+                raise InvalidRequest("messages", f"{len(messages):,} messages", problem, "Shorten its arguments")
+    if size > MAX_ALL_ARGUMENTS:
+        problem = f"have calls with {size:,} characters of arguments, and {MAX_ALL_ARGUMENTS:,} are read"
+        raise InvalidRequest("messages", f"{len(messages):,} messages", problem, "Leave old calls out")
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
