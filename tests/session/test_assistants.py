@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,16 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     refused("whose hidden states have 64 numbers, and this one's have 48", backbone_hidden_size=64)
     refused("has a vocabulary of 200 tokens, and this model one of 160", vocab_size=200)
     refused("attends to a layer with a window and 1 heads of 8, and this model's has 1 heads of 16", head_dim=8)
+    for changes in (
+        {"num_centroids": 7},
+        {},
+        {"num_centroids": 4, "centroid_intermediate_top_k": 5},
+    ):  # 2,048 by default
+        raw = {**assistants.raw_of(RAW), "use_ordered_embeddings": True, **changes}
+        folder = assistants.write(tmp_path / str(len([*tmp_path.iterdir()])), assistants.raw_of(RAW))
+        (Path(folder) / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(UnsupportedModel, match=r"num_centroids=.*in config.json don't fit: clusters divide the 160"):
+            rekindle.open_sync(model, **OPTIONS, drafts=folder)
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)

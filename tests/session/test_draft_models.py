@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from helpers.thorough import by_default
 from rekindle import Session, tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
+from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.blueprint import blueprint
@@ -181,8 +183,8 @@ def test_models_of_other_kinds(name: str, twin: str, monkeypatch: pytest.MonkeyP
     found: list[dict[str, list[int]]] = []
     rng, original = np.random.default_rng(0), DraftModel.work
 
-    def work(self: DraftModel, tasks: list[DraftTask]) -> bool:
-        drafts = original(self, tasks)
+    def work(self: DraftModel, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        drafts = original(self, tasks, calls)
         for task in tasks:
             key = task.request.token_ids.tolist()
             text = next(text for one, text in by_prompt if one == key)

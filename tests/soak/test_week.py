@@ -297,6 +297,7 @@ def check(curve: list[Figures], fresh: Figures) -> None:
     assert last.files <= 1.5 * most["files"] + 64
     assert last.nodes <= 1.5 * most["nodes"] + 256
     assert last.objects <= 1.1 * most["objects"] + 20_000 + 0.1 * served
-    assert last.live <= warm.live + (24 << 20) + 40 * served, "memory grew"
+    made = max(last.programs - warm.programs, 0)  # a program that is compiled takes 4 MiB, and rare ones come late
+    assert last.live <= warm.live + (24 << 20) + made * (6 << 20) + 40 * served, "memory grew"
     late = statistics.harmonic_mean(one.per_second for one in curve[-3:])  # of as many requests each
     assert late > 0.5 * fresh.per_second, "it became slower"

@@ -257,9 +257,10 @@ class PageCopy(NamedTuple):
 
 
 class DraftTask(NamedTuple):
-    """The work of a small model before a step: tokens of a request that it has not seen, and drafts after them.
+    """The work of a model that drafts before a step: tokens of a request, and drafts after them.
 
-    The tokens that it drafts are written into those of the rows `drafts`.
+    They are tokens that a small model has not seen, or the last token, which is all that an assistant takes. Drafted
+    tokens are written into those of the rows `drafts`.
     """
 
     row: Row  # of the request's next token

@@ -16,8 +16,9 @@ from jax import Array
 
 from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.draft_model import FILLS, DraftLayout, pack_fill
+from rekindle._src.programs.draft_model import FILLS, DraftRecipes, pack_fill
 from rekindle._src.programs.programs import Programs
 
 
@@ -46,7 +47,7 @@ class DraftWeights(abc.ABC):
 
     def sleep(self) -> int:
         """Give its memory back. Return the bytes."""
-        return self._free(self._leaves)
+        return self._free()
 
     def wake(self) -> None:
         """Read the weights again."""
@@ -54,17 +55,22 @@ class DraftWeights(abc.ABC):
 
     def close(self) -> None:
         """Give its memory back; nothing reads it any more."""
-        self._free(self._leaves)
+        self._free()
 
-    def _free(self, arrays: Sequence[Any]) -> int:
-        freed = sum(array.nbytes for array in arrays)
-        for array in arrays:
-            array.delete()
-        self._leaves = ()
-        return freed
+    def _free(self) -> int:
+        leaves, self._leaves = self._leaves, ()
+        return _deleted(leaves)
 
     def _program(self, key: Helper) -> Any:
         return self._programs.get(key)
+
+
+def _deleted(arrays: Sequence[Array]) -> int:
+    """Delete arrays, and return the bytes that they had."""
+    freed = sum(array.nbytes for array in arrays)
+    for array in arrays:
+        array.delete()
+    return freed
 
 
 def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
@@ -79,10 +85,10 @@ class AssistantWeights(DraftWeights):
     """Owns an assistant's weights. An assistant has no pages, so it never has to catch up with a text."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
-        recipes = self._programs.assisting
-        assert recipes is not None, "the session has an assistant"
+        recipes = self._programs.drafting
+        assert isinstance(recipes, AssistantRecipes), "the session has an assistant"
         rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
-        ints, floats = recipes.layout(rows).pack(tasks, scratch=self._programs.config.max_requests)
+        ints, floats = recipes.pack(rows, tasks)
         _take(tasks, calls.assist(self._program(recipes.drafts[rows]), self._leaves, ints, floats))
         return True
 
@@ -94,7 +100,7 @@ class DraftModel(DraftWeights):
         self, programs: Programs, load: Callable[[], Sequence[Array]], lost: Callable[[], object] = lambda: None
     ) -> None:
         """Make pages, too. `lost` is called when they are made anew, in the device thread."""
-        assert programs.drafting is not None, "the session has a small model"
+        assert isinstance(programs.drafting, DraftRecipes), "the session has a small model"
         super().__init__(programs, load)
         self._recipes, self.lost = programs.drafting, lost
         self._kv: Any = self._program(self._recipes.memory)()
@@ -116,8 +122,7 @@ class DraftModel(DraftWeights):
 
     def sleep(self) -> int:
         jax.block_until_ready(self._kv)
-        freed = self._free([*self._leaves, *jax.tree.leaves(self._kv)])
-        self._kv = ()
+        freed = super().sleep()
         self.lost()
         return freed
 
@@ -125,9 +130,9 @@ class DraftModel(DraftWeights):
         super().wake()
         self._kv = self._program(self._recipes.memory)()
 
-    def close(self) -> None:
-        self._free([*self._leaves, *jax.tree.leaves(self._kv)])
-        self._kv = ()
+    def _free(self) -> int:
+        pages, self._kv = jax.tree.leaves(self._kv), ()
+        return _deleted(pages) + super()._free()
 
     def _fill(self, task: DraftTask) -> DraftTask:
         """Compute the tokens of a task, but for one or two that are drafted after. Return what is left of it."""
@@ -144,7 +149,7 @@ class DraftModel(DraftWeights):
 
     def _draft(self, tasks: Sequence[DraftTask]) -> None:
         rows = next(rows for rows in self._recipes.drafts if rows >= len(tasks))
-        ints, floats = DraftLayout(rows, self._recipes.width).pack(tasks)
+        ints, floats = self._recipes.pack(rows, tasks)
         program = self._program(self._recipes.drafts[rows])
         self._kv, drafts = program(self._leaves, self._kv, ints, floats)
         _take(tasks, drafts)

@@ -33,7 +33,7 @@ from rekindle._src.opening.cache import SessionCache, check_snapshot
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.source import ModelSource, source_of
+from rekindle._src.opening.source import CheckpointSource, source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
@@ -61,6 +61,8 @@ def build(request: OpenRequest) -> Front:
         request.show("weights")
         read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
         weights = owners.enter_context(closing(read))
+        small = source.drafter
+        del source  # nothing of the model itself is needed once its weights are here
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
@@ -69,8 +71,7 @@ def build(request: OpenRequest) -> Front:
             request.show("merging an adapter")
             weights.merge(adapters.merge(request.merge))
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
-        drafter = _drafter(source, plan, programs, cache, request, owners)
-        del source  # no headers are needed once the weights are here
+        drafter = _drafter(small, plan, programs, cache, request, owners)
         runner = Runner(
             weights.model,
             programs.all.config,
@@ -101,7 +102,7 @@ def build(request: OpenRequest) -> Front:
 
 
 def _drafter(
-    source: ModelSource,
+    small: CheckpointSource | None,
     plan: Blueprint,
     programs: SessionPrograms,
     cache: SessionCache,
@@ -109,7 +110,6 @@ def _drafter(
     owners: contextlib.ExitStack,
 ) -> DraftWeights | None:
     """Return the small model or the assistant that drafts, with its weights; None without one."""
-    small = source.drafter
     if small is None or plan.drafter is None:
         return None
     request.show("weights of the model that drafts")

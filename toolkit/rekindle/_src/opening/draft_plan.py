@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import AssistantSpec, ModelConfig, Pages
-from rekindle._src.opening.source import CheckpointSource
+from rekindle._src.opening.source import CheckpointSource, refuse_drafter
 from rekindle._src.programs.assistants import source_layers
 from rekindle._src.programs.draft_model import DraftShapes
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import ConfigError
 
 _FEW = 32  # characters of a token in an error
 
@@ -45,7 +44,7 @@ class DraftPlan(NamedTuple):
     def check_tokens(self, model: Tokenizer) -> None:
         """Raise ConfigError unless all ids that both models have a token for have the same one.
 
-        Where neither has a tokenizer, ids are taken to mean the same.
+        Where neither has a tokenizer, ids are taken to mean the same. An assistant without one has the model's.
         """
         own = Tokenizer.load(self.folder)
         if self.shapes.assists and not own.has_text:
@@ -53,7 +52,7 @@ class DraftPlan(NamedTuple):
         if own.has_text != model.has_text:
             lacks = "the model has one" if model.has_text else "the model has none to compare it with"
             problem = f"has {'a' if own.has_text else 'no'} tokenizer, and {lacks}"
-            raise ConfigError("drafts", self.name, problem, "Use a model with the same tokenizer")
+            refuse_drafter(self.name, problem, "Use a model with the same tokenizer")
         if not own.has_text or own.definition == model.definition:
             return
         for token_id in range(min(own.vocab_size, model.vocab_size)):
@@ -62,7 +61,7 @@ class DraftPlan(NamedTuple):
                 problem = (
                     f"has another tokenizer: token {token_id} is {mine[:_FEW]!r} there, and {theirs[:_FEW]!r} here"
                 )
-                raise ConfigError("drafts", self.name, problem, "Use a model with the same tokenizer")
+                refuse_drafter(self.name, problem, "Use a model with the same tokenizer")
 
 
 def _check(name: str, own: ModelConfig, model: ModelConfig) -> None:
@@ -72,9 +71,11 @@ def _check(name: str, own: ModelConfig, model: ModelConfig) -> None:
         return
     if own.is_recurrent:
         problem = f"is a {own.model_type} model, whose states can't be taken back where its drafts were wrong"
-        _refuse(name, problem, "Use a small model with attention in all layers")
+        refuse_drafter(name, problem, "Use a small model with attention in all layers")
     if own.is_bidirectional or own.only_embeds:
-        _refuse(name, f"is a {own.model_type} model, which makes no tokens", "Use a small model that generates text")
+        refuse_drafter(
+            name, f"is a {own.model_type} model, which makes no tokens", "Use a small model that generates text"
+        )
 
 
 def _check_assistant(name: str, own: ModelConfig, spec: AssistantSpec, model: ModelConfig) -> None:
@@ -82,23 +83,19 @@ def _check_assistant(name: str, own: ModelConfig, spec: AssistantSpec, model: Mo
     fix = "Use the assistant that was made for this model"
     if spec.hidden_size != model.hidden_size:
         problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
-        _refuse(name, f"{problem} {model.hidden_size:,}", fix)
+        refuse_drafter(name, f"{problem} {model.hidden_size:,}", fix)
     if own.vocab_size != model.vocab_size:
         problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
-        _refuse(name, problem, fix)
+        refuse_drafter(name, problem, fix)
     for layer, source in enumerate(source_layers(own, model)):
         kind = "full attention" if own.attention[layer].sliding_window is None else "a window"
         if source is None:
-            _refuse(name, f"attends to a layer with {kind}, and this {model.model_type} model has none", fix)
+            refuse_drafter(name, f"attends to a layer with {kind}, and this {model.model_type} model has none", fix)
         wanted, there = own.pages_of(layer), model.pages_of(source)
         if wanted != there:
             problem = f"attends to a layer with {kind} and {_heads(wanted)}, and this model's has {_heads(there)}"
-            _refuse(name, problem, fix)
+            refuse_drafter(name, problem, fix)
 
 
 def _heads(pages: Pages) -> str:
     return f"{pages.heads} heads of {pages.key_size}"
-
-
-def _refuse(name: str, problem: str, fix: str) -> NoReturn:
-    raise ConfigError("drafts", name, problem, fix)

@@ -192,12 +192,12 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         matches = difflib.get_close_matches(name, words, n=1)
         close = f"Did you mean {matches[0]!r}? " if matches else ""
         fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
-        _refuse(name, "is neither a known source nor a model on this machine", fix)
+        refuse_drafter(name, "is neither a known source nor a model on this machine", fix)
     config, placement = source.placed(config)
     if placement.divided or placement.processes > 1:
-        _refuse(name, "is another model, which can't be divided over several devices yet", "Use one device")
+        refuse_drafter(name, "is another model, which can't be divided over several devices yet", "Use one device")
     if model.is_bidirectional:
-        _refuse(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
+        refuse_drafter(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
     plan = describe(
         folder,
         dtype=config.dtype,
@@ -208,5 +208,6 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
     return CheckpointSource(name, plan)
 
 
-def _refuse(name: str, problem: str, fix: str) -> NoReturn:
+def refuse_drafter(name: str, problem: str, fix: str) -> NoReturn:
+    """Raise ConfigError for what `drafts` names."""
     raise ConfigError("drafts", name, problem, fix)

@@ -22,19 +22,14 @@ from jax import Array, lax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, PageRun
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import merge
 from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftShapes, Ints, draft_columns, row_sizes
-from rekindle._src.programs.feature import drawing_flags
-from rekindle._src.programs.packing import DRAWING, drawing_floats
+from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShapes, row_sizes
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.recipes import Recipes
 from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention
-
-_HEAD, _COLUMNS = 3, 7
 
 
 def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | None, ...]:
@@ -44,51 +39,6 @@ def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | Non
     own = [layer for layer in range(model.num_layers) if isinstance(model.caches[layer].pages, Pages)]
     last = {slides: max((layer for layer in own if kinds[layer] == slides), default=None) for slides in (True, False)}
     return tuple(last[spec.sliding_window is not None] for spec in assistant.attention)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AssistantLayout:
-    """The buffers of a call that drafts for `rows`, on the host and on the device."""
-
-    rows: int
-    width: int  # pages of the longest sequence
-    windows: int | None  # the number of the side cache with pages of layers that give some back
-
-    @property
-    def ints(self) -> int:
-        return _HEAD + self.rows * (_COLUMNS + self._tables * self.width)
-
-    @property
-    def floats(self) -> int:
-        return DRAWING * self.rows
-
-    @property
-    def _tables(self) -> int:
-        return 1 if self.windows is None else 2
-
-    def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
-        end = _HEAD + self.rows * _COLUMNS
-        tables = ints[end:].reshape(self._tables, self.rows, self.width)
-        return ints[:_HEAD], ints[_HEAD:end].reshape(self.rows, _COLUMNS), tables
-
-    def pack(self, tasks: Sequence[DraftTask], scratch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of a call, for tasks that have drafts; `scratch` is the slot of other rows."""
-        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
-        floats = np.tile(neutral, (self.rows, 1))
-        head, columns, tables = self.sections(ints)
-        columns[:, 0], flags = scratch, 0
-        for place, task in enumerate(tasks):
-            flags |= drawing_flags(task.request.sampling)
-            columns[place] = task.row.slot, *draft_columns(task)
-            floats[place] = drawing_floats(task.request.sampling)
-            tables[0, place, : len(task.pages)] = task.pages[: self.width]
-            if self.windows is not None:
-                run = task.row.sides[self.windows]
-                assert isinstance(run, PageRun), "the row has no pages of layers that give some back"
-                tables[1, place, run.first : run.first + len(run.pages)] = run.pages
-        head[:] = max(len(task.drafts) for task in tasks), len(tasks), flags
-        return ints, floats.reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +58,27 @@ class AssistantRecipes:
     def keys(self) -> tuple[Helper, ...]:
         return tuple(self.drafts.values())
 
-    def layout(self, rows: int) -> AssistantLayout:
-        """Return the buffers of the program for so many rows."""
+    @functools.cached_property
+    def windows(self) -> int | None:
+        """The number of the side cache with pages of layers that give some back; None without one."""
         names = [plan.name for plan in self.target.sides]
-        return AssistantLayout(rows, self.target.width, names.index("windows") if "windows" in names else None)
+        return names.index("windows") if "windows" in names else None
+
+    def layout(self, rows: int) -> DraftLayout:
+        """Return the buffers of the program for so many rows."""
+        return DraftLayout(rows, self.target.width, tables=1 if self.windows is None else 2)
+
+    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of the program for so many rows, for tasks that have drafts."""
+        layout = self.layout(rows)
+        ints, floats = layout.pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
+        if self.windows is not None:
+            _, _, tables = layout.sections(ints)
+            for place, task in enumerate(tasks):
+                run = task.row.sides[self.windows]
+                assert isinstance(run, PageRun), "the row has no pages of layers that give some back"
+                tables[1, place, run.first : run.first + len(run.pages)] = run.pages
+        return ints, floats
 
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
@@ -133,7 +100,7 @@ class AssistantRecipes:
 
     def _draft(
         self,
-        layout: AssistantLayout,
+        layout: DraftLayout,
         leaves: Sequence[Array],
         target_leaves: Sequence[Array],
         kv: paged.KV,
@@ -164,7 +131,7 @@ class AssistantRecipes:
         _, _, drafts = lax.fori_loop(0, steps, another, (latest, hidden, drafts))
         return drafts
 
-    def _attention(self, layout: AssistantLayout, kv: paged.KV, tables: Array, lengths: Array) -> Callable[..., Array]:
+    def _attention(self, layout: DraftLayout, kv: paged.KV, tables: Array, lengths: Array) -> Callable[..., Array]:
         """Return an `Attend` to the model's pages: one query for each row, to the first `lengths` [N] keys."""
         none = jnp.zeros(1, jnp.int32)
 

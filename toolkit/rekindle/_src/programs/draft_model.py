@@ -31,7 +31,7 @@ from rekindle._src.models.base import Graph, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
-from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats
+from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats, drawing_ints
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.sampling import choose
 from rekindle_kernels import Choice, greedy, zeros
@@ -86,10 +86,11 @@ class DraftLayout:
 
     rows: int
     width: int  # pages of the longest sequence
+    tables: int = 1  # page tables of a row
 
     @property
     def ints(self) -> int:
-        return _HEAD + self.rows * (_COLUMNS + self.width)
+        return _HEAD + self.rows * (_COLUMNS + self.tables * self.width)
 
     @property
     def floats(self) -> int:
@@ -98,24 +99,23 @@ class DraftLayout:
     def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
         end = _HEAD + self.rows * _COLUMNS
-        return (
-            ints[:_HEAD],
-            ints[_HEAD:end].reshape(self.rows, _COLUMNS),
-            ints[end:].reshape(self.rows, self.width),
-        )
+        tables = ints[end:].reshape(self.tables, self.rows, self.width)
+        return ints[:_HEAD], ints[_HEAD:end].reshape(self.rows, _COLUMNS), tables
 
-    def pack(self, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of a call, for tasks that bring one or two tokens and have drafts."""
+    def pack(self, tasks: Sequence[DraftTask], own: Sequence[int], others: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of a call for tasks with drafts; all page tables but the first are empty.
+
+        `own` are the first columns of the tasks' rows, and `others` is that of the rows without a task.
+        """
         ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
         floats = np.tile(neutral, (self.rows, 1))
-        head, columns, table = self.sections(ints)
-        flags = 0
-        for place, task in enumerate(tasks):
+        head, columns, tables = self.sections(ints)
+        columns[:, 0], flags = others, 0
+        for place, (task, first) in enumerate(zip(tasks, own, strict=True)):
             flags |= drawing_flags(task.request.sampling)
-            before = int(task.tokens[-2]) if len(task.tokens) > 1 else -1
-            columns[place] = before, *draft_columns(task)
+            columns[place] = first, *draft_columns(task)
             floats[place] = drawing_floats(task.request.sampling)
-            table[place, : len(task.pages)] = task.pages[: self.width]
+            tables[0, place, : len(task.pages)] = task.pages[: self.width]
         head[:] = max(len(task.drafts) for task in tasks), len(tasks), flags
         return ints, floats.reshape(-1)
 
@@ -123,10 +123,8 @@ class DraftLayout:
 def draft_columns(task: DraftTask) -> tuple[int, ...]:
     """Return the integers of a row that drafts: its last token, the length of its text with it, how many it drafts,
     top_k, and the halves of its seed."""
-    sampling, seed = task.request.sampling, task.request.sampling.seed or 0
-    halves = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     end = task.start + len(task.tokens)
-    return int(task.tokens[-1]), end, len(task.drafts), min(sampling.top_k, 2**31 - 1), *map(int, halves)
+    return int(task.tokens[-1]), end, len(task.drafts), *drawing_ints(task.request.sampling)
 
 
 class DraftChoice(NamedTuple):
@@ -207,6 +205,11 @@ class DraftRecipes:
     def keys(self) -> tuple[Helper, ...]:
         return (self.memory, *self.fills.values(), *self.drafts.values())
 
+    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of the program for so many rows; tasks bring one or two tokens and have drafts."""
+        before = [int(task.tokens[-2]) if len(task.tokens) > 1 else -1 for task in tasks]
+        return DraftLayout(rows, self.width).pack(tasks, before)
+
     def recipe(self, key: Helper) -> Recipe:
         """Return the recipe of one of `keys`."""
         if key == self.memory:
@@ -251,7 +254,8 @@ class DraftRecipes:
         self, layout: DraftLayout, leaves: Sequence[Array], kv: paged.KV, ints: Array, floats: Array
     ) -> tuple[paged.KV, Array]:
         """Draft tokens [N, DRAFTS] for all rows. Those beyond a row's number are undefined."""
-        head, columns, table = layout.sections(ints)
+        head, columns, tables = layout.sections(ints)
+        table = tables[0]
         steps, used, flags = head
         before, latest, lengths, counts = (columns[:, column] for column in range(4))
         kernels = self.shapes.graph.precision.implementation

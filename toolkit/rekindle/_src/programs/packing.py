@@ -321,6 +321,13 @@ def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
     return min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p
 
 
+def drawing_ints(sampling: Sampling) -> tuple[int, int, int]:
+    """Return top_k and the halves of the seed, as int32."""
+    seed = sampling.seed or 0
+    high, low = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    return min(sampling.top_k, 2**31 - 1), int(high), int(low)
+
+
 def choice_of(floats: Array, top_k: Array, seeds: Array, positions: Array) -> Choice:
     """Return the choice of rows. `floats` [N, …] begin with `drawing_floats`, and `seeds` are int32 [N, 2]."""
     temperature, top_p, min_p = (floats[:, column] for column in range(DRAWING))
@@ -339,11 +346,10 @@ class Constants:
         self.row_flags: list[tuple[Callable[[Row], int], ...]] = [()] * (slots + 1)
 
     def put(self, row: Row) -> None:
-        request, sampling, seed = row.request, row.request.sampling, row.request.sampling.seed
-        assert seed is not None or sampling.greedy, f"{request.id} draws without a seed"
-        halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
+        request, sampling = row.request, row.request.sampling
+        assert sampling.seed is not None or sampling.greedy, f"{request.id} draws without a seed"
         ints, floats = self._features.constants(request)
-        self.ints[row.slot] = (request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves, *ints)
+        self.ints[row.slot] = (request.prompt_length, *drawing_ints(sampling), *ints)
         self.floats[row.slot] = (*drawing_floats(sampling), *floats)
         self.flags[row.slot] = drawing_flags(sampling) | self._features.flags(request)
         self.row_flags[row.slot] = self._features.row_flags(request)

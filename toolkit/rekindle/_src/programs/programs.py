@@ -266,10 +266,9 @@ class Programs:
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | None = None
-        self.assisting: AssistantRecipes | None = None
+        self.drafting: DraftRecipes | AssistantRecipes | None = None
         if drafter is not None and drafter.assists:
-            self.assisting = AssistantRecipes(drafter, config, self._recipes)
+            self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:
             self.drafting = DraftRecipes(drafter, config, model.vocab_size)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
@@ -330,8 +329,7 @@ class Programs:
     @property
     def _draft_keys(self) -> tuple[Helper, ...]:
         """The programs of the small model or the assistant that drafts."""
-        drafting = self.drafting or self.assisting
-        return () if drafting is None else drafting.keys
+        return () if self.drafting is None else self.drafting.keys
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -486,9 +484,8 @@ class Programs:
             return whole.lower(*self.parts.arguments(recipe))
 
     def _recipe(self, key: Key) -> Recipe:
-        drafting = self.drafting or self.assisting
-        if drafting is not None and isinstance(key, Helper) and key in drafting.keys:
-            return drafting.recipe(key)
+        if self.drafting is not None and isinstance(key, Helper) and key in self.drafting.keys:
+            return self.drafting.recipe(key)
         return self._recipes.recipe(key)
 
     def _runs_a_model(self, key: Key) -> bool:

@@ -15,6 +15,7 @@ from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
+from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.precision import Precision
@@ -91,9 +92,13 @@ def assistant_config(keys: ConfigKeys) -> ModelConfig:
     clusters = nearest = 0
     if keys.get("use_ordered_embeddings", False):
         clusters = keys.size("num_centroids", 2048)
-        nearest = keys.whole("centroid_intermediate_top_k", 32, most=clusters)
-        if keys.size("vocab_size") % clusters or not nearest:
-            keys.only("num_centroids", "as many clusters as divide the vocabulary, of which some are chosen")
+        nearest = keys.size("centroid_intermediate_top_k", 32)
+        vocabulary = keys.size("vocab_size")
+        if vocabulary % clusters or nearest > clusters:
+            raise UnsupportedModel(
+                f"num_centroids={clusters:,} and centroid_intermediate_top_k={nearest:,} in config.json don't fit: "
+                f"clusters divide the {vocabulary:,} tokens evenly, and no more than all are chosen. Check the file."
+            )
     kinds = kinds_of_layers(keys)
     return decoder(
         keys,

@@ -33,32 +33,27 @@ class AssistantDrafter(WeightsDrafter):
         return AssistantDrafts(self)
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
+        if not self.awake:
+            return [None] * len(rows)
         proposals: list[Proposal | None] = []
         for sequence, skip, most in rows:
             drafts = sequence.drafting[self.name]
             count = min(most, DRAFTS, self._positions - sequence.known)
-            if not self.awake or skip or count <= 0 or not isinstance(drafts, AssistantDrafts):
+            if skip or count <= 0 or not isinstance(drafts, AssistantDrafts):
                 proposals.append(None)
             else:
                 proposals.append(Proposal([0] * count, drafts.chances(count)))  # the assistant writes the tokens
         return proposals
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        first: dict[Sequence, Row] = {}
-        chains: dict[Sequence, list[Row]] = {}
-        for sequence, row in zip(sequences, rows, strict=True):
-            first.setdefault(sequence, row)
-            chain = chains.setdefault(sequence, [])
-            if row.draft and sequence.drafter == self.name:
-                chain.append(row)
         tasks = list[DraftTask]()
-        for sequence, chain in chains.items():
+        for sequence, (row, chain) in self._chains(sequences, rows).items():
             drafts = sequence.drafting.get(self.name)
             if not isinstance(drafts, AssistantDrafts):
                 continue
-            self._note_row(drafts, has_rows=bool(chain))
+            self._note_request(drafts, has_drafts=bool(chain))
             drafts.near = self.awake and sequence.known < self._positions
             if chain:
                 last = sequence.known - 1
-                tasks.append(DraftTask(first[sequence], last, sequence.tokens(last, last + 1), tuple(chain)))
+                tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
         return tuple(tasks)

@@ -67,7 +67,7 @@ class Drafter:
         raise NotImplementedError
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        """Return what a small model computes before a step, whose decode `rows` are those of `sequences`."""
+        """Return what a model with weights of its own computes before a step with decode `rows` of `sequences`."""
         return ()
 
     def lost(self) -> None:

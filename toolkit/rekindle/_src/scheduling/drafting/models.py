@@ -1,5 +1,6 @@
-"""Drafts of models with weights of their own, for all rows of a step in one call; here, of a small one with the same
-vocabulary.
+"""Drafts of models with weights of their own, for all rows of a step in one call.
+
+`ModelDrafter` is that of a small model with the same tokenizer; `assistants.py` has the other kind.
 
 The step that checks drafts is planned before they are made: how many are worth it follows from how often those at each
 place were right, and from what such steps took. The small model drafts them on the device before the rows run.
@@ -92,10 +93,19 @@ class WeightsDrafter(Drafter):
         """True while it drafts."""
         return not self._rest and not self._measures
 
-    def _note_row(self, drafts: WeightsDrafts, *, has_rows: bool) -> None:
-        """Note for a request that the step waited for its token, if it did, and that it has drafts, if it does."""
+    def _chains(self, sequences: Items[Sequence], rows: Items[Row]) -> dict[Sequence, tuple[Row, list[Row]]]:
+        """Return for each sequence its first row, and the rows whose tokens are drafted here."""
+        chains: dict[Sequence, tuple[Row, list[Row]]] = {}
+        for sequence, row in zip(sequences, rows, strict=True):
+            _, chain = chains.setdefault(sequence, (row, []))
+            if row.draft and sequence.drafter == self.name:
+                chain.append(row)
+        return chains
+
+    def _note_request(self, drafts: WeightsDrafts, *, has_drafts: bool) -> None:
+        """Note whether the step waited for a request's token, and whether it drafts for it."""
         self._waited |= drafts.asks
-        self._drafts |= has_rows
+        self._drafts |= has_drafts
 
     def planned(self, step: int) -> None:
         self._measures = step % _PERIOD < _PLAIN
@@ -118,7 +128,7 @@ class WeightsDrafter(Drafter):
 
 
 class ModelDrafts(WeightsDrafts):
-    """The part of a request that the small model has, too."""
+    """How the drafts of the small model fared, and the part of the request's text that it has."""
 
     __slots__ = ("contents", "epoch", "keys", "pages", "rows", "since")
     words = "drafts of the small model"
@@ -163,20 +173,14 @@ class ModelDrafter(WeightsDrafter):
         return proposals
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        drafted: dict[Sequence, list[Row]] = {}
-        first: dict[Sequence, Row] = {}
-        for sequence, row in zip(sequences, rows, strict=True):
-            chain, _ = drafted.setdefault(sequence, []), first.setdefault(sequence, row)
-            if row.draft and sequence.drafter == self.name:
-                chain.append(row)
         tasks, room = list[DraftTask](), _FILLED
-        for sequence, chain in drafted.items():
+        for sequence, (row, chain) in self._chains(sequences, rows).items():
             drafts = sequence.drafting.get(self.name)
             if not isinstance(drafts, ModelDrafts):
                 continue
             known, computed = sequence.known, self._computed(sequence, drafts)
             missing = known - computed
-            self._note_row(drafts, has_rows=bool(chain))
+            self._note_request(drafts, has_drafts=bool(chain))
             if chain:
                 end = known
             elif not self.awake or known >= self._positions:
@@ -188,7 +192,7 @@ class ModelDrafter(WeightsDrafter):
             drafts.near = known - end <= _WITH_DRAFTS
             if end > computed:
                 tokens = sequence.tokens(computed, end)
-                tasks.append(DraftTask(first[sequence], computed, tokens, tuple(chain)))
+                tasks.append(DraftTask(row, computed, tokens, tuple(chain)))
                 self._note(sequence, drafts, computed, end)
                 drafts.rows, drafts.since = tuple(chain), end
         return tuple(tasks)
