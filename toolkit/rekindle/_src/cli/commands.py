@@ -36,9 +36,6 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     piped = prompt is None or prompt == "-"
     if piped:
-        if sys.stdin.isatty():
-            end = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
-            print(f"Write a prompt; {end} on a line of its own ends it.", file=sys.stderr, flush=True)
         prompt = sys.stdin.read()
     if not prompt:  # said before a model is opened
         raise InvalidRequest("prompt", prompt, "has no text", 'Pass one: rekindle generate "Once upon a time"')

@@ -325,6 +325,8 @@ class Captured(Mapping[Any, Any]):
     def __getitem__(self, key: Any) -> NDArray[Any]:
         if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and key[1] < 0:
             key = key[0], key[1] + self.layers
+        if key not in self._arrays:
+            raise KeyError(f"{key!r} was not captured; there are {', '.join(map(repr, self._arrays)) or 'none'}")
         return self._arrays[key]
 
     def __iter__(self) -> Iterator[Any]:
