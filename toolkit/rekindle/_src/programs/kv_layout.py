@@ -10,8 +10,8 @@ Axes: P pages, n pages of a transfer, S tokens per page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from rekindle_kernels import (
     paged_attention,
     write_kv,
 )
+
+if TYPE_CHECKING:
+    from rekindle._src.models.nn.forward import Compute
 
 
 class Paging(NamedTuple):
@@ -158,7 +161,7 @@ class PagedAttention:
         )
         return paged_attention(inputs, options, implementation=self._implementation)
 
-    def recur(self, layer: int, compute: Callable[..., Any], /) -> Array:
+    def recur(self, layer: int, compute: Compute, /) -> Array:
         """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"
