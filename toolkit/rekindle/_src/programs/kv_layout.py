@@ -75,11 +75,11 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
         states = tuple(jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes)
         own = cache.pages
         if not isinstance(own, Pages):
-            return Layer(None, states)
+            return Layer(states=states)
         apart = windowed and windows > 0
         count = windows if apart else pages
         kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
-        return Layer(None, states, kept) if apart else Layer(kept, states)
+        return Layer(states=states, windows=kept) if apart else Layer(states=states, pages=kept)
 
     return tuple(map(layer, model.caches, model.windowed))
 
