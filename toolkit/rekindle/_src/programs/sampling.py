@@ -75,7 +75,7 @@ LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32)
 
 
 class Shaping(NamedTuple):
-    """The options of each row; every field has N entries. The numbers come first, as in `LogitShaping.constants`."""
+    """The options of each row; every field has N entries."""
 
     repetition: Array  # float32; 1 is off
     presence: Array  # float32; 0 is off
@@ -125,8 +125,9 @@ class LogitShaping(Feature):
         return True
 
     def unpack(self, columns: Columns) -> Shaping:
-        options, flags = (columns.floats[:, column] for column in range(len(self.neutral))), columns.flags
-        return Shaping(*options, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
+        repetition, presence, frequency = (columns.floats[:, column] for column in range(len(self.neutral)))
+        flags = columns.flags
+        return Shaping(repetition, presence, frequency, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
 
     def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
         return shape(logits, own, state, inputs.slots, histories(state, inputs))
