@@ -49,7 +49,7 @@ class SessionPrograms:
         """Wait until native kernels are ready, for minutes at most: no step runs before."""
         warming = self._warming
         if warming.waits_for_kernels:
-            show("compiling native kernels for this processor, once")
+            show("compiling for this processor, once")
         warming.wait_for_kernels()
         if warming.late_kernels:
             log.warning(
