@@ -547,10 +547,12 @@ def _work(figures: Mapping[str, Any]) -> html.Markup:
         "prompts, computed": max(0, figures.get("prompt_tokens", 0) - cached),
         "generated": generated,
     }
-    if not any(parts.values()):
+    hues = (style.shade(style.TIERS["device"], 1.0), style.PHASES["prefill"], style.PHASES["decode"])
+    present = {name: hue for (name, tokens), hue in zip(parts.items(), hues, strict=True) if tokens}
+    if not present:
         return html.Markup("")
-    colours = (style.shade(style.TIERS["device"], 1.0), style.PHASES["prefill"], style.PHASES["decode"])
-    return html.block(html.line("tokens so far"), html.bar(parts, colours=colours))
+    bar = html.bar({name: parts[name] for name in present}, colours=tuple(present.values()))
+    return html.block(html.line("tokens so far"), bar)
 
 
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
