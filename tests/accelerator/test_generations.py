@@ -82,8 +82,8 @@ def test_a_step_is_one_graph_of_what_the_table_says(name: str, row: Row, monkeyp
 
 @pytest.mark.parametrize("name", ["t4", "l4", "rtx5090"])
 def test_weights_stay_in_four_bits(name: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton XLA widens matrices one after another, in the same memory. Of a layer's pages it copies the values,
-    as in 16 bits."""
+    """Without Triton XLA widens matrices one after another, in the same memory. It copies a layer's values, as in 16
+    bits."""
     own, made, weights = step(name, "int4", "0.6b", monkeypatch)
     temp, floats = made.memory.temp_size_in_bytes, nbytes(abstract_model(own.model, own.graph.precision.weights)[1])
     row(
@@ -111,6 +111,7 @@ def test_a_large_matrix_is_widened_in_tiles(rows: int, row: Row, monkeypatch: py
         options = LinearOptions("int4")
         lowered = jax.jit(lambda x, weight, scale: linear(x, weight, scale=scale, options=options)).lower(*shapes)
         made = compilers.compiled(lowered, "gpu", compiler_options())
-    temp, results = made.memory.temp_size_in_bytes, 6 * rows * outputs  # in float32, and in float16
+    # The results in float32 and in float16, and the bits of a tile, which are cut out of the matrix.
+    temp, others = made.memory.temp_size_in_bytes, 6 * rows * outputs + xla_linear.AT_ONCE // 4
     row("Tesla T4", f"int4 {outputs} x {inputs}, {rows} rows", f"temp {temp / MIB:.0f} MiB")
-    assert temp <= xla_linear.AT_ONCE + results + 4 * MIB
+    assert temp <= xla_linear.AT_ONCE + others + 4 * MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -100,7 +101,11 @@ def run_in_tiles(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -
     """Implement `ops.linear.linear` for weights in groups: matrices are widened by AT_ONCE bytes, one tile after
     another."""
     x, weight, scale, minimum, *_ = operands
-    step = max(1, AT_ONCE // (int4.OUTPUTS * x.shape[-1] * x.dtype.itemsize))  # blocks of outputs
+    *rows, inputs = x.shape
+    x = x.reshape(-1, inputs)
+    # A single row would be no product of cuBLAS: XLA would widen matrices to float32 for it.
+    x = jnp.pad(x, ((0, int(len(x) == 1)), (0, 0)))
+    step = max(1, AT_ONCE // (int4.OUTPUTS * inputs * x.dtype.itemsize))  # blocks of outputs
     parts: list[Array] = []
     for first in range(0, weight.shape[0], step):
         tile = [None if array is None else array[first : first + step] for array in (weight, scale, minimum)]
@@ -109,6 +114,7 @@ def run_in_tiles(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -
         one = Operands(x, tile[0], tile[1], tile[2])
         parts.append(run(one, options, dtype))
     y = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    y = y[: math.prod(rows)].reshape(*rows, -1)
     return y if operands.residual is None else operands.residual + y
 
 

@@ -7,6 +7,8 @@ zeros make them longer, with which it computes the same: SmolLM2's 576 inputs be
 quantiser asks for is the mean square of each matrix's inputs, over the first half of the text. Both engines then read
 the other half, in windows, and the same tokens: as they serve, and with float32 everywhere, which shows whether they
 mean the same numbers. Speed is raced by `run.py`, whose paired ratios are printed.
+
+Where llama.cpp ends with an illegal instruction, in its code for AMX, REKINDLE_LLAMA_REPACK=0 does without that.
 """
 
 from __future__ import annotations
@@ -138,7 +140,7 @@ def by_llama_cpp(python: str, function: str, *arguments: Any) -> Any:
     command = [python, "-c", code, json.dumps(arguments, default=str)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"llama.cpp failed at {function}: {done.stderr.strip()[-2000:]}")
+        raise SystemExit(f"llama.cpp ended with status {done.returncode} at {function}: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -167,13 +169,13 @@ def compare(kind: str, wide: Path, importances: Path, windows: list[list[int]], 
         by_llama_cpp(options.python, "quantise", wide, part, TYPES[kind], importances)
         part.rename(made)
     print(f"\n{kind}: {made.stat().st_size / 1e6:.0f} MB; {types_in(made)}", flush=True)
+    if options.rounds:
+        race(made, options)
     by_llama_cpp(options.python, "quantise", made, unpacked, FLOAT32)
     exact, theirs = perplexity(load(made, dtype="float32"), windows), theirs_of(unpacked, windows, options)
     unpacked.unlink()
     say("perplexity with float32 everywhere", exact, theirs)
     say("perplexity as served", perplexity(load(made), windows), theirs_of(made, windows, options))
-    if options.rounds:
-        race(made, options)
 
 
 def theirs_of(file: Path, windows: list[list[int]], options: argparse.Namespace) -> float:

@@ -10,8 +10,9 @@ gap and made the 99th percentile three times as long, and so did calls of CHUNK 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llama_cpp as api
 import numpy as np
@@ -39,10 +40,18 @@ def quantise(wide: str, out: str, kind: int, importance: str | None = None) -> N
     assert api.llama_model_quantize(wide.encode(), out.encode(), ctypes.byref(options)) == 0, "it failed"
 
 
+def loaded(file: str) -> Any:
+    """Return the model of a file. REKINDLE_LLAMA_REPACK=0 leaves weights in the order that the file has."""
+    options = api.llama_model_default_params()
+    options.use_extra_bufts = os.environ.get("REKINDLE_LLAMA_REPACK") != "0"
+    model = api.llama_model_load_from_file(file.encode(), options)
+    assert model, f"{file!r} can't be loaded"
+    return model
+
+
 def perplexity(file: str, windows: Sequence[Prompt], threads: int) -> float:
     """Return the perplexity of each token but the first of its window, with keys and values in float32."""
-    model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
-    assert model, f"{file!r} can't be loaded"
+    model = loaded(file)
     vocab_size, longest = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)), max(map(len, windows))
     options = api.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = longest
@@ -97,9 +106,7 @@ class LlamaCpp:
     def __init__(self, setting: Setting) -> None:
         api.llama_log_set(_quiet, ctypes.c_void_p(0))
         api.llama_backend_init()
-        path = setting.file.encode()
-        self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
-        assert self._model, f"{path!r} can't be loaded"
+        self._model = loaded(setting.file)
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._threads = setting.threads
         self._contexts: dict[Shape, api.llama_context_p] = {}  # made when first needed, which is in the warm-up
