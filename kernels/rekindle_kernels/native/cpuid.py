@@ -1,4 +1,4 @@
-"""What a processor of x86-64 says of itself by its instruction CPUID, where the system has no file that tells it.
+"""The features of an x86-64 processor by its instruction CPUID, for systems that have no file of them.
 
 The machine code lies in memory of its own, so nothing has to be compiled or loaded before kernels are chosen.
 """
@@ -16,7 +16,7 @@ from rekindle_kernels import system
 
 
 class Registers(NamedTuple):
-    """What CPUID writes for a leaf, as unsigned numbers of 32 bits."""
+    """The registers after CPUID of a leaf, as unsigned numbers of 32 bits."""
 
     eax: int
     ebx: int
