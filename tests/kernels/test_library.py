@@ -104,7 +104,23 @@ def test_a_library_with_little_room_has_the_first_kernels(tmp_path: Path, capsys
         kernels[f"k{number}"][level].write_bytes(random.Random(number).randbytes(1000))
     assert build_library.likeliest(kernels, 10_000) == kernels and not capsys.readouterr().err
     assert [*build_library.likeliest(kernels, 3500)] == ["k0", "k1", "k2"]
-    assert "room for 3 of 5 kernels" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "room for 3 of 5 kernels" in told and told.endswith("of the others: k3, k4\n")
+
+
+def test_a_whole_library_lacks_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation does without a kernel that LLVM can't compile, and a release does not."""
+    (tmp_path / "code.o").write_bytes(b"code")
+    paths: list[Path | None] = [tmp_path / "code.o", None]
+    monkeypatch.setattr(build_library, "_compiled", lambda *arguments: paths)
+    monkeypatch.setattr(build_library, "_link", lambda place, *arguments: place.write_bytes(b"linked"))
+    monkeypatch.setattr(build_library, "_common_object", lambda folder, *arguments: folder / "common.o")
+    levels, kernels = cpu.LEVELS[:1], ["norm", "argmax"]
+    made = build_library.build(tmp_path / "some", levels, kernels, linker="true")
+    assert json.loads((made.parent / library.MANIFEST).read_text())["levels"] == {levels[0].name: ["norm"]}
+    with pytest.raises(RuntimeError, match=r"1 kernels are missing: argmax can't be compiled for x86-64-v4-bf16"):
+        build_library.build(tmp_path / "all", levels, kernels, linker="true", whole=True)
+    assert not (tmp_path / "all").exists()
 
 
 def kernels_of_model() -> list[str]:

@@ -17,7 +17,6 @@ import logging
 import os
 import platform
 import re
-import sys
 import threading
 from collections.abc import Iterable
 from functools import cache
@@ -44,8 +43,8 @@ _put_off: set[str] = set()  # kernels that were not compiled in time
 
 def unavailable_reason() -> str | None:
     """Why native kernels can't be used here; None if they can."""
-    if sys.platform == "win32":
-        return "native kernels have not been tried on Windows"
+    if not python_handlers.may_run():
+        return "no Windows has run native kernels yet: set REKINDLE_NATIVE=1 to try them"
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
         return "REKINDLE_NATIVE=0 turns them off: unset it"
     if library.find() is not None:

@@ -136,14 +136,16 @@ def build(
     origin: str = "",
     prefetch: Mapping[str, Any] | None = None,
     room: int | None = None,
+    whole: bool = False,
 ) -> Path:
     """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
 
     Of a library with `room` for so many bytes once it is compressed, the last kernels are left out if need be.
     `prefetch` is what `tuned` returned, and goes into the manifest.
     What is not begun after `limit` seconds of a process's own time on a core is left out: that is as much on a busy
-    machine as on an idle one. So is what is not begun after `longest` seconds. `linker` is the compiler driver that
-    links, if one is needed, with its options; it has to be one for `system`.
+    machine as on an idle one. So is what is not begun after `longest` seconds, and what can't be compiled; if the
+    library has to be `whole`, RuntimeError is raised then. `linker` is the compiler driver that links, if one is
+    needed, with its options; it has to be one for `system`.
     """
     machines = {level.machine for level in levels}
     assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
@@ -151,6 +153,7 @@ def build(
     linked = linker is not None or platform != UNLINKED
     program = shlex.split(linker or _linker()) if linked else []
     started, found = time.perf_counter(), dict[str, dict[cpu.Level, Path]]()  # object files, by kernel
+    failed = list[str]()
     deadline = time.monotonic() + longest
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
@@ -158,9 +161,12 @@ def build(
             paths = _compiled(names, level, Path(folder), linked, system, limit, deadline)
             for name, path in zip(names, paths, strict=True):
                 if path is None:
-                    print(f"{name} can't be compiled for {level.name} in time", file=sys.stderr)
+                    failed.append(f"{name} can't be compiled for {level.name} in time")
+                    print(failed[-1], file=sys.stderr)
                 else:
                     found.setdefault(name, {})[level] = path
+        if whole and failed:
+            raise RuntimeError(f"{len(failed)} kernels are missing: {', '.join(failed)}")
         kept = {name: without_copies(found[name]) for name in kernels if name in found}
         if room is not None:
             kept = likeliest(kept, room)
@@ -227,8 +233,8 @@ def likeliest(kernels: Mapping[str, dict[cpu.Level, Path]], room: int) -> dict[s
     for name, objects in kernels.items():
         left -= len(zlib.compress(b"".join(path.read_bytes() for path in objects.values())))
         if left < 0:
-            told = f"there is room for {len(kept)} of {len(kernels)} kernels; XLA does the work of the others"
-            print(told, file=sys.stderr)
+            told = f"there is room for {len(kept)} of {len(kernels)} kernels; XLA does the work of the others: "
+            print(told + ", ".join(name for name in kernels if name not in kept), file=sys.stderr)
             break
         kept[name] = objects
     return kept
@@ -399,6 +405,7 @@ def main() -> None:
     parser.add_argument("--room", type=int, help="bytes of the compressed library; the rarest kernels are left out")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a core, then no kernel is begun")
     parser.add_argument("--longest", type=float, default=math.inf, help="seconds after which no kernel is begun")
+    parser.add_argument("--whole", action="store_true", help="fail where a kernel can't be compiled")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()
     named = arguments.kernels or os.environ.get("REKINDLE_KERNEL_NAMES", "").split()
@@ -420,7 +427,7 @@ def main() -> None:
     try:
         build(
             arguments.out, levels, kernels, system=arguments.system, linker=arguments.linker, limit=arguments.limit,
-            longest=arguments.longest, origin=origin, prefetch=chosen, room=arguments.room,
+            longest=arguments.longest, origin=origin, prefetch=chosen, room=arguments.room, whole=arguments.whole,
         )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None

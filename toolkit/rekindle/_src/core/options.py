@@ -135,11 +135,11 @@ class Option(NamedTuple):
     """The declaration of one option."""
 
     name: str
-    default: Any  # or a function that makes it, for a mapping
+    default: object  # or a function that makes it, for a mapping
     check: Validator
     also: tuple[Place, ...]  # where else it is offered
 
-    def new_default(self) -> Any:
+    def new_default(self) -> object:
         """Return the default value; one that a type makes is a new object each time."""
         return self.default() if isinstance(self.default, type) else self.default
 
