@@ -135,6 +135,7 @@ def test_a_few_figures_come_first_and_the_others_are_folded(session: Session) ->
     for _ in range(2):
         session.generate_sync("hello" * 8, max_tokens=2)
     assert re.search(r">\d+%<.*?>of 95 prompt tokens were cached<", shown(session))
+    assert re.search(r"from the cache [1-9].*prompts, computed \d+.*generated \d+", shown(session))
     assert "programs compiled" in shown(session)
     with session.paused():
         handle = session.submit("hello", max_tokens=2)

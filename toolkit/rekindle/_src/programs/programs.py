@@ -410,6 +410,10 @@ class Programs:
         """True if the store has the program."""
         return self._store.holds(key.name)
 
+    def use_no_store(self) -> None:
+        """Neither load stored programs from now on nor store any: they would not be those of the next process."""
+        self._store.detach()
+
     def quicker_in_parts(self, keys: Sequence[Key]) -> bool:
         """True if a first text would wait for these programs, and their parts are ready much sooner."""
         return bool(self.kernels()) and self._layered.quicker(keys)

@@ -455,6 +455,10 @@ class LateStore:
         if claim is not None:
             claim.release()
 
+    def detach(self) -> None:
+        """Use no store from now on, neither to load nor to save."""
+        self._store = NoStore()
+
     def load(self, name: str) -> Any:
         """Load an executable. Raises `StoreError` with the reason if there is none."""
         return self._store.load(name)

@@ -87,7 +87,9 @@ class Header(NamedTuple):
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name. Raise `CheckpointError` if any is missing."""
     if not folder.is_dir():
-        problem = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
+        part = folder.suffix in (".safetensors", ".json", ".jinja", ".model")  # of a checkpoint
+        problem = "is a file; pass the folder it lies in" if part else "is neither a folder nor a GGUF file"
+        problem = problem if folder.exists() else "does not exist; check the path"
         raise CheckpointError(f"{folder} {problem}.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
