@@ -226,6 +226,7 @@ class PageRun(NamedTuple):
 
 
 HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
+MOST_BEHIND = 48  # tokens that the model's own head may be behind; a step that makes up for them keeps further states
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,9 +247,7 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
-    # A drafter waits for its result: the model's own head drafts the token after the one that it samples, or a small
-    # model will.
-    drafting: bool = False
+    drafting: bool = False  # a drafter waits for its result: the next step may have drafts
     following: int = -1  # the token after its last one, if it does not sample that
     behind: int = 0  # tokens before its first one of which the model's own head has no entries yet
 
@@ -319,14 +318,15 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it has drafts, or makes some. The next step is then planned when this one's result is known."""
+        """True if it has drafts, or rows after which some may be made. The next step is then planned when this one's
+        result is known."""
         return any(row.draft or row.drafting for row in self.decode)
 
     @property
     def enters(self) -> bool:
         """True if the model's own head, where it drafts, makes entries of the step's tokens, and of those that it is
-        behind: there are prompts or drafts, or the hidden states of a row have no more room."""
-        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= HIDDEN_KEPT for row in self.decode)
+        behind: there are prompts or drafts, or the hidden states of a row have little room left."""
+        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= MOST_BEHIND for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -181,8 +181,15 @@ class DeviceCalls:
     def assist(self, program: CompiledProgram, leaves: Sequence[Array], ints: np.ndarray, floats: np.ndarray) -> Array:
         """Draft tokens by an assistant with these weights, from the present pages and state."""
         with self._reported:
-            drafts: Array = program(leaves, self.leaves, self.kv, self.state.hidden, ints, floats)
+            drafts: Array = program(leaves, self.leaves, self.kv, self.state, ints, floats)
         return drafts
+
+    def draft(self, program: CompiledProgram, ints: np.ndarray, floats: np.ndarray) -> Array:
+        """Draft tokens by the model's own head, which writes into the pages."""
+        with self._reported:
+            self.kv, drafts = program(self.leaves, self.kv, self.state, ints, floats)
+        result: Array = drafts
+        return result
 
     def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the logits of rows of the residual stream. Any thread may call it, between or during steps."""

@@ -53,7 +53,8 @@ def gguf_forms() -> dict[str, GgufForm]:
 
 def family_of_gguf(architecture: str) -> str | None:
     """Return the model_type of a GGUF architecture; None if no family has it. Names that are alike are tried first."""
-    for model_type in sorted(FAMILIES, key=lambda name: _letters(name) != _letters(architecture)):
+    known = (*FAMILIES, *families.ASSISTANTS)
+    for model_type in sorted(known, key=lambda name: _letters(name) != _letters(architecture)):
         form = family(model_type).gguf
         if form is not None and architecture in (form.architecture, *form.others):
             return model_type

@@ -49,7 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_head import DraftChains, DraftedTokens
+from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
@@ -261,15 +261,17 @@ class Programs:
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
-            more = (*more, DraftedTokens())  # last: its column follows all others
+            more = (*more, HeadEntries())
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | AssistantRecipes | None = None
-        if drafter is not None and drafter.assists:
+        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | None = None
+        if config.drafts == "mtp":
+            self.drafting = HeadRecipes(config, self._recipes)
+        elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:
             self.drafting = DraftRecipes(drafter, config, model.vocab_size)
@@ -330,7 +332,7 @@ class Programs:
 
     @property
     def _draft_keys(self) -> tuple[Helper, ...]:
-        """The programs of the small model or the assistant that drafts."""
+        """The programs of the small model, the assistant or the model's own head that drafts."""
         return () if self.drafting is None else self.drafting.keys
 
     @property
