@@ -64,14 +64,15 @@ def built(folder: Path, **environment: str) -> Path:
 def make(platform: Platform, out: Path, folder: Path, room: int) -> Path:
     """Compile and link a platform's kernels in `folder`, and put the wheel that carries them into `out`.
 
-    If the kernels exceed `room` bytes once they are compressed, those for the rarest page and head sizes are left out.
+    Each kernel has to be there at each level, whatever time that takes. If they exceed `room` bytes once they are
+    compressed, those for the rarest page and head sizes are left out, and named.
     """
     environment = dict(os.environ)
     environment |= {name: str(folder.parent / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--system", platform.system]
     command += ["--linker", f"{shlex.quote(sys.executable)} -m ziglang {platform.linker}"]
-    command += ["--levels", *platform.levels, "--room", str(room), "--out", str(folder / "library")]
+    command += ["--levels", *platform.levels, "--room", str(room), "--whole", "--out", str(folder / "library")]
     subprocess.run(command, env=environment, cwd=ROOT, check=True)
     wheel = built(folder / "wheel", REKINDLE_WHEEL_LIBRARY=str(folder / "library"))
     if not wheel.name.endswith(f"-py3-none-{platform.tag}.whl"):

@@ -74,4 +74,4 @@ def path(row: Generation) -> str:
     """Describe what serves on GPUs of a generation."""
     if row.triton:
         return "Triton kernels for attention, four bits and experts; XLA for the rest"
-    return "XLA for everything, with an attention of its own; four bits are widened in memory"
+    return "XLA for everything, with an attention of its own; four bits are widened tile by tile"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from helpers import compilers
@@ -20,7 +21,8 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs, compiler_options
-from rekindle_kernels import deprecated, gpus, tuning
+from rekindle_kernels import LinearOptions, deprecated, gpus, int4, linear, tuning
+from rekindle_kernels.xla import linear as xla_linear
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -80,7 +82,8 @@ def test_a_step_is_one_graph_of_what_the_table_says(name: str, row: Row, monkeyp
 
 @pytest.mark.parametrize("name", ["t4", "l4", "rtx5090"])
 def test_weights_stay_in_four_bits(name: str, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Triton XLA widens matrices before their products: a step of two layers has nearly all of them at once."""
+    """Without Triton XLA widens matrices one after another, in the same memory. It copies a layer's values, as in 16
+    bits."""
     own, made, weights = step(name, "int4", "0.6b", monkeypatch)
     temp, floats = made.memory.temp_size_in_bytes, nbytes(abstract_model(own.model, own.graph.precision.weights)[1])
     row(
@@ -89,4 +92,26 @@ def test_weights_stay_in_four_bits(name: str, row: Row, monkeypatch: pytest.Monk
     generation = gpus.generation(GPUS[name].capability)
     assert generation is not None and weights < 0.4 * floats
     assert any("int4" in kernel for kernel in made.kernels) == generation.triton
-    assert temp <= (8 * MIB if generation.triton else 1.25 * floats)
+    heads, engine, inner = own.model.num_kv_heads * own.model.head_dim, own.config, own.model.intermediate_size
+    values, largest = engine.max_requests * engine.max_model_len * heads * 2, 2 * inner * own.model.hidden_size * 2
+    assert temp <= (8 * MIB if generation.triton else values + largest + 4 * MIB)
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_a_large_matrix_is_widened_in_tiles(rows: int, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it would take 224 MiB, and the head of a large vocabulary more than a GiB."""
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    outputs, inputs = 28672, 4096
+    with compilers.target("gpu", "t4"):
+        shapes = [
+            jax.ShapeDtypeStruct((rows, inputs), jnp.float16),
+            jax.ShapeDtypeStruct(int4.weight_shape((outputs, inputs)), jnp.uint8),
+            jax.ShapeDtypeStruct(int4.scale_shape((outputs, inputs), 64), jnp.float16),
+        ]
+        options = LinearOptions("int4")
+        lowered = jax.jit(lambda x, weight, scale: linear(x, weight, scale=scale, options=options)).lower(*shapes)
+        made = compilers.compiled(lowered, "gpu", compiler_options())
+    # The results in float32 and in float16, and the bits of a tile, which are cut out of the matrix.
+    temp, others = made.memory.temp_size_in_bytes, 6 * rows * outputs + xla_linear.AT_ONCE // 4
+    row("Tesla T4", f"int4 {outputs} x {inputs}, {rows} rows", f"temp {temp / MIB:.0f} MiB")
+    assert temp <= xla_linear.AT_ONCE + others + 4 * MIB

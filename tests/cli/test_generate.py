@@ -34,6 +34,20 @@ def test_a_piped_prompt_is_not_written_again(
     assert capsys.readouterr().out == f"{text}\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_a_prompt_it_says_how_to_give_one_and_opens_nothing(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(opening, "open_sync", lambda model, **options: pytest.fail("it opened a model"))
+    typed = io.StringIO("")
+    monkeypatch.setattr(typed, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdin", typed)
+    assert main(["generate"]) == 1
+    printed = capsys.readouterr()
+    assert 'Pass one: rekindle generate "Once upon a time"' in printed.err and not printed.out
+    assert terminal == ("Write a prompt; Ctrl" in printed.err), "it seemed to hang"
+
+
 def test_a_prompt_of_the_command_line_begins_the_text(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     text = session.generate_sync("Once upon", max_tokens=5).text
     assert main(["generate", "Once upon", "--max-tokens", "5"]) == 0

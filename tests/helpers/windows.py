@@ -55,7 +55,12 @@ def build(folder: Path, level: str, kernels: Sequence[str]) -> str:
 
 def build_guest(folder: Path) -> None:
     """The program that calls kernels, without a C library, into `folder`."""
-    source, code = Path(__file__).with_name("windows_guest.c"), folder / "guest.o"
+    build_program(folder, "windows_guest.c", PROGRAM)
+
+
+def build_program(folder: Path, name: str, program: str) -> None:
+    """A program of this folder's C, without a C library, into `folder`."""
+    source, code = Path(__file__).with_name(name), (folder / program).with_suffix(".o")
     options = ["-O2", "-Wall", "-Werror", "-fno-stack-protector", "-fno-sanitize=all", "-mno-stack-arg-probe"]
     compiler = [sys.executable, "-m", "ziglang", "cc", "-c", "-target", "x86_64-windows-gnu", *options]
     environment = {**os.environ, **_caches(folder)}
@@ -66,7 +71,7 @@ def build_guest(folder: Path) -> None:
         listed.write_text("\n".join([f"LIBRARY {name}.dll", "EXPORTS", *functions, ""]))
         subprocess.run([*LINKER, "/lib", f"/def:{listed}", "/machine:x64", f"/out:{stub}"], check=True)
         stubs.append(str(stub))
-    place = ["/entry:start", "/subsystem:console", "/nodefaultlib", "/machine:x64", f"/out:{folder / PROGRAM}"]
+    place = ["/entry:start", "/subsystem:console", "/nodefaultlib", "/machine:x64", f"/out:{folder / program}"]
     subprocess.run([*LINKER, *place, str(code), *stubs], check=True)
 
 
@@ -84,7 +89,6 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def guest(folder: Path) -> list[str]:
-    """The command that calls the kernels in `folder`."""
-    program = next(filter(None, map(shutil.which, WINE)))
-    return [program, str(folder / PROGRAM)]
+def guest(folder: Path, program: str = PROGRAM) -> list[str]:
+    """The command that runs a program in `folder`, by default the one that calls the kernels there."""
+    return [next(filter(None, map(shutil.which, WINE))), str(folder / program)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from rekindle_kernels import kernels_for
-from rekindle_kernels.native import build, build_library, cpu, library, products
+from rekindle_kernels.native import build, build_library, cpu, cpuid, library, products, python_handlers
 
 PI_4 = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\n"
 GRAVITON_2 = (
@@ -123,6 +124,72 @@ def test_where_sysctl_is_not_there_nothing_is_known(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(subprocess, "run", absent)
     assert cpu._sysctl("hw.optional") == ""
+
+
+def stand_in(features: set[str], vendor: str, saved: int) -> cpuid.Processor:
+    """A processor with these features, whose system saves registers of these kinds; unknown leaves repeat others."""
+
+    def leaf(number: int, below: int) -> cpuid.Registers:
+        if number in (0, 0x80000000):
+            ebx, edx, ecx = struct.unpack("<3I", vendor.encode())
+            return cpuid.Registers(number + 7, ebx, ecx, edx)
+        bits = dict.fromkeys(cpuid.Registers._fields, 0)
+        for *place, register, bit in (cpuid.OSXSAVE, *(cpuid.FEATURES[name] for name in features)):
+            if place == [number, below]:
+                bits[register] |= 1 << bit
+        if (number, below) == (7, 0):
+            bits["eax"] = 1
+        return cpuid.Registers(**bits)
+
+    return cpuid.Processor(leaf, lambda: saved)
+
+
+SAPPHIRE_RAPIDS = {*cpuid.FEATURES} - {"avxvnni"}
+AVX, AVX512 = 0x7, 0xE7
+
+
+@pytest.mark.parametrize(
+    ("features", "vendor", "saved", "best"),
+    [
+        (SAPPHIRE_RAPIDS, "GenuineIntel", 0x600E7, "x86-64-v4-vnni"),  # its pairs of bfloat16 are AMX's, or slow
+        (SAPPHIRE_RAPIDS - {"avx512_fp16"}, "AuthenticAMD", AVX512, "x86-64-v4-bf16"),
+        (SAPPHIRE_RAPIDS, "GenuineIntel", AVX, "x86-64-v3"),  # Windows saves no wide registers
+        (SAPPHIRE_RAPIDS, "GenuineIntel", 0x3, None),
+        (cpu.V3 | {"avxvnni"}, "GenuineIntel", AVX, "x86-64-v3-vnni"),
+        (cpu.V3 - {"movbe"}, "AuthenticAMD", AVX, None),
+    ],
+)
+def test_a_processor_is_asked_where_the_system_says_nothing(
+    features: set[str], vendor: str, saved: int, best: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_file(self: Path) -> str:
+        raise FileNotFoundError(self)
+
+    processor = stand_in(features, vendor, saved)
+    with monkeypatch.context() as changed:
+        changed.setattr(Path, "read_text", no_file)
+        changed.setattr(sys, "platform", "win32")
+        changed.setattr(cpu, "machine", lambda: "x86_64")
+        changed.setattr(cpuid, "own", lambda: processor)
+        found = cpu._own_features.__wrapped__()
+        assert cpu.identity.__wrapped__().startswith(f"{vendor} ")
+    pretend(monkeypatch, "x86_64", found)
+    assert [level.name for level in cpu.levels()][:1] == ([best] if best else [])
+
+
+@pytest.mark.skipif(cpu.machine() != "x86_64" or sys.platform != "linux", reason="Linux's file is the reference")
+def test_the_processor_names_what_linux_lists() -> None:
+    flags = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split()
+    assert cpuid.features(cpuid.own()) == {cpu.LINUX.get(name, name) for name in flags} & cpuid.FEATURES.keys()
+
+
+def test_windows_has_native_kernels_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delenv("REKINDLE_NATIVE", raising=False)
+    assert not python_handlers.may_run() and not python_handlers.has_fill()
+    assert build.unavailable_reason() == "no Windows has run native kernels yet: set REKINDLE_NATIVE=1 to try them"
+    monkeypatch.setenv("REKINDLE_NATIVE", "1")
+    assert python_handlers.may_run() and python_handlers.has_fill()
 
 
 @pytest.mark.parametrize("level", ARM, ids=lambda level: level.name)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.group_matrices import ONE_FORM, RANDOM, matrix
-from rekindle_kernels import LinearOptions, linear
+from helpers.group_matrices import FORMS, ONE_FORM, RANDOM, matrix
+from rekindle_kernels import LinearOptions, int4, linear, tuning
 from rekindle_kernels.native import build, products
+from rekindle_kernels.xla import linear as xla_linear
 
 needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 FEWEST = {16: 48, 32: 48, 64: 96}  # rows, by group; larger groups are multiplied as integers
@@ -95,3 +96,26 @@ def test_deterministic_products_stay_integers(monkeypatch: pytest.MonkeyPatch) -
         options = LinearOptions("int4", deterministic=deterministic)
         linear(jnp.zeros((2, 128)), weight, scale=scale, options=options, implementation="native")
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [FORMS[0], FORMS[3], FORMS[14], FORMS[15]])
+def test_a_gpu_without_triton_widens_tiles_that_stand_for_the_whole_matrix(
+    rows: int, bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (weight, scale, minimum), _ = matrix(208, 256, group, kind, minimums, bits)
+    random = np.random.default_rng(rows)
+    x, residual = (random.standard_normal((rows, size), np.float32) for size in (256, 208))
+    monkeypatch.setattr(xla_linear, "AT_ONCE", 3 * int4.OUTPUTS * 256 * 4)  # three of its thirteen blocks
+
+    def product(implementation: str) -> jax.Array:
+        options = LinearOptions("int4")
+        return linear(
+            x, weight, scale=scale, minimum=minimum, residual=residual, options=options, platform="gpu",
+            implementation=implementation,
+        )  # fmt: skip
+
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    tiles = jax.make_jaxpr(partial(product, "xla_tiles"))()
+    assert str(tiles).count("dot_general") == 5
+    np.testing.assert_allclose(product("xla_tiles"), product("xla"), rtol=1e-6, atol=1e-5)

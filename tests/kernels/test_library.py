@@ -43,6 +43,36 @@ def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[
     assert all({*names} <= {*fitting[level]} for level, names in made.items()), "without those that are equal"
 
 
+LIMITED = """
+import json, sys, time, types
+from pathlib import Path
+from rekindle_kernels.native import build_library, cpu
+sys.modules["rekindle_kernels.native.compiling"] = types.ModuleType("compiling")
+cpu.usable_cores = lambda: 1
+
+def compiled(name, level, path, linked, system):
+    begun = time.process_time()
+    while time.process_time() - begun < (0.2 if name == "norm" else 0.0):
+        pass
+    time.sleep(0.3)
+    path.touch()
+
+build_library._compile = compiled
+def made(**bounds):
+    folder = Path(sys.argv[1]) / str(len(bounds))
+    folder.mkdir()
+    paths = build_library._compiled(["argmax", "norm", "rope"], cpu.LEVELS[0], folder, False, "linux", **bounds)
+    return [path is not None for path in paths]
+print(json.dumps([made(limit=0.2), made(limit=0.2, deadline=0.0)]))
+"""
+
+
+def test_what_an_installation_compiles_is_bounded_by_the_time_of_a_core_and_not_by_others_work(tmp_path: Path) -> None:
+    by_core, by_clock = json.loads(run_python("-c", LIMITED, str(tmp_path)))
+    assert by_core == [True, True, False], "waiting for a core does not count"
+    assert by_clock == [False, False, False]
+
+
 @pytest.mark.parametrize(
     ("codes", "kept"),
     [
@@ -74,7 +104,23 @@ def test_a_library_with_little_room_has_the_first_kernels(tmp_path: Path, capsys
         kernels[f"k{number}"][level].write_bytes(random.Random(number).randbytes(1000))
     assert build_library.likeliest(kernels, 10_000) == kernels and not capsys.readouterr().err
     assert [*build_library.likeliest(kernels, 3500)] == ["k0", "k1", "k2"]
-    assert "room for 3 of 5 kernels" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "room for 3 of 5 kernels" in told and told.endswith("of the others: k3, k4\n")
+
+
+def test_a_whole_library_lacks_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation does without a kernel that LLVM can't compile, and a release does not."""
+    (tmp_path / "code.o").write_bytes(b"code")
+    paths: list[Path | None] = [tmp_path / "code.o", None]
+    monkeypatch.setattr(build_library, "_compiled", lambda *arguments: paths)
+    monkeypatch.setattr(build_library, "_link", lambda place, *arguments: place.write_bytes(b"linked"))
+    monkeypatch.setattr(build_library, "_common_object", lambda folder, *arguments: folder / "common.o")
+    levels, kernels = cpu.LEVELS[:1], ["norm", "argmax"]
+    made = build_library.build(tmp_path / "some", levels, kernels, linker="true")
+    assert json.loads((made.parent / library.MANIFEST).read_text())["levels"] == {levels[0].name: ["norm"]}
+    with pytest.raises(RuntimeError, match=r"1 kernels are missing: argmax can't be compiled for x86-64-v4-bf16"):
+        build_library.build(tmp_path / "all", levels, kernels, linker="true", whole=True)
+    assert not (tmp_path / "all").exists()
 
 
 def kernels_of_model() -> list[str]:

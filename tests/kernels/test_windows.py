@@ -6,13 +6,16 @@ under another calling convention; a process of Wine's checks what a call leaves 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from helpers import guest_tests, portable_executable, wheels, windows
-from rekindle_kernels.native import build_library, cpu, library
+from rekindle_kernels.native import build_library, cpu, cpuid, library
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
 
 UNLINKED, MISSING = windows.unlinked(), windows.missing()
@@ -55,6 +58,35 @@ def test_a_wheel_for_windows_is_made_here(built: Path, tmp_path: Path) -> None:
     packed = wheels.contents(built, tmp_path, "win_amd64")
     assert packed.keys() == {library.MANIFEST, windows.DLL}
     assert packed[windows.DLL] == (built / windows.DLL).read_bytes()
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_processor_describes_itself_there_as_here(tmp_path: Path) -> None:
+    """The code of CPUID and XGETBV follows Windows's calling convention, as `cpuid.own` calls it there."""
+    windows.build_program(tmp_path, "windows_code.c", "code.exe")
+    with contextlib.ExitStack() as open_processes:
+
+        def begun(code: bytes) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                windows.guest(tmp_path, "code.exe"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env=windows.environment(tmp_path), bufsize=0,
+            )  # fmt: skip
+            assert process.stdin is not None
+            process.stdin.write(struct.pack("<Q", len(code)) + code)
+            return open_processes.enter_context(process)
+
+        def call(process: subprocess.Popen[bytes], *words: int) -> tuple[int, ...]:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(struct.pack("<4I", *words, 0, 0))
+            return struct.unpack("<4I", process.stdout.read(16))
+
+        leaves, saved = begun(cpuid.CPUID), begun(cpuid.XGETBV)
+        there = cpuid.Processor(
+            lambda leaf, below: cpuid.Registers(*call(leaves, leaf, below)), lambda: call(saved, 0, 0)[0]
+        )
+        assert cpuid.vendor(there) == cpuid.vendor(cpuid.own())
+        assert cpuid.features(there) == cpuid.features(cpuid.own())
+        assert cpu.features_of_x86(there) == cpu.features_of_x86(cpuid.own())
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

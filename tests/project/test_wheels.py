@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from helpers import aarch64, elf, mach_o, portable_executable, wheels, windows
-from rekindle_kernels.native import cpu, library
+from rekindle_kernels.native import build_library, cpu, library
 from rekindle_kernels.native.chain_plan import ENTRIES
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,14 @@ def test_its_manifest_describes_the_library(kernels: Path, platform: Any) -> Non
     assert [level.name for level in levels] == list(platform.levels)
     assert {library.platform_tag(level.machine, platform.system) for level in levels} == {manifest["platform"]}
     assert manifest["levels"][levels[-1].name], "of better levels it has the kernels that differ"
+    wanted = build_library.all_kernels() if MADE else ["norm", "argmax"]
+    for level in levels:  # a processor takes a kernel from the best of its levels that has it
+        own = [other.name for other in levels if other.features <= level.features]
+        there = {name for other in own for name in manifest["levels"][other]}
+        fitting = [name for name in wanted if build_library.fits(name, level)]
+        kept = [name for name in fitting if name in there]
+        assert kept == fitting[: len(kept)], "room leaves out the last ones alone"
+        assert MADE or kept == fitting
 
 
 def test_its_platforms_loader_would_open_it(kernels: Path, platform: Any) -> None:

@@ -75,6 +75,7 @@ def test_tokens_are_those_without_drafts(model: Any, expected: dict[str, list[in
         assert "drafts of the model's own head were accepted" in str(session.explain(handle))
 
 
+@pytest.mark.thorough
 def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In prompts that are cut, after cached pages, and after drafts that were accepted or not."""
     seen: list[tuple[str, int, int]] = []

@@ -61,6 +61,17 @@ def test_a_view_that_there_is_not(session: Session, name: str, words: str) -> No
     assert not hasattr(session.view, "_ipython_canary_method_should_not_exist_")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("generate", "session = await rekindle.open(…), then session.generate"), ("opne", "Did you mean open?"),
+     ("nonsense_of_mine", "no attribute 'nonsense_of_mine'"), ("_private", "no attribute '_private'")],
+)  # fmt: skip
+def test_a_name_that_the_package_has_not(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match="module 'rekindle' has no attribute") as caught:
+        getattr(rekindle, name)
+    assert str(caught.value).endswith(words)
+
+
 def test_a_text_is_a_chat_of_one_message(session: Session) -> None:
     assert session.render("Hello") == session.render(MESSAGES)
     said = session.chat("Hello", max_tokens=6).result_sync()

@@ -17,8 +17,8 @@ import logging
 import os
 import platform
 import re
-import sys
 import threading
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,13 @@ _lock = threading.Lock()
 compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
+_put_off: set[str] = set()  # kernels that were not compiled in time
 
 
 def unavailable_reason() -> str | None:
     """Why native kernels can't be used here; None if they can."""
-    if sys.platform == "win32":
-        return "native kernels have not been tried on Windows"
+    if not python_handlers.may_run():
+        return "no Windows has run native kernels yet: set REKINDLE_NATIVE=1 to try them"
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
         return "REKINDLE_NATIVE=0 turns them off: unset it"
     if library.find() is not None:
@@ -66,7 +67,8 @@ def identity() -> dict[str, str]:
     """Return the facts that machine code depends on here, in addition to the sources and the processor."""
     found, masked = library.find(), cpu.mask()
     levels = "" if found is None else next(iter(found.levels))
-    return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else ""}
+    without = {"without": ",".join(sorted(_put_off))} if _put_off else {}
+    return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else "", **without}
 
 
 def ensure(name: str) -> str:
@@ -124,6 +126,14 @@ def refuse(name: str, error: Exception) -> None:
     """Do without kernel `name` from now on; XLA does its work."""
     if name not in _failed and name not in _ready:
         _say(name, error)
+
+
+def put_off(names: Iterable[str]) -> None:
+    """Do without these kernels until this process ends, although others compile them: no program may wait for them."""
+    with _lock:
+        late = {*names} - _ready
+        _put_off.update(late)
+        _failed.update(late)
 
 
 def give_up(name: str, error: Exception) -> bool:

@@ -16,6 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from rekindle_kernels.native import cpuid
+
 MASK = "REKINDLE_NATIVE_LEVEL"
 V3 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -132,6 +134,8 @@ def identity() -> str:
     told = _sysctl("machdep.cpu", "hw.optional") if sys.platform == "darwin" else ""
     if told:
         return told
+    if machine() == "x86_64":
+        return cpuid.identity(cpuid.own())
     import llvmlite.binding as llvm
 
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
@@ -212,31 +216,40 @@ def levels() -> tuple[Level, ...]:
 
 @cache
 def _own_features() -> frozenset[str]:
-    """Return the features that the processor has and the system allows; LLVM is asked only where the system is
-    silent."""
+    """Return the features that the processor has and the system allows: by Linux's file, else by asking macOS or the
+    processor itself."""
     try:
         return features_of_linux(Path("/proc/cpuinfo").read_text())
     except (OSError, StopIteration):
         if machine() == "aarch64":
             return frozenset({"neon"}) | features_of_macos(_sysctl("hw.optional") if sys.platform == "darwin" else "")
     try:
-        import llvmlite.binding as llvm
-    except ImportError:
+        return features_of_x86(cpuid.own()) if machine() == "x86_64" else frozenset()
+    except OSError:  # the system gives no memory for code, in which kernels would be, too
         return frozenset()
-    return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
 
 
 def features_of_linux(cpuinfo: str) -> frozenset[str]:
-    """Return the features in the text of /proc/cpuinfo. Raises StopIteration where it has none.
+    """Return the features in the text of /proc/cpuinfo. Raises StopIteration where it has none."""
+    lines = cpuinfo.splitlines()
+    flags = next(line for line in lines if line.startswith(("flags", "Features"))).split(":", 1)[1].split()
+    of_intel = any(line.startswith("vendor_id") and line.endswith("GenuineIntel") for line in lines)
+    return _without_slow(frozenset(LINUX.get(name, name) for name in flags), of_intel=of_intel)
+
+
+def features_of_x86(processor: cpuid.Processor) -> frozenset[str]:
+    """Return the features that a processor names by CPUID; AMX is not among them, since only Linux gives it."""
+    names = cpuid.features(processor) - {"amx-bf16", "amx-int8"}
+    return _without_slow(names, of_intel=cpuid.vendor(processor) == "GenuineIntel")
+
+
+def _without_slow(names: frozenset[str], *, of_intel: bool) -> frozenset[str]:
+    """Return the features without products of pairs of bfloat16 where they are slower than those of float32.
 
     Intel's processors since Sapphire Rapids multiply pairs of bfloat16 by AMX. Where a virtual machine hides that, what
     is left, `vdpbf16ps`, is half as fast as float32 (two cycles for 32 products, where two FMAs take one): it does not
     count.
     """
-    lines = cpuinfo.splitlines()
-    flags = next(line for line in lines if line.startswith(("flags", "Features"))).split(":", 1)[1].split()
-    names = frozenset(LINUX.get(name, name) for name in flags)
-    of_intel = any(line.startswith("vendor_id") and line.endswith("GenuineIntel") for line in lines)
     slow = of_intel and "avx512_fp16" in names and "amx-bf16" not in names
     return names - {"avx512bf16"} if slow else names
 

@@ -22,7 +22,7 @@ from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS
 
 FOLDER = "REKINDLE_NATIVE_LIBRARY"  # looks for the library elsewhere
 MANIFEST = "manifest.json"
-_SOURCES = ("chain_plan", "compiling", "cpu", "kernel_table", "layout")
+_SOURCES = ("chain_plan", "compiling", "cpu", "cpuid", "kernel_table", "layout")
 _LONGEST = max(len(level.suffix) for level in cpu.LEVELS)
 log = logging.getLogger(__name__)
 

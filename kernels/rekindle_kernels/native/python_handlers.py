@@ -75,6 +75,12 @@ def data(frame: int, side: str, index: int) -> int:
     return read(BUFFER, buffer(frame, side, index), "data")
 
 
+def may_run() -> bool:
+    """True if handlers may be called on this system: on Windows, where none was called yet, only if that is asked
+    for."""
+    return sys.platform != "win32" or os.environ.get("REKINDLE_NATIVE") == "1"
+
+
 def has_zeros() -> bool:
     """True if the system replaces pages that are given back by zeros: MADV_DONTNEED promises it on Linux alone."""
     wanted = os.environ.get("REKINDLE_NATIVE", "1") != "0"
@@ -115,7 +121,7 @@ _copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 
 def has_fill() -> bool:
     """True if XLA can call the handler that fills pages."""
-    return os.environ.get("REKINDLE_NATIVE", "1") != "0" and sys.platform != "win32"
+    return os.environ.get("REKINDLE_NATIVE", "1") != "0" and may_run()
 
 
 def fill_plan(pages: int, layers: int, sizes: Sequence[int]) -> np.ndarray:

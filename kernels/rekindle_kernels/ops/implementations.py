@@ -34,6 +34,7 @@ WRITE_KV.register("pallas_gpu_interpret", ".pallas.gpu.attention", "WRITE_INTERP
 
 LINEAR.register("pallas_gpu", ".pallas.gpu.int4", "LINEAR", platforms=GPU)
 LINEAR.register("native", ".native.products", "LINEAR", platforms=CPU)
+LINEAR.register("xla_tiles", ".xla.linear", "TILES", platforms=GPU)
 LINEAR.register("xla", ".xla.linear", "LINEAR", platforms=ANYWHERE)
 LINEAR.register("pallas_gpu_interpret", ".pallas.gpu.int4", "INTERPRETED")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from rekindle_kernels import int4
+from rekindle_kernels import gpus, int4
 from rekindle_kernels.ops.linear import (
     CLAMP,
     CLAMP_SLOPE,
@@ -23,6 +24,8 @@ from rekindle_kernels.ops.linear import (
 )
 from rekindle_kernels.ops.registry import Implementation, anything, current_platform
 from rekindle_kernels.pages import largest_magnitude
+
+AT_ONCE = 64 << 20  # bytes of floats that a matrix in groups may have in memory at once, on a GPU without Triton
 
 
 def multiply(
@@ -92,6 +95,39 @@ def supports(call: LinearCall) -> str | None:
 
 
 LINEAR = Implementation("xla", run, supports)
+
+
+def run_in_tiles(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> Array:
+    """Implement `ops.linear.linear` for weights in groups: matrices are widened by AT_ONCE bytes, one tile after
+    another."""
+    x, weight, scale, minimum, *_ = operands
+    *rows, inputs = x.shape
+    x = x.reshape(-1, inputs)
+    # A single row would be no product of cuBLAS: XLA would widen matrices to float32 for it.
+    x = jnp.pad(x, ((0, int(len(x) == 1)), (0, 0)))
+    step = max(1, AT_ONCE // (int4.OUTPUTS * inputs * x.dtype.itemsize))  # blocks of outputs
+    parts: list[Array] = []
+    for first in range(0, weight.shape[0], step):
+        tile = [None if array is None else array[first : first + step] for array in (weight, scale, minimum)]
+        # Without an order among tiles XLA widens all of them before it multiplies any.
+        x, _, tile = lax.optimization_barrier((x, parts[-1:], tile))
+        one = Operands(x, tile[0], tile[1], tile[2])
+        parts.append(run(one, options, dtype))
+    y = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    y = y[: math.prod(rows)].reshape(*rows, -1)
+    return y if operands.residual is None else operands.residual + y
+
+
+def supports_tiles(call: LinearCall) -> str | None:
+    """Return None on a GPU without Triton, where no kernel takes a group's bits apart."""
+    if call.quantize != "int4":
+        return "it is for groups of four bits and more"
+    if gpus.without_triton() is None:
+        return "Triton's kernel takes bits apart here"
+    return supports(call)
+
+
+TILES = Implementation("xla_tiles", run_in_tiles, supports_tiles)
 
 
 def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None, factor: Array | None = None) -> Array:

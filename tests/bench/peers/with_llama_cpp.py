@@ -10,8 +10,9 @@ gap and made the 99th percentile three times as long, and so did calls of CHUNK 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llama_cpp as api
 import numpy as np
@@ -22,11 +23,58 @@ CHUNK = 512
 KEPT = 8192  # tokens of the context that keeps a prefix
 
 
-def quantise(wide: str, out: str, kind: int) -> None:
-    """Quantise a GGUF file by llama.cpp's own function; `kind` is its number of a type."""
+def quantise(wide: str, out: str, kind: int, importance: str | None = None) -> None:
+    """Quantise a GGUF file by llama.cpp's own function; `kind` is its number of a type.
+
+    `importance` is a file of NumPy's with the mean squares of a matrix's inputs, by the names of matrices.
+    """
     options = api.llama_model_quantize_default_params()
-    options.ftype = kind
+    options.ftype, options.allow_requantize = kind, True
+    kept = {} if importance is None else {name: np.ascontiguousarray(one) for name, one in np.load(importance).items()}
+    entries = (api.llama_model_imatrix_data * (len(kept) + 1))()  # the last one has no name
+    for entry, (name, values) in zip(entries, kept.items(), strict=False):
+        entry.name, entry.size = name.encode(), values.size
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if kept:
+        options.imatrix = entries
     assert api.llama_model_quantize(wide.encode(), out.encode(), ctypes.byref(options)) == 0, "it failed"
+
+
+def loaded(file: str) -> Any:
+    """Return the model of a file. REKINDLE_LLAMA_REPACK=0 leaves weights in the order that the file has."""
+    options = api.llama_model_default_params()
+    options.use_extra_bufts = os.environ.get("REKINDLE_LLAMA_REPACK") != "0"
+    model = api.llama_model_load_from_file(file.encode(), options)
+    assert model, f"{file!r} can't be loaded"
+    return model
+
+
+def perplexity(file: str, windows: Sequence[Prompt], threads: int) -> float:
+    """Return the perplexity of each token but the first of its window, with keys and values in float32."""
+    model = loaded(file)
+    vocab_size, longest = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)), max(map(len, windows))
+    options = api.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = longest
+    options.n_threads = options.n_threads_batch = threads
+    options.type_k = options.type_v = 0  # ggml's number of float32
+    context, batch = api.llama_init_from_model(model, options), api.llama_batch_init(longest, 0, 1)
+    total = count = 0.0
+    for window in windows:
+        api.llama_memory_clear(api.llama_get_memory(context), True)
+        for at, token in enumerate(window):
+            batch.token[at], batch.pos[at], batch.logits[at] = token, at, 1
+            batch.n_seq_id[at], batch.seq_id[at][0] = 1, 0
+        batch.n_tokens = len(window)
+        assert api.llama_decode(context, batch) == 0, "llama_decode failed"
+        logits = np.ctypeslib.as_array(api.llama_get_logits(context), (len(window), vocab_size))[:-1]
+        highest = logits.max(1)
+        sums = np.log(np.exp(logits - highest[:, None]).sum(1, dtype=np.float64)) + highest
+        total += float((sums - logits[np.arange(len(window) - 1), window[1:]]).sum())
+        count += len(window) - 1
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+    api.llama_model_free(model)
+    return float(np.exp(total / count))
 
 
 def open(setting: Setting) -> LlamaCpp:
@@ -58,9 +106,7 @@ class LlamaCpp:
     def __init__(self, setting: Setting) -> None:
         api.llama_log_set(_quiet, ctypes.c_void_p(0))
         api.llama_backend_init()
-        path = setting.file.encode()
-        self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
-        assert self._model, f"{path!r} can't be loaded"
+        self._model = loaded(setting.file)
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
         self._threads = setting.threads
         self._contexts: dict[Shape, api.llama_context_p] = {}  # made when first needed, which is in the warm-up

@@ -22,7 +22,7 @@ from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core.activity import Progress
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.routing import RouterName
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import Completion
@@ -36,7 +36,12 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt
     piped = prompt is None or prompt == "-"
     if piped:
+        if sys.stdin.isatty():
+            end = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+            print(f"Write a prompt; {end} on a line of its own ends it.", file=sys.stderr, flush=True)
         prompt = sys.stdin.read()
+    if not prompt:  # said before a model is opened
+        raise InvalidRequest("prompt", prompt, "has no text", 'Pass one: rekindle generate "Once upon a time"')
     beginning = "" if piped else prompt  # a pipe has its prompt: it is not repeated
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))

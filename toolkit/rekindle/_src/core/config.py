@@ -218,10 +218,11 @@ class EngineConfig(html.Record):
         check_processes(self.processes, self.coordinator, self.mesh)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+    def of(cls, options: Mapping[str, object]) -> EngineConfig:
         """Return a config of keyword options; an unknown one raises and names the likely one."""
         refuse_unknown(cls, options)
-        return cls(**options)
+        values: dict[str, Any] = dict(options)  # which the config checks
+        return cls(**values)
 
     @property
     def cache_folder(self) -> Path:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
-from rekindle._src.core.pictures import PicturePatch, patches_of, picture_runs
+from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -85,6 +85,18 @@ class GuideLike(Protocol):
 
     def copy(self) -> GuideLike:
         """Return another guide in the same place, for another sequence, or to look ahead."""
+        ...
+
+
+class NewGuide(GuideLike, Protocol):
+    """A guide whose counts can be set: tokens of a prompt that it has taken are none of its sequence's own."""
+
+    consumed: int
+    ended: bool
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens that must follow, in the tokenizer's usual spelling."""
         ...
 
 
@@ -514,10 +526,10 @@ class Completion:
     forced: tuple[bool, ...] = ()  # for each token of a structured text: True if its grammar left no choice
     covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
     weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
-    # Builds the object. Any: the signature of a public class names no private type.
-    parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
+    # Builds the object.
+    parsing: DeferredParse | None = dataclasses.field(default=None, repr=False, compare=False)
     captured: Captured | None = None  # the arrays that `capture` names
-    images: tuple[Any, ...] = dataclasses.field(
+    images: tuple[PictureLike, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )  # the prompt's, as they were read
     image_runs: tuple[tuple[int, int], ...] = dataclasses.field(
@@ -541,8 +553,7 @@ class Completion:
     @property
     def parse_error(self) -> NotParsed | None:
         """The reason why `parsed` is None in spite of a structure, else None. Its `reason` is one word."""
-        parsing: DeferredParse | None = self.parsing
-        return None if parsing is None else parsing.get().problem
+        return None if self.parsing is None else self.parsing.get().problem
 
     @property
     def seed(self) -> int | None:

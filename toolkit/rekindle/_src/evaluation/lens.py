@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html, style, svg
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
 from rekindle._src.core.names import checked_path
+from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.core.taps import Capture, Positions
+from rekindle._src.core.taps import Capture, Captured, Positions
 from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 
@@ -224,22 +226,25 @@ class LensCall(Call[Lens]):
 
     _awaited = "await session.view.lens(…)"
 
-    # Any: the signature of a public class names no private type.
-    def __init__(self, session: Any, front: Any, prompt: Any, positions: Any, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Generates, front: Front, prompt: PromptLike, positions: Positions, options: Mapping[str, object]
+    ) -> None:
         self._session, self._prompt, self._positions, self._options = session, prompt, positions, options
-        self._front: Front = front
+        self._front = front
 
     async def _result(self) -> Lens:
         facts = facts_of(self._front)
-        first = await captured_of(self._session, self._prompt, {"logits": 0}, self._positions, self._options)
-        positions = first.captured.positions
+        first, logits = await captured_of(self._session, self._prompt, {"logits": 0}, self._positions, self._options)
+        positions = logits.positions
         each = max(1, AT_ONCE // max(1, len(positions) * self._front.vocab_size))
         ids, shares, entropies = [], [], []
         for start in range(0, facts.layers, each):
             layers = list(range(start, min(start + each, facts.layers)))
-            done = await captured_of(self._session, self._prompt, {"logits": layers}, self._positions, self._options)
+            _, logits = await captured_of(
+                self._session, self._prompt, {"logits": layers}, self._positions, self._options
+            )
             for layer in layers:
-                likely = most_likely(done.captured["logits", layer])
+                likely = most_likely(logits["logits", layer])
                 ids.append(likely.token_ids)
                 shares.append(likely.probabilities)
                 entropies.append(likely.entropies)
@@ -299,7 +304,22 @@ def facts_of(front: Front) -> TapFacts:
     return front.taps
 
 
-async def captured_of(session: Any, prompt: Any, sites: Any, positions: Positions, options: Mapping[str, Any]) -> Any:
-    """Return the completion of a prompt with captures, of which only the prompt is computed."""
+class Generates(Protocol):
+    """The part of a session that lenses use."""
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[Completion]]: ...
+
+
+async def captured_of(
+    session: Generates,
+    prompt: PromptLike,
+    sites: Mapping[str, object],
+    positions: Positions,
+    options: Mapping[str, object],
+) -> tuple[Completion, Captured]:
+    """Return the completion of a prompt, of which only the prompt is computed, and what was captured."""
     wanted = Capture(sites, "prompt" if positions is None else positions)
-    return await session.generate(prompt, **{"max_tokens": 0, "temperature": 0.0, **options, "capture": wanted})
+    done = await session.generate(prompt, **{"max_tokens": 0, "temperature": 0.0, **options, "capture": wanted})
+    assert done.captured is not None, "the request captures"
+    return done, done.captured

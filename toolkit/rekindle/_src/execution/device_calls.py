@@ -32,11 +32,11 @@ from rekindle._src.programs.buckets import (
     Key,
     StepPart,
 )
-from rekindle._src.programs.layered import CompiledProgram
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.side_caches import DevicePlan
 from rekindle._src.programs.step import StepOutput
+from rekindle._src.programs.store import CompiledProgram
 from rekindle_kernels import MaskGate
 
 Leaving = list[tuple[PageBatch, paged.Payload]]  # pages read out together, not yet on the host
@@ -343,8 +343,7 @@ class DeviceCalls:
         if self.tables is not None:
             self.tables.forget()
         self._recorder.renew()
-        memory: tuple[paged.KV, Any] = self.programs.memory()
-        return memory
+        return self.programs.memory()
 
     def _delete(self) -> None:
         for leaf in self.memory:

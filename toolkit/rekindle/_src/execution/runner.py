@@ -30,11 +30,12 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
 from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
-from rekindle._src.programs.layered import CompiledProgram, LayeredProgram
+from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.sampling import NOT_FINITE
+from rekindle._src.programs.store import CompiledProgram
 from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, RekindleError, SessionClosed

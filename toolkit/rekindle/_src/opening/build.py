@@ -177,7 +177,7 @@ def _front(
 def _say_what_is_slow(weights: str, plan: Blueprint) -> None:
     """Log missing kernels, and weights that are held in another format than that of the checkpoint."""
     reason = unavailable_reason()
-    if reason is not None and "REKINDLE_NATIVE" not in reason:
+    if reason is not None and "REKINDLE_NATIVE=0" not in reason:
         _say_without_kernels(reason)
     if words(plan.graph):
         level = logging.INFO if plan.graph.precision.unpacked else logging.WARNING

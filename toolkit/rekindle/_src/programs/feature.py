@@ -35,7 +35,11 @@ T = TypeVar("T")
 
 
 class RowFlag(enum.IntFlag):
-    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
+    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order.
+
+    One bit is left, the sign. A further option that changes logits has a float column in `LogitShaping` and sets
+    PENALISED.
+    """
 
     SAMPLES = 1  # the last position's logits choose a token
     DRAWS = 2  # temperature is above 0
