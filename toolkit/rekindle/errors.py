@@ -41,6 +41,8 @@ import traceback
 import types
 from typing import Literal
 
+from rekindle._src.core.abbreviation import abbreviated
+
 NotParsedReason = Literal["max_tokens", "max_model_len", "stop", "ended", "invalid"]
 
 
@@ -98,14 +100,8 @@ class _FieldError(RekindleError, ValueError):
         self.value: object = value
         self.problem: str = problem
         self.fix: str = fix
-        try:
-            text = repr(value)
-        except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
-            text = f"<{type(value).__name__}>"
-        if len(text) > 120:
-            text = text[:117] + "..."
         label = field if index is None else f"{field}[{index}]"
-        super().__init__(f"{label}={text}: {problem}. {fix}")
+        super().__init__(f"{label}={abbreviated(value, 120)}: {problem}. {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.field, self.value, self.problem, self.fix, self.index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rekindle._src.core.abbreviation import abbreviated
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -17,7 +18,7 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
-from rekindle._src.serve.errors import abbreviated, wrong
+from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
