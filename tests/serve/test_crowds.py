@@ -178,5 +178,7 @@ async def test_what_is_counted_is_bounded(session: Session) -> None:
     for body in ({"prompt": "a" * (1 << 20) + "b"}, {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}):
         refused = await post(served, "/tokenize", body)
         assert refused.status == 400 and refused.error["param"] in body and "1,048,576" in refused.error["message"]
+    many = await post(served, "/detokenize", {"tokens": [72] * ((1 << 18) + 1)})
+    assert many.status == 400 and "262,145 ids" in many.error["message"] and many.error["param"] == "tokens"
     counted = {"messages": [{"role": "user", "content": "a" * (1 << 20)}], "model": "fake"}
     assert (await post(served, "/v1/messages/count_tokens", counted)).status == 400
