@@ -10,12 +10,11 @@ import pytest
 
 from helpers.asgi import post
 from rekindle._src.calls.handle import Handle
-from rekindle._src.core.abbreviation import abbreviated
 from rekindle._src.serve import responses
 from rekindle._src.serve.chat import tool_options
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Life
 from rekindle._src.serve.responses import messages_of
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, abbreviated
 from serve.replies import no_pictures
 
 pytestmark = pytest.mark.anyio

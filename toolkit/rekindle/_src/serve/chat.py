@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rekindle._src.core.abbreviation import abbreviated
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -24,7 +23,7 @@ from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, abbreviated
 
 T = TypeVar("T")
 _OWN_FIELDS = frozenset(

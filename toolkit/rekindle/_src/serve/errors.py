@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core.abbreviation import abbreviated
 from rekindle._src.core.sampling import STRUCTURES
 from rekindle.errors import (
     Busy,
@@ -23,6 +22,7 @@ from rekindle.errors import (
     RequestQuarantined,
     SessionClosed,
     UnsupportedModel,
+    abbreviated,
 )
 
 # Patterns of the session's messages, which are written for Python callers, and their words for clients.
