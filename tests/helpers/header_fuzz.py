@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import struct
 import sys
 import time
@@ -139,7 +140,7 @@ def content_of(field: Field, header: bytearray, fields: list[Field], draw: rando
 
 def main(file: Path, first: int, count: int, folder: Path) -> None:
     sys.path[:0] = [str(ROOT / part) for part in ("toolkit", "kernels")]
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "REKINDLE_CACHE": str(folder / "cache")}
     from rekindle._src.models.loading.checkpoint import describe, load
     from rekindle._src.models.loading.gguf.header import forget_headers
     from rekindle._src.text.chat import ChatTemplate
@@ -192,6 +193,7 @@ def main(file: Path, first: int, count: int, folder: Path) -> None:
             result = f"{type(error).__name__}: {error}"[:300] + f" in {places}"
         faulthandler.cancel_dump_traceback_later()
         forget_headers()
+        shutil.rmtree(folder / "cache" / "tokenizers", ignore_errors=True)  # each header's own: several MB
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         seconds = time.process_time() - began
         print(json.dumps({"number": number, "result": result, "seconds": seconds, "resident": resident}), flush=True)

@@ -12,9 +12,9 @@ from helpers.asgi import post
 from rekindle._src.calls.handle import Handle
 from rekindle._src.serve import responses
 from rekindle._src.serve.chat import tool_options
-from rekindle._src.serve.errors import abbreviated
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Life
 from rekindle._src.serve.responses import messages_of
+from rekindle.errors import InvalidRequest, abbreviated
 from serve.replies import no_pictures
 
 pytestmark = pytest.mark.anyio
@@ -153,3 +153,25 @@ def test_of_a_large_value_an_error_looks_at_no_more_than_it_shows() -> None:
     assert time.process_time() - began < 1
     while isinstance(deep, list):  # freed from the outside: nothing recurses
         (deep,) = deep
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "steer", "structured_outputs"])
+async def test_a_name_as_long_as_a_body_does_not_come_back_in_its_error(app: Any, name: str) -> None:
+    """It did so twice, in `message` and in `param`: 30 MB of control characters made an answer of 60 MB, in one go."""
+    answer = await post(app, "/v1/completions", {"prompt": "hi", name: {"\1" * 100_000: "x"}})
+    assert answer.status == 400 and len(answer.body) < 3_500
+    assert answer.error["param"].startswith(f"{name}.\1") and len(answer.error["param"]) < 250
+
+
+def test_an_error_of_a_session_looks_at_the_beginning_of_a_large_value_alone() -> None:
+    """Its whole text was made, twice for an HTTP request, while nothing else could run."""
+    shown = list[int]()
+
+    class Counted:
+        def __repr__(self) -> str:
+            shown.append(1)
+            return "y" * 10
+
+    error = InvalidRequest("prompt", [Counted()] * 10_000, "is wrong", "Change it")
+    assert len(shown) < 20
+    assert str(error) == f"prompt=[{', '.join(['y' * 10] * 10)[:116]}...: is wrong. Change it"

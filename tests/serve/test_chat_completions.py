@@ -94,6 +94,14 @@ async def test_messages_reach_the_template_as_it_wants_them(app: Any) -> None:
     assert await prompt(app, chat_template_kwargs={"enable_thinking": True}) == RENDERED + "[thinking True]"
     assert await prompt(app, reasoning_effort="none") == RENDERED + "[thinking False]"
     assert await prompt(app, reasoning_effort="high") == RENDERED + "[thinking True]"
+    both = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert await prompt(app, **both) == RENDERED + "[thinking True]"
+
+
+async def test_variables_of_a_template_may_have_any_name(app: Any) -> None:
+    """Those of the functions that take them were an untyped error: `self`, or one that an effort stands for, too."""
+    names = ("self", "code", "scope", "loop", "range", "caller", "if", "", "\0", "add_generation_prompt ", "bos_token")
+    assert await prompt(app, chat_template_kwargs=dict.fromkeys(names, 1)) == RENDERED
 
 
 @pytest.mark.parametrize(

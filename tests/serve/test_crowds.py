@@ -157,11 +157,28 @@ async def test_a_million_unknown_fields_are_refused_and_a_million_commas_in_a_te
     assert text.status == 200 and text.json()["count"] == 400_000
 
 
+@pytest.mark.usefixtures("short_turns")
+def test_bodies_that_are_slow_to_parse_leave_others_their_turns() -> None:
+    """Whole numbers of thousands of digits, and half a surrogate pair in, or after, megabytes of text."""
+    with pytest.raises(ApiError, match="a number of 4,000 characters, and at most 1,000 are read"):
+        bodies.parse(b'{"prompt":[' + b",".join([b"1" * 4_000] * 4_000) + b"]}")
+    with pytest.raises(ApiError, match=r"a number of 2,000,002 characters"):
+        bodies.parse(b'{"temperature":0.' + b"1" * 2_000_000 + b"}")
+    assert bodies.parse(b"[" + b"9" * 1_000 + b",-0,-0.0]") == [10**1_000 - 1, 0, 0.0]
+    text = "a" * (20 << 20)
+    assert bodies.parse(f'{{"prompt":"{text}\\ud83d\\ude00"}}'.encode()) == {"prompt": f"{text}\U0001f600"}
+    for half in (f'"{text}\\ud83d"', '{"a\\udc00":[1]}', '[[{"a":["x\\ud800y"]}]]'):
+        with pytest.raises(ApiError, match="half a surrogate pair"):
+            bodies.parse(half.encode())
+
+
 @pytest.mark.anyio
 async def test_what_is_counted_is_bounded(session: Session) -> None:
     served = app(session)
     for body in ({"prompt": "a" * (1 << 20) + "b"}, {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}):
         refused = await post(served, "/tokenize", body)
         assert refused.status == 400 and refused.error["param"] in body and "1,048,576" in refused.error["message"]
+    many = await post(served, "/detokenize", {"tokens": [72] * ((1 << 18) + 1)})
+    assert many.status == 400 and "262,145 ids" in many.error["message"] and many.error["param"] == "tokens"
     counted = {"messages": [{"role": "user", "content": "a" * (1 << 20)}], "model": "fake"}
     assert (await post(served, "/v1/messages/count_tokens", counted)).status == 400

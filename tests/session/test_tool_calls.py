@@ -124,6 +124,9 @@ async def test_reasoning_that_the_template_opens_or_switches_off() -> None:
             reply = await session.chat(USER, **options)  # type: ignore[call-overload]
             assert (reply.reasoning, reply.content) == ("", "Yes."), options
             assert (reply.prompt or "").endswith("<think>\n\n</think>\n\n")
+        for wrong in ({"tools": []}, {"messages": []}, {"template": ""}, {1: 2}, [1]):
+            with pytest.raises(InvalidRequest, match="template_options="):
+                session.chat(USER, template_options=wrong)  # type: ignore[arg-type]
 
 
 @anyio_test

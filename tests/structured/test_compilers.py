@@ -235,3 +235,10 @@ def test_a_long_grammar_is_looked_through_at_once(part: str) -> None:
     for before in ("", "root ::= "):
         compilers.rule_levels(before + part * (MAX_STRUCTURE // 4 // len(part)))
     assert time.thread_time() - start < 5.0
+
+
+def test_a_refused_expression_does_not_come_back_many_times_over(grammars: Grammars) -> None:
+    """The library's message repeats it up to four times, so that a megabyte was an error of several."""
+    with pytest.raises(InvalidRequest, match="exceed the maximum number of nested") as refused:
+        grammars.compile(Spec("regex", "(" * 2_000 + "a" + ")" * 2_000))
+    assert len(str(refused.value)) < 1_500

@@ -39,9 +39,13 @@ import sys
 import sysconfig
 import traceback
 import types
+import typing
+from collections import abc
 from typing import Literal
 
 NotParsedReason = Literal["max_tokens", "max_model_len", "stop", "ended", "invalid"]
+
+_T = typing.TypeVar("_T")  # its class is no error
 
 
 class RekindleError(Exception):
@@ -86,6 +90,42 @@ def _where(trace: types.TracebackType | None, shell: object) -> list[str]:
     return [f"\x1b[32m{where}\x1b[0m, line {line}", *([f"----> {line} {source}"] if source else [])]
 
 
+def abbreviated(value: object, most: int = 80) -> str:
+    """Return at most `most` characters of a value's repr; of a large value, no more is looked at than is shown."""
+    text = _beginning(value, most)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _beginning(value: object, room: int) -> str:
+    """Return the repr of a value, or more than `room` characters of its beginning."""
+    if type(value) is str or type(value) is bytes:
+        return repr(value[: max(0, room) + 1])
+    if type(value) is list:
+        return f"[{_joined(value, room, _beginning)}]"
+    if type(value) is tuple:
+        return f"({_joined(value, room, _beginning)}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        return "{" + _joined(value.items(), room, _pair) + "}"
+    try:
+        return repr(value)
+    except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
+        return f"<{type(value).__name__}>"
+
+
+def _pair(pair: tuple[object, object], room: int) -> str:
+    name = _beginning(pair[0], room)
+    return f"{name}: {_beginning(pair[1], room - len(name))}"
+
+
+def _joined(values: abc.Iterable[_T], room: int, beginning: abc.Callable[[_T, int], str]) -> str:
+    text = ""
+    for value in values:
+        if len(text) > room:
+            break
+        text += (", " if text else "") + (beginning(value, room - len(text) - 1) if room > len(text) else "…")
+    return text
+
+
 class _FieldError(RekindleError, ValueError):
     """An argument is wrong: `field` names it, `value` is its value, `problem` and `fix` are the reason and the remedy.
 
@@ -98,14 +138,8 @@ class _FieldError(RekindleError, ValueError):
         self.value: object = value
         self.problem: str = problem
         self.fix: str = fix
-        try:
-            text = repr(value)
-        except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
-            text = f"<{type(value).__name__}>"
-        if len(text) > 120:
-            text = text[:117] + "..."
         label = field if index is None else f"{field}[{index}]"
-        super().__init__(f"{label}={text}: {problem}. {fix}")
+        super().__init__(f"{label}={abbreviated(value, 120)}: {problem}. {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.field, self.value, self.problem, self.fix, self.index)

@@ -76,8 +76,7 @@ def chat_prompt(
         documents=documents,
         template=template,
         continue_final_message=continue_final_message,
-        **_effort(code, reasoning_effort),
-        **{**extra, **(template_options or {})},
+        **{**_effort(code, reasoning_effort), **extra, **_variables(template_options)},
     )
     # The template writes special tokens itself.
     long = _is_long([originals, schemas, documents, template_options])
@@ -123,6 +122,23 @@ def _effort(code: TemplateLike, effort: str | None) -> dict[str, Any]:
     if code.reads("enable_thinking"):
         return {"enable_thinking": effort != "none"}
     raise _unread("reasoning_effort", effort)
+
+
+_ARGUMENTS = ("tools", "documents", "template", "continue_final_message", "messages")
+
+
+def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the variables for a template, which come before those of `reasoning_effort`."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise InvalidRequest(
+            "template_options", options, "are not variables by name", 'Pass {"enable_thinking": False}'
+        )
+    for name in _ARGUMENTS:
+        if name in options:
+            raise InvalidRequest("template_options", name, "is an argument of its own", f"Pass {name}=… in its place")
+    return options
 
 
 def _with_tools(messages: Messages, tools: str) -> Messages:

@@ -265,6 +265,7 @@ class ChatLike(Protocol):
     def prepare(
         self,
         messages: Sequence[Mapping[str, object]],
+        /,  # a variable may have any name
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,

@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 IN_A_THREAD = 128 << 10  # bytes from which parsing delays other streams by a millisecond or more
 BYTES_PER_VALUE = 32  # a body may have one value for so many bytes of the largest body
 VALUES_PER_NAME = 8  # a body may have one field name for so many values: a name takes ten times as long to parse
+MOST_DIGITS = 1_000  # of a number
 _BLOCK = 1 << 20
 _MARKS = (b",", b":", b"[", b"{")  # each stands before or after a value
 
@@ -123,7 +124,7 @@ def parse(data: bytes | bytearray) -> Any:
 def load(data: bytes | bytearray) -> Any:
     """Return the JSON value, whose strings may have halves of surrogate pairs. Raise `ApiError` for what is no JSON."""
     try:
-        return json.loads(data.decode("utf-8-sig"), parse_constant=_constant, parse_float=_finite)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_constant, parse_float=_finite, parse_int=_whole)
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply. Flatten it") from None
     except ValueError as error:
@@ -132,15 +133,34 @@ def load(data: bytes | bytearray) -> Any:
 
 def check_text(value: Any) -> None:
     """Raise `ApiError` for half a surrogate pair: it has no UTF-8 form, and no tokenizer accepts it."""
+    values = [value]  # looked at one by one: writing them as one text would hold the interpreter's lock
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        while values:
+            one = values.pop()
+            if isinstance(one, str):
+                for start in range(0, len(one), _BLOCK):
+                    one[start : start + _BLOCK].encode()
+            elif isinstance(one, dict):
+                values += one
+                values += one.values()
+            elif isinstance(one, list):
+                values += one
     except UnicodeEncodeError:
         raise ApiError(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
-    except (RecursionError, ValueError):  # deeper than the parser's bound, from where this is called
-        raise ApiError(400, "the body is nested too deeply. Flatten it") from None
+
+
+def _whole(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > MOST_DIGITS:  # the time to read a whole number grows with the square of their number
+        raise ValueError(f"a number of {len(text):,} characters, and at most {MOST_DIGITS:,} are read")
 
 
 def _finite(text: str) -> float:
+    _check_digits(text)
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:40]} is out of range")

@@ -17,13 +17,13 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
-from rekindle._src.serve.errors import abbreviated, wrong
+from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, abbreviated
 
 T = TypeVar("T")
 _OWN_FIELDS = frozenset(

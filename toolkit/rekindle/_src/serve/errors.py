@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rekindle._src.core.sampling import STRUCTURES
@@ -22,6 +22,7 @@ from rekindle.errors import (
     RequestQuarantined,
     SessionClosed,
     UnsupportedModel,
+    abbreviated,
 )
 
 # Patterns of the session's messages, which are written for Python callers, and their words for clients.
@@ -44,6 +45,7 @@ _WORDS = (
     (r"\{'role': \.\.\., 'content': \.\.\.\}", '{"role": "user", "content": "…"}'),
     (r"\bis (neither a function nor|not) a dict\b", "is not an object"),
 )
+_LONGEST_PLACE = 200  # characters of a field's path in an error
 _PATTERN = re.compile("|".join(pattern for pattern, _ in _WORDS))
 
 
@@ -82,55 +84,24 @@ class ApiError(Exception):
 
 def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> ApiError:
     """Return the error for a field with a wrong value."""
+    param = _place(param)
     return ApiError(400, f"{param}={abbreviated(value)}: {problem}. {fix}", param=param, code=code)
 
 
 def missing(param: str, fix: str = "Add it") -> ApiError:
     """Return the error for a missing field."""
+    param = _place(param)
     return ApiError(400, f"{param} is missing. {fix}", param=param)
+
+
+def _place(path: str) -> str:
+    """Return the path of a field for an error. Names in it are the client's, and may be as long as a body."""
+    return path if len(path) <= _LONGEST_PLACE else f"{path[:_LONGEST_PLACE]}..."
 
 
 def unavailable(message: str, *, retry_after: float | None = 5) -> ApiError:
     """Return the error of a server that can't take the request now: it loads, drains, or its session is closed."""
     return ApiError(503, message, type="server_error", code="unavailable", retry_after=retry_after)
-
-
-_SHOWN = 80  # characters of a value in an error message
-
-
-def abbreviated(value: object) -> str:
-    """Return at most 80 characters of a value, for an error message; of a large one, no more is looked at."""
-    text = _beginning(value, _SHOWN)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-def _beginning(value: object, room: int) -> str:
-    """Return the repr of a JSON value, or more than `room` characters of its beginning."""
-    match value:
-        case str():
-            return repr(value[: max(0, room) + 1])
-        case list() | tuple():
-            return f"[{_joined(value, room, _beginning)}]"
-        case dict():
-            return "{" + _joined(value.items(), room, _pair) + "}"
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):  # an int of more than 4,300 digits
-        return f"<{type(value).__name__}>"
-
-
-def _pair(pair: tuple[object, object], room: int) -> str:
-    name = _beginning(pair[0], room)
-    return f"{name}: {_beginning(pair[1], room - len(name))}"
-
-
-def _joined(values: Iterable[Any], room: int, beginning: Callable[[Any, int], str]) -> str:
-    text = ""
-    for value in values:
-        if len(text) > room:
-            break
-        text += (", " if text else "") + (beginning(value, room - len(text) - 1) if room > len(text) else "…")
-    return text
 
 
 def for_clients(message: str) -> str:
@@ -155,7 +126,8 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> ApiError:
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
                 return ApiError(400, for_clients(str(error)), param=param, code=code)
             problem, fix = for_clients(error.problem), for_clients(error.fix)
-            return wrong(param, error.value, problem, fix, code=code)
+            value = [*error.value] if isinstance(error.value, tuple) else error.value  # JSON has lists
+            return wrong(param, value, problem, fix, code=code)
         case OutOfPages():
             return ApiError(400, for_clients(str(error)), code="context_length_exceeded")
         case QueueFull():

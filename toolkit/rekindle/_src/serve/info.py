@@ -19,6 +19,7 @@ from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle._src.serve.pictures import RequestPictures
 from rekindle.errors import ConfigError
 
+MOST_IDS = 1 << 18  # that are decoded at once, unless the context has room for more
 _MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
                  "chat_template", "reasoning_effort", "tools")  # fmt: skip
@@ -95,6 +96,9 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
 async def detokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the text of token ids, special tokens included."""
     _, session = model_of(exchange, fields)
+    count, limit = len(fields["tokens"]), max(MOST_IDS, session.config.max_model_len or 0)
+    if count > limit:  # the library holds the interpreter while it decodes
+        raise wrong("tokens", f"{count:,} ids", f"are over {limit:,}", "Send them in parts")
     if (unknown := max(fields["tokens"])) >= session.tokenizer.vocab_size:
         fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
         raise wrong("tokens", unknown, "is not a token id of this model", fix)

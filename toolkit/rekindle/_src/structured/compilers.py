@@ -349,12 +349,22 @@ _FIXES = {
 
 def refusal_error(spec: Spec, message: str) -> InvalidRequest:
     """Return the error of a grammar that llguidance refuses with this message."""
+    if len(spec.text) > _SHOWN:
+        message = message.replace(spec.text, f"{spec.text[:_SHOWN]}...")
     return InvalidRequest(spec.kind, spec.text, f"can't be followed: {first_line(message)}", _FIXES[spec.kind])
 
 
+_MOST_SAID = 800  # characters of a compiler's message
+_SHOWN = 80  # of a text that it repeats
+
+
 def first_line(message: str) -> str:
-    """Return the message of an llguidance error, without the state that it lists below."""
-    return message.strip().partition("\n<")[0].strip() or "it gave no reason"
+    """Return the message of an llguidance error, without the state that it lists below.
+
+    Of a long one, return the beginning and the end.
+    """
+    text = message.strip().partition("\n<")[0].strip() or "it gave no reason"
+    return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID // 2]} ... {text[-_MOST_SAID // 2 :]}"
 
 
 def _fields(spec: Spec) -> dict[str, Any]:

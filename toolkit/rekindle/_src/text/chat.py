@@ -84,6 +84,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Messages,
+        /,  # a variable may have any name
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
@@ -111,6 +112,7 @@ class ChatTemplate:
     def prepare(
         self,
         messages: Messages,
+        /,  # a variable may have any name
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,

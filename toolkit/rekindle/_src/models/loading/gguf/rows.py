@@ -349,11 +349,19 @@ def joined(name: str, parts: Sequence[TensorEntry]) -> TensorEntry | None:
 
 
 def _rows(entry: TensorEntry) -> GgufRows:
+    return rows_of(entry, entry.name, factors=factors_of(entry))
+
+
+def rows_of(entry: TensorEntry, name: str, paired: int = 0, factors: tuple[float, ...] = ()) -> GgufRows:
+    """Return the rows of a tensor of the file, which has it as `name`. Raise `CheckpointError` for parts of blocks.
+
+    A vector is rows of one value each, so it can't be stored in blocks.
+    """
     kind = BY_NAME[entry.dtype]
-    rows = GgufRows(entry.file, entry.name, kind, entry.shape, entry.offset, factors=factors_of(entry))
+    rows = GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired, factors)
     if rows.columns % kind.values:
         raise CheckpointError(
-            f"{entry.file}: {entry.name} of shape {[*entry.shape]} is stored as {kind.name}, and its rows are not made "
+            f"{entry.file}: {name} of shape {[*entry.shape]} is stored as {kind.name}, and its rows are not made "
             f"of blocks of {kind.values} values. Convert the model again."
         )
     return rows

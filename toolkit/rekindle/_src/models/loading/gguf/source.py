@@ -14,7 +14,7 @@ from rekindle._src.models.loading.gguf.files import parts
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
 from rekindle._src.models.loading.gguf.names import GgufPlace, in_block, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
+from rekindle._src.models.loading.tensor_files import Header, TensorEntry
 from rekindle._src.models.registry import family, family_of_gguf, gguf_form, gguf_forms
 from rekindle.errors import CheckpointError, UnsupportedModel
 
@@ -204,5 +204,4 @@ def _readable(entry: TensorEntry, name: str, paired: int, expert: int = 0) -> Te
 
     factors = gguf_rows.factors_of(entry)
     own = factors[expert : expert + 1] if len(factors) > 1 else factors
-    rows: ReadRows = gguf_rows.GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired, own)
-    return entry._replace(rows=rows)
+    return entry._replace(rows=gguf_rows.rows_of(entry, name, paired, own))
