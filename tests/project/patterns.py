@@ -66,6 +66,9 @@ PATTERNS: dict[str, dict[str, Text]] = {
             "object code that was compiled here", "a file", lambda: ["rekindle_([a-z][a-z0-9_]*)"]
         ),
     },
+    "toolkit/rekindle/__init__.py": {
+        "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
+    },
     "toolkit/rekindle/_src/bench/breakdown.py": {
         r"(?:ENTRY )?%?([\w.-]+) ": US("a program as XLA prints it", "a line"),
         r"\s*(?:ROOT )?%?([\w.-]+) = ": US("a program as XLA prints it", "a line"),
