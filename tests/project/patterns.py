@@ -66,9 +66,6 @@ PATTERNS: dict[str, dict[str, Text]] = {
             "object code that was compiled here", "a file", lambda: ["rekindle_([a-z][a-z0-9_]*)"]
         ),
     },
-    "toolkit/rekindle/__init__.py": {
-        "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
-    },
     "toolkit/rekindle/_src/bench/breakdown.py": {
         r"(?:ENTRY )?%?([\w.-]+) ": US("a program as XLA prints it", "a line"),
         r"\s*(?:ROOT )?%?([\w.-]+) = ": US("a program as XLA prints it", "a line"),
@@ -190,6 +187,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "shlex.split": US("the option --linker", "a line"),
     },
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
+    "toolkit/rekindle/__init__.py": {
+        "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
+    },
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
