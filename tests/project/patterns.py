@@ -187,6 +187,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "shlex.split": US("the option --linker", "a line"),
     },
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
+    "toolkit/rekindle/__init__.py": {
+        "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
+    },
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
