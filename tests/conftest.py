@@ -31,6 +31,8 @@ if version("jaxlib").startswith("0.10."):
     FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU they would turn optimisations off in the kernels under test
     os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+# Where each operation was written is nothing that a test reads, and noting it is a twentieth of compiling.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 # What a property test finds must not depend on how fast the machine is, or how busy.
 hypothesis.settings.register_profile(

@@ -34,6 +34,16 @@ def test_a_piped_prompt_is_not_written_again(
     assert capsys.readouterr().out == f"{text}\n"
 
 
+def test_an_empty_pipe_is_told_how_to_give_a_prompt_and_opens_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(opening, "open_sync", lambda model, **options: pytest.fail("it opened a model"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["generate"]) == 1
+    printed = capsys.readouterr()
+    assert 'Pass one: rekindle generate "Once upon a time"' in printed.err and not printed.out
+
+
 def test_a_prompt_of_the_command_line_begins_the_text(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     text = session.generate_sync("Once upon", max_tokens=5).text
     assert main(["generate", "Once upon", "--max-tokens", "5"]) == 0

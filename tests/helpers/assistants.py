@@ -13,8 +13,13 @@ from safetensors.numpy import save_file
 
 from helpers import checkpoints
 from rekindle._src.models.base import merge
+from rekindle._src.models.families.gemma4_text import ROPES
+from rekindle._src.models.loading.gguf.blocks import F32
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
+from rekindle._src.models.loading.gguf.source import llama_cpp_name
 from rekindle._src.models.loading.stored import text_config
 from rekindle._src.models.plain import PlainAttention
+from rekindle._src.models.registry import config_from_hf, manifest
 
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 20, "centroid_intermediate_top_k": 5}
 _OF_TARGET = (
@@ -59,6 +64,39 @@ def write(folder: Path, raw: dict[str, Any], state: dict[str, NDArray[Any]] | No
     state = tensors(raw) if state is None else state
     save_file({name: np.ascontiguousarray(value) for name, value in state.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+def write_file(file: Path, raw: dict[str, Any], state: dict[str, NDArray[Any]]) -> str:
+    """An assistant as llama.cpp's converter writes it: without clusters, and all of its blocks draft."""
+    own = text_config(raw)
+    config = config_from_hf(own | {"model_type": "gemma4_assistant", "use_ordered_embeddings": False})
+    names = [name for source in manifest(config).sources.values() for name in source.names]
+    stored = {llama_cpp_name(name, config): state[name] for name in names}
+    size, full = own["head_dim"], own.get("global_head_dim", 512)
+    ropes = own.get("rope_parameters", ROPES)
+    rotated = int(full * ropes["full_attention"]["partial_rotary_factor"] / 2)
+    stored["rope_freqs.weight"] = np.array([1.0] * rotated + [1e30] * (full // 2 - rotated))
+    slides = [kind == "sliding_attention" for kind in own["layer_types"]]
+    narrow = own["num_key_value_heads"]
+    wide = own.get("num_global_key_value_heads") or narrow
+    values: dict[str, Any] = {
+        "block_count": config.num_layers, "nextn_predict_layers": config.num_layers,
+        "embedding_length": config.hidden_size, "embedding_length_out": raw["backbone_hidden_size"],
+        "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": [narrow if one else wide for one in slides],
+        "attention.key_length": full, "attention.value_length": full, "attention.key_length_swa": size,
+        "attention.value_length_swa": size, "attention.sliding_window": own["sliding_window"],
+        "attention.sliding_window_pattern": slides, "context_length": own["max_position_embeddings"],
+        "feed_forward_length": own["intermediate_size"], "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": ropes["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+    name = "gemma4-assistant"
+    metadata = {"general.architecture": name, **{f"{name}.{key}": value for key, value in values.items()}}
+    tensors = [OutgoingTensor(name, F32, value.shape) for name, value in stored.items()]
+    write_gguf(file, metadata, tensors, iter(value.astype(np.float32) for value in stored.values()))
+    return str(file)
 
 
 def drafts(model: Any, assistant: Any, text: list[int], places: list[int]) -> dict[int, list[NDArray[Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -35,3 +36,37 @@ def drafts(model: LoadedModel, prompt: list[int]) -> tuple[NDArray[Any], NDArray
     states = jnp.concatenate([states, first[-1:]])
     second = head(states, jnp.append(tokens, logits[-1].argmax()))
     return np.asarray(logits), np.asarray(module.logits(second[-1:])[0])
+
+
+def chains(model: LoadedModel, text: list[int], places: list[int], count: int) -> dict[int, list[NDArray[Any]]]:
+    """The logits of so many drafts after the tokens at some places of a text, one after the other, without pages.
+
+    Each further draft is after the likeliest token of those before, and reads the head's own state.
+    """
+    module: Any = merge(model.graph, model.leaves)
+    ids = jnp.array(text, jnp.int32)
+    hidden = module(ids, jnp.arange(len(ids)), PlainAttention(module, len(ids)), jnp.full(len(ids), len(ids)))
+    known = module.draft_entries(ids[1:], hidden[:-1], jnp.arange(len(ids) - 1), None)
+    (spec,), value_size = module.drafter.config.attention, module.drafter.config.pages_of(0).value_size
+    joined: Any = jax.jit(module.draft_entries)
+    rest: Any = jax.jit(lambda *values: (out := module.draft(*values), module.logits(out)))
+
+    def drafts(place: int) -> list[NDArray[Any]]:
+        keys, values = (None if each is None else np.asarray(each)[: place - 1] for each in (known.k, known.v))
+        token, state, found = text[place], hidden[place - 1 : place], list[NDArray[Any]]()
+        for position in range(place - 1, place - 1 + count):
+            own = joined(jnp.array([token]), state, jnp.array([position]), None)
+            keys = np.concatenate([keys, np.asarray(own.k)])
+            values = None if values is None else np.concatenate([values, np.asarray(own.v)])
+            seen = keys[..., :value_size] if values is None else values
+            queries = np.asarray(own.q).reshape(1, keys.shape[1], -1, keys.shape[2])
+            scores = np.einsum("tkgd,skd->tkgs", queries, keys) * spec.scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            attended = np.einsum("tkgs,skd->tkgd", weights, seen).reshape(1, -1, seen.shape[2])
+            state, logits = rest(own.x, jnp.asarray(attended), own.gate)
+            found.append(np.asarray(logits[0]))
+            token = int(found[-1].argmax())
+        return found
+
+    return {place: drafts(place) for place in places}

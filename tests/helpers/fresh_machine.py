@@ -1,7 +1,8 @@
 """As a script: a session on a machine whose installation brought no kernels.
 
 Arguments: the option `precompile`, a folder for programs and kernels; with --without-compiler, numba and llvmlite can't
-be imported. Prints a line of JSON.
+be imported; with --busy, other programs keep the machine so busy that kernels are compiled once there is a file `go` in
+that folder, and the session waits half a second. Prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -24,8 +25,18 @@ if __name__ == "__main__":
 
 import rekindle  # noqa: E402
 from helpers.small import MODEL, OPTIONS, plain, prompt  # noqa: E402
+from rekindle._src.opening import programs as opened_programs  # noqa: E402
+from rekindle._src.programs import warming  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
-from rekindle_kernels.native import build  # noqa: E402
+from rekindle_kernels.native import background_build, build  # noqa: E402
+
+if __name__ == "__main__" and "--busy" in sys.argv:
+    sys.argv.remove("--busy")
+    warming.KERNEL_SECONDS = opened_programs.KERNEL_SECONDS = 0.5
+    waiting = "import pathlib; any(iter(lambda: b.time.sleep(0.1) or pathlib.Path({folder!r}, 'go').exists(), True))"
+    background_build._CODE = background_build._CODE.replace(
+        "b.main()", f"{waiting.format(folder=sys.argv[2])}; b.main()"
+    )
 
 
 def native(session: Session) -> dict[str, bool]:

@@ -6,6 +6,8 @@ Where a form has no bits but `int4.CODES`, integers are indices of the codebook 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from helpers import on_guest
+from helpers.thorough import by_default
 from rekindle_kernels import int4
 
 RANDOM = np.random.default_rng(0)
@@ -30,8 +33,26 @@ _RARE = [
     (4, 16, "float32", True), (4, 16, "int8", False),
 ]  # fmt: skip
 FORMS = [*_USUAL, *(pytest.param(*form, marks=RARER) for form in _RARE)]
+# One of each number of bits and of each kind of scales: what takes every form apart alike needs no other by default.
+_UNLIKE = {
+    (4, 32, "float16", False), (4, 64, "float32", True), (4, 16, "int8", True), (6, 32, "int8", True),
+    (8, 16, "float32", True), (8, 32, "int8", False), (int4.CODES, 32, int4.EXPONENTS, False), (None, 0, "", False),
+}  # fmt: skip
+
+
+def few(forms: Sequence[Any]) -> list[Any]:
+    return by_default(forms, lambda form: type(form) is tuple and form in _UNLIKE)
+
+
+FEW_FORMS = few(FORMS)
 ONE_FORM = [_USUAL[0], *(pytest.param(*form, marks=pytest.mark.slow) for form in (*_USUAL[1:], *_RARE))]  # by default
 Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def of_xla_and_native(forms: Sequence[Any]) -> list[Any]:
+    """The forms with "xla" and with None. XLA multiplies the values of each alike: a few are enough by default."""
+    each = ("xla", few(forms)), (None, by_default(forms, len(forms)))
+    return [pytest.param(name, *form.values, marks=form.marks) for name, chosen in each for form in chosen]
 
 
 INDICES = (0, 1, 2, -1, -3, -4, 3, 2**31 - 1, -(2**31))  # of a stack of three, and others

@@ -23,6 +23,12 @@ OPTIONS: dict[str, Any] = {
     "device_pages": 40, "precompile": "all", "disk_memory": 0, "seed": 0,
 }  # fmt: skip
 
+# The embedded model in one shape, too: its programs are compiled once for all files that open it with these.
+TINY: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 256, "precompile": "lazy",
+    "disk_memory": 0, "seed": 0, "quiet": True,
+}  # fmt: skip
+
 
 LEAST = LogitsProcessor(lambda logits, context: -logits, "least")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from helpers.thorough import by_default
-from rekindle_kernels import build_kernels, int4_format, kernels_for
+from rekindle_kernels import build_kernels, environment, int4_format, kernels_for
 from rekindle_kernels.native import background_build, build, library
 
 pytestmark = pytest.mark.skipif(
@@ -32,10 +32,20 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "cache_folder", tmp_path)
     monkeypatch.setattr(build, "_ready", set())
     monkeypatch.setattr(build, "_failed", set())
+    monkeypatch.setattr(build, "_put_off", set())
     monkeypatch.setattr(background_build, "_latest", None)
     yield
     for one in background_build._all:
         one.wait()
+
+
+# Compiles once there is a file named `go` in its folder, and not before.
+SLOW = background_build._CODE.replace(
+    "b.main()",
+    "b.build.keep = lambda name: ("
+    "any(iter(lambda: b.time.sleep(0.01) or (b.build.cache_folder / 'go').exists(), True)),"
+    " b.build._store(name, b'code')); b.main()",
+)
 
 
 @pytest.fixture
@@ -149,6 +159,24 @@ def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_progr
         time.sleep(0.01)
     assert found.running, "it became nicer only at its end"
     assert found.wait()
+
+
+def test_a_program_does_without_what_takes_too_long_and_the_next_one_finds_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background_build, "_CODE", SLOW)
+    before = environment()
+    with caplog.at_level(logging.WARNING, build.__name__):
+        found = build_kernels(["norm"])
+        assert found is not None and found.wait(longest=0.0)
+    assert found.put_off == ("norm",) and found.running, "it goes on being compiled"
+    assert not build.builds("norm") and build_kernels(["norm"]) is None and not caplog.records
+    assert environment() != before, "programs without it are others"
+    assert build.cache_folder is not None
+    (build.cache_folder / "go").touch()
+    assert found.wait() and not build.builds("norm"), "this process computes in one way until it ends"
+    monkeypatch.setattr(build, "_failed", set())
+    assert build.is_there("norm"), "for the next one"
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 
 from helpers.compilers import ABSENT
-from helpers.group_matrices import FORMS, INDICES, RANDOM, RARER, clamped, integers, matrix, stored
+from helpers.group_matrices import (
+    FEW_FORMS,
+    FORMS,
+    INDICES,
+    RANDOM,
+    RARER,
+    clamped,
+    integers,
+    matrix,
+    of_xla_and_native,
+    stored,
+)
 from helpers.thorough import by_default
 from rekindle_kernels import LinearOptions, deprecated, int4, linear
 from rekindle_kernels.native import build, chain, products
@@ -160,8 +171,7 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return (np.rint(steps).astype(np.float64) * unit.astype(np.float64)).reshape(x.shape), certain
 
 
-@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(("implementation", "bits", "group", "kind", "minimums"), of_xla_and_native(FORMS))
 def test_a_product_is_that_of_the_values(
     implementation: str | None, bits: int | str, group: int, kind: str, minimums: bool
 ) -> None:
@@ -190,8 +200,9 @@ def test_a_product_is_that_of_the_values(
         assert (np.abs(np.asarray(narrow, np.float64) - expected) <= beyond).all(), f"{len(x)} rows"
 
 
-@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [*FORMS, (None, 0, "", False)])
-@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(
+    ("implementation", "bits", "group", "kind", "minimums"), of_xla_and_native([*FORMS, (None, 0, "", False)])
+)
 def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
     implementation: str | None, bits: int | str | None, group: int, kind: str, minimums: bool
 ) -> None:
@@ -350,7 +361,7 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(minimu
 
 @needs_numba
 @pytest.mark.skipif(not has_feature("amx-int8"), reason="this processor has no AMX")
-@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FEW_FORMS)
 def test_amx_changes_nothing(
     bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,7 +395,7 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FEW_FORMS)
 def test_one_matrix_of_a_stack_is_read_in_place(bits: int | str, group: int, kind: str, minimums: bool) -> None:
     each = [matrix(96, 256, group, kind, minimums, bits)[0] for _ in range(3)]
     arrays = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True)]

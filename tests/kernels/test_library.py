@@ -43,6 +43,36 @@ def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[
     assert all({*names} <= {*fitting[level]} for level, names in made.items()), "without those that are equal"
 
 
+LIMITED = """
+import json, sys, time, types
+from pathlib import Path
+from rekindle_kernels.native import build_library, cpu
+sys.modules["rekindle_kernels.native.compiling"] = types.ModuleType("compiling")
+cpu.usable_cores = lambda: 1
+
+def compiled(name, level, path, linked, system):
+    begun = time.process_time()
+    while time.process_time() - begun < (0.2 if name == "norm" else 0.0):
+        pass
+    time.sleep(0.3)
+    path.touch()
+
+build_library._compile = compiled
+def made(**bounds):
+    folder = Path(sys.argv[1]) / str(len(bounds))
+    folder.mkdir()
+    paths = build_library._compiled(["argmax", "norm", "rope"], cpu.LEVELS[0], folder, False, "linux", **bounds)
+    return [path is not None for path in paths]
+print(json.dumps([made(limit=0.2), made(limit=0.2, deadline=0.0)]))
+"""
+
+
+def test_what_an_installation_compiles_is_bounded_by_the_time_of_a_core_and_not_by_others_work(tmp_path: Path) -> None:
+    by_core, by_clock = json.loads(run_python("-c", LIMITED, str(tmp_path)))
+    assert by_core == [True, True, False], "waiting for a core does not count"
+    assert by_clock == [False, False, False]
+
+
 @pytest.mark.parametrize(
     ("codes", "kept"),
     [

@@ -13,6 +13,7 @@ import pytest
 from jax import Array
 
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.core.taps import LOGITS
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import abstract_model, merge
@@ -30,8 +31,14 @@ for entry in checkpoints.FAMILY_CASES.values():
     CASES |= entry.embeds
 EACH = [*checkpoints.ONE_EACH.values(), *(CASES.keys() - checkpoints.CASES.keys())]
 QUICK = {*EACH, *(name for name in CASES if "gemma4" in name)}
+# By default those whose blocks differ: each traces its model.
+DEFAULT = {*checkpoints.UNLIKE, *(name for name in QUICK if "gemma4" in name)}
 CASE = pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    by_default(
+        [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+        lambda name: type(name) is str and (name in DEFAULT or name not in checkpoints.CASES),
+    ),
 )
 OUTPUTS = ("attention", "mlp", "mlp_experts", "layer_embedding")  # what layers add to the stream
 ONE_TENSOR = ("granitemoe", "granitemoeshared", "granitemoehybrid")  # of all experts, which can have no adapter

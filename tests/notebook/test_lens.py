@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rekindle._src.core import style
 from rekindle._src.evaluation.lens import Lens
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -33,12 +35,29 @@ def test_a_lens_is_saved_as_plain_svg(tmp_path: Path) -> None:
     assert root.tag == f"{SVG}svg" and {"var(", "rgba(", "<script", "href"}.isdisjoint(text.split())
     words = [element.text for element in root.iter(f"{SVG}text")]
     assert words.count("·w0") == 2 * 6 and words.count("·w1") == 6 and "</svg><b>" in words
-    assert {"layer 0", "layer 2: the answer", "entropy, bits", "the answer leads"} <= set(words)
+    assert {"layer 0", "layer 2: the answer", "entropy, bits", "another token"} <= set(words)
+    bold = [one.text for one in root.iter(f"{SVG}text") if one.get("font-weight") == "600"]
+    assert bold.count("·w0") == 2 * 6, "the answer, where it leads"
     dashed = [one for one in root.iter(f"{SVG}rect") if one.get("stroke-dasharray")]
     assert len(dashed) == 6 + 1, "where the answer is among the likeliest, and a sample"
     width = float(root.get("width") or 0)
     for one in root.iter(f"{SVG}rect"):
         assert float(one.get("x") or 0) + float(one.get("width") or 0) <= width
+
+
+def test_the_answer_is_blue_from_where_it_leads() -> None:
+    lens = made(layers=4)
+    assert [lens.leads_from(place) for place in range(6)] == [1] * 6
+    shown = lens._repr_html_()
+    assert "Half of the answers lead from layer 1 on." in shown
+    rows = re.findall(r"(?s)<tr style.*?</tr>", shown)
+    blue, grey = style.likely(0.2), style.shade(style.GREY, 0.2)
+    assert [(row.count(f"background:{blue}"), row.count(f"background:{grey}")) for row in rows] == [(6, 0)] * 3 + [
+        (0, 6)
+    ]
+    assert all("font-weight:600" in row for row in rows[:3])
+    assert "The answer leads from layer 1 on." in made(layers=4, positions=1)._repr_html_()
+    assert " on.<" not in made(positions=0)._repr_html_()
 
 
 def test_what_a_file_shows_is_chosen(tmp_path: Path) -> None:

@@ -70,12 +70,31 @@ def test_tier_age_hits_and_pins_are_seen() -> None:
         node("lost", tier="gone", tokens=60),
     ]
     made = icicle(nodes)
-    assert "pin ×3" in made and "dashed: its payload is gone" in made and "stroke-dasharray" in made
+    assert (
+        "pinned, 3 hits" in made
+        and "paler: not used" in made
+        and "dashed: its payload is gone" in made
+        and "stroke-dasharray" in made
+    )
     assert "not hit yet, 67 min ago" in made
     assert [strength(age) for age in (1, 100, 1000, 1e6)] == sorted([1.0, 0.7, 0.45, 0.25], reverse=True)
     assert [ago(age) for age in (4.2, 120.0, 7200.0)] == ["4 s", "2 min", "2 h"]
     assert "token 0" in made
     assert icicle([]) == rows([]) == ""
+    alone = icicle([node("new", tokens=60)])
+    assert "paler" not in alone and ">■</span> host" not in alone, "the legend has what is there"
+
+
+def test_a_tall_bar_has_more_of_its_text() -> None:
+    """Lines end at spaces, and how often it was hit has its place at the end of the last one."""
+    story = "Once upon a time there was a small green dragon called Zoe. " * 3
+    below = [node(f"after {at}", depth=1, start=30, tokens=60) for at in range(4)]
+    lines = re.findall(r"<text[^>]*pointer-events[^>]*>([^<]*)", icicle([node(story, tokens=30, visits=2), *below]))
+    own = [line for line in lines if not line.startswith("after")]
+    assert own[-1] == "2 hits" and len(own) == 7
+    assert story.startswith(" ".join(own[:-2])) and own[-2].endswith("…")
+    assert max(map(len, own)) * 6.5 < 620 / 3
+    assert "Onceupon" in icicle([node("Onceupon" * 20, tokens=30), *below]), "a text without spaces"
 
 
 def test_a_strangers_text_is_text() -> None:
@@ -112,7 +131,8 @@ def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) ->
 def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: Session) -> None:
     view = session.view.tree()
     saved = session.cache.stats().saved_tokens
-    assert saved > 2 * SIZE and f"{saved} prompt tokens found here so far, not computed again" in view.picture
+    assert saved > 2 * SIZE and "prompt tokens found here, not computed again" in view.picture
+    assert f">{saved}</div>" in view.picture
     assert "what begins alike shares a bar" in view.picture
     with opened() as fresh:
         fresh.generate_sync(SHARED + "x", max_tokens=1)

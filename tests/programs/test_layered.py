@@ -544,6 +544,7 @@ def test_the_program_that_decodes_waits_for_the_opening(monkeypatch: pytest.Monk
     going.stop(60)
 
 
+@pytest.mark.thorough
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
@@ -557,6 +558,7 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
     assert not programs.quicker_in_parts(first)
 
 
+@pytest.mark.thorough
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     make_one = layered.LayeredPrograms.make
@@ -640,6 +642,7 @@ def test_steps_have_a_moment_between_tracing_and_compiling_until_it_is_stopped(m
     assert record.seconds <= time.perf_counter() - began - 0.5, "the moment is no time of the program's"
 
 
+@pytest.mark.thorough
 def test_a_replacement_that_somebody_waits_for_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     def paused(self: Programs, key: Any, stopped: Any) -> Any:
         raise AssertionError("a pause")

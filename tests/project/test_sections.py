@@ -227,13 +227,13 @@ def test_each_change_draws_a_third_of_the_files_and_no_file_is_never_drawn() -> 
     assert SCRIPT.read_text().count('--third-of="$change" -') == 7, partly
 
 
-def test_each_change_draws_one_of_three_groups_of_sections_that_few_changes_touch() -> None:
+def test_each_change_draws_one_of_four_groups_of_sections_that_few_changes_touch() -> None:
     script = SCRIPT.read_text()
     start = script.index("groups=(")
     functions = script[start : script.index("\n}\n", start) + 3]
     groups = [set(names.split()) for names in re.findall(r'^ +"([^"$]+)"', functions, re.M)]
     names = sorted(set().union(*groups))
-    assert len(groups) == 3 and len(names) == sum(map(len, groups))
+    assert len(groups) == 4 and len(names) == sum(map(len, groups))
     assert all(re.search(rf"^{name}\(\) {{", script, re.M) for name in names)
     started = re.findall(r"if drawn (\w+);", script) + re.findall(r"^for name in (.*); do$", script, re.M)[0].split()
     assert {*names} <= {*started}, "a group has a section that is never started"

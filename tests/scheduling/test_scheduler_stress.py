@@ -8,11 +8,12 @@ import pytest
 
 from helpers.fakes import DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
+from helpers.thorough import by_default
 from rekindle._src.core.config import POLICIES
 from rekindle._src.core.records import Request
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", by_default(range(24), 12))
 def test_a_random_load_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     page_size = draw.choice([2, 4, 8])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, expected, parts, wait_until_idle
-from helpers.thorough import trio_in_ci
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.cli import main as cli
 from rekindle._src.serve.batch import BatchRun
@@ -260,7 +260,6 @@ async def test_it_goes_on_after_a_cut_and_tries_again_what_the_server_failed_at(
         assert (fourth.resumed, fourth.answered) == (0, 30)
 
 
-@trio_in_ci
 @pytest.mark.anyio
 async def test_lines_of_many_sequences_wait_for_their_places(session: Session, tmp_path: Path) -> None:
     """Three of them don't fit into the queue at once."""
@@ -271,7 +270,6 @@ async def test_lines_of_many_sequences_wait_for_their_places(session: Session, t
     assert all(len(one["response"]["body"]["choices"]) == 120 for one in read(tmp_path / "out").values())
 
 
-@trio_in_ci
 @pytest.mark.anyio
 async def test_cancelling_leaves_whole_lines_and_no_request(tmp_path: Path) -> None:
     with made(step_seconds=0.01) as session:

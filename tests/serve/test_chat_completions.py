@@ -8,6 +8,7 @@ import pytest
 
 from helpers.asgi import get, post
 from helpers.sessions import expected
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 
 pytestmark = pytest.mark.anyio
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.asgi import post
 from helpers.sessions import wait_until_idle
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.serve.completions import EMBEDDINGS
 

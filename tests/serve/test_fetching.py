@@ -19,6 +19,8 @@ import anyio.abc
 import pytest
 from anyio.streams.tls import TLSListener
 
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
+
 pytest.importorskip("h11", reason="the server is the extra `serve`")
 
 from rekindle._src.serve.errors import ApiError

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.asgi import get, post
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle.serve import app
 

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.dispatch.host import Host, wait

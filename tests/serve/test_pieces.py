@@ -10,6 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from helpers.asgi import Answer, post
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.serve import bodies
 from rekindle._src.serve.bodies import Entries

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 
 import rekindle
+from helpers.small import TINY
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
 MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
@@ -15,7 +16,7 @@ MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[rekindle.Session, rekindle.Server]]:
-    with rekindle.open_sync("tiny", dtype="float32", max_model_len=256, max_requests=4, quiet=True) as session:
+    with rekindle.open_sync("tiny", **TINY) as session:
         server = session.serve().result_sync()
         yield session, server
         server.close()

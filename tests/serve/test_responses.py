@@ -8,6 +8,7 @@ import pytest
 
 from helpers.asgi import post
 from helpers.sessions import expected
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
 from rekindle._src.serve.errors import ApiError

@@ -11,6 +11,7 @@ import pytest
 from helpers.asgi import post
 from helpers.chatting import saying
 from helpers.replies import tool
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle.serve import app as make_app
 
 pytestmark = pytest.mark.anyio

@@ -142,17 +142,19 @@ def test_after_a_restart_and_sleep(model: Any, assistant: str, expected: dict[st
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gemma4-values-of-keys", "gemma4-moe", "gemma4-unified"])
 def test_models_of_other_sizes(name: str, tmp_path: Path) -> None:
-    """Layers with other heads, with experts, and without pages of their own for windows."""
+    """Layers with other heads, with experts, and without pages of their own for windows; a folder, and a GGUF file."""
     raw = {**checkpoints.CASES[name], "max_position_embeddings": 512}
-    folder, state, found = assistants.write(tmp_path, assistants.raw_of(raw)), checkpoints.tensors(raw), []
+    own, state, found, counts = assistants.raw_of(raw), checkpoints.tensors(raw), [], []
+    folder = assistants.write(tmp_path, own)
+    file = assistants.write_file(tmp_path / "assistant.gguf", own, assistants.tensors(own))
     free: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
-    for drafts in ("none", folder):
+    for drafts in ("none", folder, file):
         with rekindle.open_sync(checkpoints.model(raw, state), **OPTIONS, drafts=drafts) as session:
             handles = [session.submit(tokens(40, seed), seed=seed, **free) for seed in range(3)]
             found.append([handle.result_sync().token_ids for handle in handles])
-            counts = session.stats()
-    assert found[0] == found[1]
-    assert 3 < counts.accepted_tokens < counts.drafted_tokens
+            counts.append(session.stats())
+    assert found[0] == found[1] == found[2]
+    assert all(3 < one.accepted_tokens < one.drafted_tokens for one in counts[1:])
 
 
 def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 import rekindle
 from helpers import checkpoints
 from helpers.sessions import eventually
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
 from rekindle._src.core.pictures import PictureRun, TokenGrid

@@ -34,6 +34,7 @@ def test_a_full_disk_in_save_is_a_typed_error_and_the_next_save_works(tmp_path: 
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_saving_in_the_background_goes_on_when_the_disk_has_room_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ async def test_it_generates_nothing(gemma: Session) -> None:
     wait_until_idle(gemma)
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 async def test_over_http(gemma: Session, golden: dict[str, NDArray[np.float32]]) -> None:
     from rekindle.serve import app

@@ -21,7 +21,7 @@ from helpers.small import LEAST
 from rekindle import Completion, Session, tiny
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.scheduling.drafting import heads, models
+from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from session.test_state_cache import tokens
 
@@ -63,8 +63,6 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, as much as there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
     monkeypatch.setattr(models, "_PLAIN", 0)
-    monkeypatch.setattr(heads, "_PLAIN", 0)
-    monkeypatch.setattr(heads, "_SHORTEST", 0)
 
 
 @pytest.fixture(scope="module")

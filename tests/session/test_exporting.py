@@ -77,7 +77,7 @@ def test_metadata_has_the_types_without_which_llama_cpp_opens_no_file(tmp_path: 
     assert fields["tokenizer.ggml.token_type"].types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
 
 
-@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", by_default(["bf16", "q4_0", "f16", "q8_0"], 2))
 def test_types_are_read_by_the_gguf_package_and_are_what_it_would_write(kind: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
     folder = checkpoints.write(tmp_path / "folder", QWEN)
@@ -97,7 +97,7 @@ def test_types_are_read_by_the_gguf_package_and_are_what_it_would_write(kind: st
     np.testing.assert_array_equal(np.asarray(found["layers.1.mlp.down.weight"]), back)
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", by_default(["q4_0", "q8_0"]))
 @pytest.mark.parametrize("case", ["qwen3", "llama"])
 def test_a_file_of_a_file_has_the_same_blocks(case: str, kind: str, tmp_path: Path) -> None:
     """Q4_0 of what Q4_0 stands for is not the same blocks in general, so blocks are copied, not made anew."""
@@ -109,7 +109,10 @@ def test_a_file_of_a_file_has_the_same_blocks(case: str, kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "case", ["llama3-rope", "qwen3-moe", "gemma2", "gpt2", "phi3-longrope-crossing", "olmo2", "smollm3", "mixtral"]
+    "case",
+    by_default(
+        ["llama3-rope", "qwen3-moe", "gemma2", "gpt2", "phi3-longrope-crossing", "olmo2", "smollm3", "mixtral"], 4
+    ),
 )
 def test_a_folder_of_a_file_of_a_folder_is_the_folder(case: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES[case] | ({"query_pre_attn_scalar": 16} if case == "gemma2" else {})
@@ -144,7 +147,7 @@ def test_transformers_opens_the_folder(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("kind", by_default(["f16", "bf16", "f32"]))
 def test_a_folder_in_another_type(kind: str, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "folder", QWEN)
     made = export(folder, tmp_path / "made", type=kind)

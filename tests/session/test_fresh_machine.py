@@ -38,6 +38,18 @@ def test_a_session_begins_and_ends_with_the_same_kernels(mode: str, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_busy_machine_does_not_keep_a_session_waiting_and_the_next_process_has_the_kernels(tmp_path: Path) -> None:
+    """A first `open` waited for nine minutes and more where others had both cores."""
+    found = serve("lazy", tmp_path, "--busy")
+    assert not any(found["at_first"].values()) and not any(found["at_last"].values()), "one arithmetic to the end"
+    assert found["wrong"] == 0 and found["stderr"].count("native kernels are not compiled after") == 1
+    (tmp_path / "go").touch()
+    found = serve("all", tmp_path)
+    assert all(found["at_first"].values()) and (found["wrong"], found["refused"]) == (0, [])
+    assert found["origins"] == ["compiled"], "programs without kernels are not kept"
+
+
+@pytest.mark.slow
 def test_without_a_compiler_plain_programs_serve_from_beginning_to_end_and_it_is_said(tmp_path: Path) -> None:
     found = serve("lazy", tmp_path, "--without-compiler")
     assert not any(found["at_first"].values()) and not any(found["at_last"].values())

@@ -43,6 +43,7 @@ async def test_tokens_text_and_logprobs_are_the_same_in_fewer_steps(guessing: Se
     assert stats.generated_tokens == 80
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_several_of_a_prompt_and_several_prompts(guessing: Session) -> None:
     drawn: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0}
@@ -56,6 +57,7 @@ async def test_several_of_a_prompt_and_several_prompts(guessing: Session) -> Non
     ]
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_a_stop_string_amid_what_was_guessed_ends_the_text(guessing: Session) -> None:
     whole = (await guessing.generate("hello ", max_tokens=80)).text
@@ -75,6 +77,7 @@ async def test_cancelling_gives_everything_back(guessing: Session) -> None:
                 break
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_single_steps_show_what_was_guessed(guessing: Session) -> None:
     async with guessing.paused():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.chatting import saying, with_special_tokens
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import ContentDelta, ReasoningDelta, ToolCallStarted
 from rekindle._src.text.replies.families import HARMONY
 from rekindle._src.text.template_code import parsed
@@ -52,7 +53,7 @@ def session(said: Any = script) -> Any:
 
 
 @anyio_test
-async def test_a_reply_has_its_parts_without_markers(anyio_backend: str) -> None:
+async def test_a_reply_has_its_parts_without_markers() -> None:
     with session() as opened:
         reply = await opened.chat(USER)
         assert (reply.content, reply.reasoning, reply.tool_calls) == ("Yes.", "I should look.", ())
@@ -63,7 +64,7 @@ async def test_a_reply_has_its_parts_without_markers(anyio_backend: str) -> None
 
 
 @anyio_test
-async def test_a_round_with_a_tool(anyio_backend: str) -> None:
+async def test_a_round_with_a_tool() -> None:
     with session() as opened:
         reply = await opened.chat(USER, tools=[weather])
         (call,) = reply.tool_calls
@@ -79,7 +80,7 @@ async def test_a_round_with_a_tool(anyio_backend: str) -> None:
 
 
 @anyio_test
-async def test_a_reply_goes_on_with_a_message(anyio_backend: str) -> None:
+async def test_a_reply_goes_on_with_a_message() -> None:
     with session(" and so on") as opened:
         messages = [*USER, {"role": "assistant", "content": "First"}]
         reply = await opened.chat(messages, continue_final_message=True)

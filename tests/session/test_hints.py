@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rekindle
@@ -13,6 +14,7 @@ from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.calls import embedding
 from rekindle._src.core.embedder import Embedder
+from rekindle._src.core.taps import Captured
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import InvalidRequest
 
@@ -59,6 +61,25 @@ def test_a_view_that_there_is_not(session: Session, name: str, words: str) -> No
         getattr(session.view, name)
     assert words in str(caught.value)
     assert not hasattr(session.view, "_ipython_canary_method_should_not_exist_")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("generate", "session = await rekindle.open(…), then session.generate"), ("opne", "Did you mean open?"),
+     ("nonsense_of_mine", "no attribute 'nonsense_of_mine'"), ("_private", "no attribute '_private'")],
+)  # fmt: skip
+def test_a_name_that_the_package_has_not(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match="module 'rekindle' has no attribute") as caught:
+        getattr(rekindle, name)
+    assert str(caught.value).endswith(words)
+
+
+def test_an_array_that_was_not_captured() -> None:
+    array = np.zeros((2, 3), np.float32)
+    captured = Captured(np.arange(2, dtype=np.int32), {("residual", 4): array, ("residual", 8): array}, 12)
+    assert captured["residual", -4] is array and ("residual", 5) not in captured
+    with pytest.raises(KeyError, match=r"'residual', 5.* was not captured; there are .*'residual', 4.*'residual', 8"):
+        captured["residual", 5]
 
 
 def test_a_text_is_a_chat_of_one_message(session: Session) -> None:

@@ -61,6 +61,7 @@ async def test_pages_come_back_with_their_weights() -> None:
         wait_until_idle(session)
 
 
+@pytest.mark.thorough
 async def test_requests_go_on_with_the_new_weights() -> None:
     sets = arrays(MODEL), arrays(OTHER)
     async with opening(precompile="lazy", host_memory=1 << 22) as session:

@@ -94,6 +94,7 @@ async def test_a_second_capture_of_a_prefix_computes_none_of_it(session: Session
     assert plain.usage.cached_tokens == 0, "it is not to keep them, nor to read what was kept"
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_a_part_of_what_was_kept_is_enough_and_others_are_computed(session: Session) -> None:
     text = prompt()
@@ -119,6 +120,7 @@ async def test_a_part_of_what_was_kept_is_enough_and_others_are_computed(session
     session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_streams_deliver_what_was_kept_with_their_first_token(session: Session) -> None:
     text = prompt(40)
@@ -183,6 +185,7 @@ def test_captures_come_back_with_pages_and_a_small_budget_keeps_the_beginnings_o
         assert small.cache.stats().captures.dropped > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_a_snapshot_has_what_was_kept_of_its_pages(tmp_path: Path) -> None:
     text, other = prompt(), prompt()
     options = {**OPTIONS, "cache_dir": str(tmp_path), "disk_memory": 1 << 26}

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from helpers.sessions import opened
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Explanation, PhaseKind, Session, Status
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted, StepFailed
 

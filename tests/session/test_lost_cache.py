@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.python import run_python
+from helpers.thorough import by_default
 from helpers.tiered import ask, opened
 from rekindle._src.core import memory
 from rekindle._src.kvcache.persist import snapshot
@@ -23,7 +24,7 @@ from rekindle.errors import StoreError
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
-@pytest.mark.parametrize("part", [".", "pages", "snapshots"])
+@pytest.mark.parametrize("part", by_default([".", "pages", "snapshots"]))
 def test_what_is_saved_after_the_folder_was_deleted_is_whole(
     part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -41,7 +42,7 @@ def test_what_is_saved_after_the_folder_was_deleted_is_whole(
         assert [ask(session, index) for index in range(2)] == [64, 64]
 
 
-@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("times", by_default([1, 99]))
 def test_pages_that_another_process_removes_during_a_save_are_written_again(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

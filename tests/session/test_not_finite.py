@@ -37,7 +37,7 @@ def spoiled(path: str, index: Any, value: float) -> LoadedModel:
 
 
 @pytest.mark.parametrize("value", by_default([np.nan, np.inf]))
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", by_default([{}, {"temperature": 1.0, "seed": 3}]), ids=["greedy", "drawn"])
 def test_the_request_fails_and_its_neighbours_do_not(value: float, sampling: dict[str, Any], tmp_path: Any) -> None:
     options = {**OPTIONS, "cache_dir": tmp_path}
     wanted = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {BROKEN: -100.0}, **sampling}

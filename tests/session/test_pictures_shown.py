@@ -13,6 +13,7 @@ import pytest
 
 from helpers import picture_models as small
 from helpers import seeing
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.calls import conversation
 from rekindle._src.images import open_bytes, open_picture, processor_of_files
 from rekindle._src.images import thumbnail as thumbnails

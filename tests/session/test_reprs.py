@@ -123,6 +123,13 @@ def test_a_session_that_did_nothing_says_how_to_begin() -> None:
         assert "nothing has run yet" not in first and "data-tile" in first
 
 
+def test_views_are_listed_as_they_are_called(session: Session) -> None:
+    listed = shown(session.view)
+    for call in ("session.watch()", "session.view.chat()", "await session.view.lens(prompt)"):
+        assert f"<code>{call}</code>" in listed
+    assert "Await it" not in listed
+
+
 def test_a_few_figures_come_first_and_the_others_are_folded(session: Session) -> None:
     session.generate_sync(["hello"] * 3, max_tokens=2)
     for thing in (session.stats(), session):
@@ -135,6 +142,8 @@ def test_a_few_figures_come_first_and_the_others_are_folded(session: Session) ->
     for _ in range(2):
         session.generate_sync("hello" * 8, max_tokens=2)
     assert re.search(r">\d+%<.*?>of 95 prompt tokens were cached<", shown(session))
+    assert "from the cache" not in first, "a zero says nothing"
+    assert re.search(r"from the cache [1-9].*prompts, computed \d+.*generated \d+", shown(session))
     assert "programs compiled" in shown(session)
     with session.paused():
         handle = session.submit("hello", max_tokens=2)

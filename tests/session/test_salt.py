@@ -63,6 +63,7 @@ def test_digests_of_the_same_tokens_differ_between_salts_and_not_within_one(tmp_
     assert not digests[None] & digests["alice"] and not digests["alice"] & digests["bob"]
 
 
+@pytest.mark.thorough
 def test_pages_that_left_the_device_stay_apart(tmp_path: Path) -> None:
     with opened(tmp_path) as session:  # 16 pages: each request pushes the others' pages into host memory
         for _ in range(2):
@@ -100,6 +101,7 @@ def test_the_salt_is_not_stored(tmp_path: Path) -> None:
         assert not path.is_file() or b"a-secret-of-alice" not in path.read_bytes(), path
 
 
+@pytest.mark.thorough
 def test_pins_are_of_one_salt(tmp_path: Path) -> None:
     with opened(tmp_path, device_pages=65) as session:
         ask(session, 0, "alice")
@@ -118,6 +120,7 @@ def test_a_fork_and_several_completions_keep_the_salt(tmp_path: Path) -> None:
         assert found(session, 0, None) == 0
 
 
+@pytest.mark.thorough
 def test_requests_of_two_salts_do_not_wait_for_each_other(tmp_path: Path) -> None:
     with opened(tmp_path, device_pages=65) as session:
         handles = [

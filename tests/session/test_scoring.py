@@ -19,7 +19,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.driving import plain_logits
 from helpers.sessions import wait_until_idle
-from helpers.small import CONTEXT, MODEL, PAGE, opening, plain, prompt
+from helpers.small import CONTEXT, MODEL, PAGE, TINY, opening, plain, prompt
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Score, Scores, ScoreTable, Session
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong
@@ -42,10 +42,8 @@ async def session() -> AsyncIterator[Session]:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    folder = str(tmp_path_factory.mktemp("cache"))
-    options: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 128, "precompile": "lazy"}
-    with rekindle.open_sync("tiny", dtype="float32", cache_dir=folder, **options) as made:
+def texts() -> Iterator[Session]:
+    with rekindle.open_sync("tiny", **TINY) as made:
         yield made
 
 
@@ -293,7 +291,7 @@ def test_without_pandas_a_table_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 def test_a_choice_beyond_the_context_fails_with_its_reason(texts: Session) -> None:
     with pytest.raises(PromptTooLong):
-        texts.score_sync("Hey", [" you", " one two" * 100])
+        texts.score_sync("Hey", [" you", " one two" * 200])
     assert texts.score_sync("Hey", [" you"])[0].logprob < 0
     with pytest.raises(InvalidRequest, match="by"):
         Scores(texts.score_sync("Hey", [" you"])).rank("length")  # type: ignore[arg-type]

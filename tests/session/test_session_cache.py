@@ -154,6 +154,7 @@ def test_damaged_pages_are_reported_once_and_computed_again(tmp_path: Path, capl
         assert any("does not match its checksum" in record.message for record in caplog.records)
 
 
+@pytest.mark.thorough
 def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
     """Without any save: pages are kept in the background once they are cold."""
     script = Path(__file__).parents[1] / "helpers" / "tiered.py"
@@ -172,6 +173,7 @@ def test_what_was_computed_outlives_a_killed_process(tmp_path: Path) -> None:
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_pinned_prefixes_stay_through_pressure(tmp_path: Path) -> None:
     with opened(tmp_path, host_memory=0, disk_memory=0) as session:
         ask(session, 0)
@@ -210,6 +212,7 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         for index in (0, 1):
@@ -232,6 +235,7 @@ def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
         assert ask(session, 0) == 64
 
 
+@pytest.mark.thorough
 def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

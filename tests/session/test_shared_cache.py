@@ -78,6 +78,7 @@ def test_a_fresh_machine_compiles_nothing(tmp_path: Path, shared: str) -> None:
         assert session.stats().compilations == 0
 
 
+@pytest.mark.thorough
 def test_what_a_machine_had_before_is_shared_too(tmp_path: Path, programs: Path) -> None:
     shared = tmp_path / "shared"
     with opened(machine(tmp_path / "one", programs), shared_cache=shared) as session:
@@ -105,6 +106,7 @@ def test_damage_costs_a_compilation(tmp_path: Path, programs: Path) -> None:
     assert backing(tmp_path / "two").refused > 0
 
 
+@pytest.mark.thorough
 def test_a_snapshot_is_restored_on_another_machine(tmp_path: Path, shared: str, programs: Path) -> None:
     one, two = machine(tmp_path / "one", programs), tmp_path / "two"
     with opened(one, shared_cache=shared) as session:

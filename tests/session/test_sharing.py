@@ -70,6 +70,7 @@ def test_only_what_is_missing_is_taken(both: Any) -> None:
     assert ask(two, 1) == PAGES * 8
 
 
+@pytest.mark.thorough
 def test_pages_that_left_the_device_are_given_too(both: Any) -> None:
     one, two, shared = both
     for index in range(4):
@@ -105,6 +106,7 @@ def test_salts_stay_apart(both: Any) -> None:
     assert (done.usage.cached_tokens, done.token_ids) == (PAGES * 8, plain(0))
 
 
+@pytest.mark.thorough
 def test_warming_up_brings_salted_pages_to_their_salt_alone(both: Any) -> None:
     one, two, shared = both
     one.generate_sync(list(prompt(0)), salt="a", max_tokens=NEW)

@@ -63,6 +63,7 @@ async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path:
         wait_until_idle(session)
 
 
+@pytest.mark.thorough
 async def test_what_was_to_be_saved_when_it_fell_asleep_is_left_out(tmp_path: Path) -> None:
     """The thread that saves pages in the background may have chosen some before they were given back."""
     async with opening(precompile="lazy", cache_dir=str(tmp_path), disk_memory=1 << 24, host_memory=0) as session:
@@ -141,7 +142,9 @@ async def test_what_can_not_be_brought_back_is_refused() -> None:
         await session.sleep()  # a sleeping session can be closed
 
 
-@pytest.mark.parametrize("cycles", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cycles", [pytest.param(3, marks=pytest.mark.thorough), pytest.param(100, marks=pytest.mark.slow)]
+)
 async def test_cycles_leak_nothing(cycles: int) -> None:
     async with opening(precompile="lazy", host_memory=1 << 20) as session:
         want = plain(IDS, 6)

@@ -6,6 +6,7 @@ import pytest
 
 from helpers.fakes import FakeModel
 from helpers.sessions import expected, opened
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import FinishReason, Session
 from rekindle.errors import PromptTooLong
 

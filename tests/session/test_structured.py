@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers.small import TINY
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import FinishReason, Sampling, Session
 from rekindle._src.scheduling.drafting.costs import StepCosts
@@ -46,9 +47,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    with rekindle.open_sync(
-        "tiny", dtype="float32", max_requests=4, max_tokens_per_step=32, max_model_len=256, disk_memory=0, seed=0
-    ) as made:
+    with rekindle.open_sync("tiny", **TINY) as made:
         yield made
         made.check_integrity()
 
@@ -57,6 +56,7 @@ def session() -> Iterator[Session]:
 def whole(session: Session) -> Iterator[None]:
     yield
     gc.collect()
+    gc.freeze()  # the next one need not look through the programs again: that took a fifth of these tests
     session.check_integrity()
 
 

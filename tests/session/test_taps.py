@@ -143,6 +143,7 @@ async def test_a_preempted_request_delivers_each_position_once() -> None:
         check(done)
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_with_prompt_lookup_and_a_stop_string_there_is_a_line_for_each_token() -> None:
     async with rekindle.open(MODEL, **{**OPTIONS, "prompt_lookup": 2}) as drafting:
@@ -314,6 +315,7 @@ async def test_what_one_request_captured_is_patched_into_another(session: Sessio
     assert list(done.token_ids) == Plain(MODEL, change_of(written, len(second))).generate(second, NEW)
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_a_fork_may_be_steered_otherwise(session: Session) -> None:
     done = await session.generate(PROMPTS[1], **GREEDY, steer=STEERS["add"])

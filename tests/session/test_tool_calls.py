@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.chatting import HERMES, MISTRAL, OPENED, saying, with_special_tokens
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Completion, ToolCall, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.core.reply import fold
 from rekindle._src.text.replies import ReplyFormat
@@ -30,7 +31,7 @@ def weather(city: str, days: int = 1) -> str:
 
 
 @anyio_test
-async def test_a_reply_has_its_parts(anyio_backend: str) -> None:
+async def test_a_reply_has_its_parts() -> None:
     with saying(f"<think>\nI should look.\n</think>\n\nOne moment.\n{CALL}") as session:
         reply = await session.chat(USER, tools=[weather])
         assert (reply.content, reply.reasoning) == ("One moment.", "I should look.")
@@ -52,7 +53,7 @@ async def test_a_reply_has_its_parts(anyio_backend: str) -> None:
 
 
 @anyio_test
-async def test_a_stream_can_tell_calls_while_they_are_written(anyio_backend: str) -> None:
+async def test_a_stream_can_tell_calls_while_they_are_written() -> None:
     with saying(f"<think>Hm.</think>Wait. {CALL}") as session:
         whole = await session.chat(USER, tools=[weather], seed=5)
         handle = session.chat(USER, tools=[weather], seed=5, stream_tool_calls=True)
@@ -73,7 +74,7 @@ async def test_a_stream_can_tell_calls_while_they_are_written(anyio_backend: str
 
 
 @anyio_test
-async def test_streams_and_handles_have_the_same_parts(anyio_backend: str) -> None:
+async def test_streams_and_handles_have_the_same_parts() -> None:
     with saying(f"<think>Hm.</think>Wait. {CALL}") as session:
         whole = await session.chat(USER, tools=[weather], seed=5)
         handle = session.chat(USER, tools=[weather], seed=5)
@@ -88,7 +89,7 @@ async def test_streams_and_handles_have_the_same_parts(anyio_backend: str) -> No
 
 
 @anyio_test
-async def test_ids_of_calls_are_unique_and_repeat_with_the_seed(anyio_backend: str) -> None:
+async def test_ids_of_calls_are_unique_and_repeat_with_the_seed() -> None:
     with saying(CALL + CALL) as session:
         first = await session.chat(USER, tools=[weather], seed=1)
         again = await session.chat(USER, tools=[weather], seed=1)
@@ -100,7 +101,7 @@ async def test_ids_of_calls_are_unique_and_repeat_with_the_seed(anyio_backend: s
 
 
 @anyio_test
-async def test_text_without_tools_or_reasoning_is_left_alone(anyio_backend: str) -> None:
+async def test_text_without_tools_or_reasoning_is_left_alone() -> None:
     with saying(f" {CALL} ") as session:
         reply = await session.chat(USER)
         assert reply.content == reply.text == f" {CALL} " and reply.tool_calls == ()
@@ -112,7 +113,7 @@ async def test_text_without_tools_or_reasoning_is_left_alone(anyio_backend: str)
 
 
 @anyio_test
-async def test_reasoning_that_the_template_opens_or_switches_off(anyio_backend: str) -> None:
+async def test_reasoning_that_the_template_opens_or_switches_off() -> None:
     with saying("Hm.\n</think>\n\nYes.", OPENED) as session:
         reply = await session.chat(USER)
         assert (reply.reasoning, reply.content) == ("Hm.", "Yes.")
@@ -126,7 +127,7 @@ async def test_reasoning_that_the_template_opens_or_switches_off(anyio_backend: 
 
 
 @anyio_test
-async def test_a_continued_message_may_end_inside_of_its_reasoning(anyio_backend: str) -> None:
+async def test_a_continued_message_may_end_inside_of_its_reasoning() -> None:
     with saying(" more</think>Yes.") as session:
         begun = [*USER, {"role": "assistant", "content": "<think>Some"}]
         reply = await session.chat(begun, continue_final_message=True)
@@ -138,7 +139,7 @@ async def test_a_continued_message_may_end_inside_of_its_reasoning(anyio_backend
 
 
 @anyio_test
-async def test_markers_that_are_special_tokens_are_seen_where_they_are_asked_for(anyio_backend: str) -> None:
+async def test_markers_that_are_special_tokens_are_seen_where_they_are_asked_for() -> None:
     tokenizer = with_special_tokens("[TOOL_CALLS]", "[ARGS]", "[OTHER]")
     with saying('Hm[OTHER].[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', MISTRAL, tokenizer=tokenizer) as session:
         reply = await session.chat(USER, tools=[weather])
@@ -151,7 +152,7 @@ async def test_markers_that_are_special_tokens_are_seen_where_they_are_asked_for
 
 
 @anyio_test
-async def test_arguments_as_text_are_shown_to_the_template_as_an_object(anyio_backend: str) -> None:
+async def test_arguments_as_text_are_shown_to_the_template_as_an_object() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     with saying("Rain.") as session:
         messages: list[dict[str, Any]] = [
@@ -184,7 +185,7 @@ PHI = (
     [(SMOL, CALL), (PHI, '<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]<|/tool_call|>')],
     ids=["SmolLM3", "Phi-4-mini"],
 )
-async def test_templates_that_take_tools_in_ways_of_their_own(anyio_backend: str, template: str, said: str) -> None:
+async def test_templates_that_take_tools_in_ways_of_their_own(template: str, said: str) -> None:
     with saying(said, template) as session:
         reply = await session.chat(USER, tools=[weather])
         (call,) = reply.tool_calls
@@ -196,7 +197,7 @@ async def test_templates_that_take_tools_in_ways_of_their_own(anyio_backend: str
 
 
 @anyio_test
-async def test_what_the_template_does_not_read_is_refused(anyio_backend: str) -> None:
+async def test_what_the_template_does_not_read_is_refused() -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with saying("Hi", plain) as session:
         for field, options in (

@@ -9,6 +9,7 @@ import pytest
 
 import rekindle
 from helpers.chatting import HERMES, saying
+from helpers.small import TINY
 from helpers.thorough import by_default
 from rekindle import FinishReason, Session
 from rekindle.errors import InvalidRequest
@@ -38,11 +39,8 @@ def stop() -> str:
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    folder = str(tmp_path_factory.mktemp("cache"))
-    with rekindle.open_sync(
-        "tiny", max_requests=2, max_tokens_per_step=32, max_model_len=512, precompile="lazy", cache_dir=folder
-    ) as made:
+def session() -> Iterator[Session]:
+    with rekindle.open_sync("tiny", **TINY) as made:
         yield made
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers.sessions import fake_session
+from helpers.small import TINY
 from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.text.generation_config import CHAT, Defaults, checkpoint_sampling, defaults_of, describe
@@ -86,9 +87,9 @@ def test_a_session_draws_its_chats_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.folder(), folder)
     (folder / "generation_config.json").unlink()
-    options: dict[str, Any] = {"disk_memory": 0, "max_model_len": 64, "device_pages": 8}
+    options: dict[str, Any] = TINY
     said = [{"role": "user", "content": "Hello"}]
-    with rekindle.open_sync(folder, precompile="lazy", **options) as session:
+    with rekindle.open_sync(folder, **options) as session:
         assert session.sampling == session.generate("x").sampling == Sampling()
         assert session.chat_sampling == CHAT and "temperature 0.8" in session._repr_html_().partition("chats with")[2]
         assert session.chat(said, max_tokens=9).sampling == replace(CHAT, max_tokens=9)
@@ -103,7 +104,7 @@ def test_a_session_draws_its_chats_and_nothing_else(tmp_path: Path) -> None:
         assert len(greedy) == 1
         rows = session.map_sync([{"text": "Hello"}] * 2, "{text}", chat=True, max_tokens=4)
         assert len({row.text for row in rows}) == 1, "rows are greedy"
-    with rekindle.open_sync(folder, precompile="lazy", generation_config="greedy", **options) as session:
+    with rekindle.open_sync(folder, generation_config="greedy", **options) as session:
         assert session.chat_sampling == Sampling() and session.chat(said).sampling.greedy
 
 
@@ -118,14 +119,15 @@ def test_a_server_draws_as_the_apis_say_and_not_as_a_chat_here(monkeypatch: pyte
         assert Sampling.of(session.chat_sampling, options) == Sampling(temperature=0.3, top_p=0.5)
 
 
+@pytest.mark.usefixtures("shared_programs")
 def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.folder(), folder)
     written(folder, {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": [2, 0]})
-    options: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "max_model_len": 64, "device_pages": 8}
+    options: dict[str, Any] = {**TINY, "quiet": False, "cache_dir": str(tmp_path / "cache")}
     with (
         caplog.at_level(logging.INFO, "rekindle.engine"),
-        rekindle.open_sync(folder, precompile="lazy", **options) as session,
+        rekindle.open_sync(folder, **options) as session,
     ):
         wanted = Sampling(temperature=0.7, top_k=20)
         assert session.sampling == wanted
@@ -143,7 +145,7 @@ def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog:
         forked = session.fork(done, at=2)
         assert (forked.sampling.temperature, forked.sampling.top_k) == (0.7, 20)
         assert forked.result_sync().token_ids == done.token_ids[2:]
-    with rekindle.open_sync(folder, precompile="lazy", generation_config="greedy", **options) as session:
+    with rekindle.open_sync(folder, generation_config="greedy", **options) as session:
         assert session.sampling == session.generate("x").sampling == Sampling()
         assert "samples" not in repr(session)
 

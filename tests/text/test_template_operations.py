@@ -250,7 +250,7 @@ READ: dict[str, Callable[[int], str]] = {
 def test_reading_twice_as_much_takes_twice_the_time(name: str) -> None:
     def seconds(length: int) -> float:
         text, best = READ[name](length), float("inf")
-        for attempt in range(5):
+        for attempt in range(3):
             start = time.process_time()
             with contextlib.suppress(CheckpointError):  # another text is read anew
                 ReplyFormat.of_template(ChatTemplate(text + " " * attempt).code())

@@ -162,7 +162,20 @@ def __getattr__(name: str) -> object:
             return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"rekindle.{name}")
-    raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+    hint = "" if name.startswith("_") else _hint(name)  # tools ask for names with underscores, and read no hints
+    raise AttributeError(f"module 'rekindle' has no attribute {name!r}{hint}")
+
+
+def _hint(name: str) -> str:
+    """Return what may have been meant by a name that is not there, as the end of a sentence."""
+    import difflib
+
+    from rekindle._src.session.session import Session
+
+    if hasattr(Session, name):
+        return f": it is a session's. Write session = await rekindle.open(…), then session.{name}"
+    close = difflib.get_close_matches(name, __all__, n=1)
+    return f". Did you mean {close[0]}?" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@
 Each process keeps the object file of every kernel that it has compiled, and ends by itself, also when this process has
 ended before: its next start finds what is there. What ends such a process, LLVM's aborts included, is not tried here.
 
+They take less than a program's share of a core that others want, though not much less: a session waits for them.
+
 While another program's processes compile into the same folder, a program waits for them and starts none of its own:
 twenty commands in a minute would otherwise have forty of them at work.
 """
@@ -10,6 +12,7 @@ twenty commands in a minute would otherwise have forty of them at work.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -23,9 +26,10 @@ from rekindle_kernels.native import build, cpu
 MOST = 4  # processes
 LONGEST = 600  # seconds after which a process is ended: others may wait for it
 _POLL = 0.05
-# What serves comes first, also before the imports, which take half a second of a core.
+# What serves comes first, also before the imports, which take half a second of a core. At 10, where others kept two
+# cores busy at 0, kernels of 20 s of a core were not there after nine minutes; 3 is half a share.
 _CODE = (
-    "import os, sys; os.nice(10); sys.path[:] = {path!r}; "
+    "import os, sys; os.nice(3); sys.path[:] = {path!r}; "
     "from rekindle_kernels.native import background_build as b; b.main()"
 )
 # The costliest first, so that the processes end together.
@@ -64,6 +68,8 @@ class BackgroundBuild:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
+        self.since = time.monotonic()
+        self.put_off: tuple[str, ...] = ()  # which this process does without, since waiting for them took too long
         self._told = False  # what failed
         self._lock = threading.Lock()
         self._elsewhere = True  # until this program has begun, which it does when no other one compiles
@@ -88,11 +94,25 @@ class BackgroundBuild:
             self._begin()
         return self._elsewhere or any(process.poll() is None for process, _ in self._processes)
 
-    def wait(self, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on."""
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The kernels that are neither stored nor refused yet."""
+        return tuple(name for name in self.names if not build.is_there(name))
+
+    def wait(self, stopped: Callable[[], bool] = lambda: False, *, longest: float = math.inf) -> bool:
+        """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on.
+
+        `longest` seconds after they were begun, this process does without those that are left, until its end; they go
+        on being compiled, for the next one.
+        """
         while self.running:
             if stopped():
                 return False
+            if time.monotonic() - self.since > longest:
+                with self._lock:
+                    self.put_off = self.put_off or self.left
+                    build.put_off(self.put_off)
+                return True
             time.sleep(_POLL)
         with self._lock:
             if not self._told:

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import threading
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ _lock = threading.Lock()
 compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
 _ready: set[str] = set()  # kernels
+_put_off: set[str] = set()  # kernels that were not compiled in time
 
 
 def unavailable_reason() -> str | None:
@@ -65,7 +67,8 @@ def identity() -> dict[str, str]:
     """Return the facts that machine code depends on here, in addition to the sources and the processor."""
     found, masked = library.find(), cpu.mask()
     levels = "" if found is None else next(iter(found.levels))
-    return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else ""}
+    without = {"without": ",".join(sorted(_put_off))} if _put_off else {}
+    return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else "", **without}
 
 
 def ensure(name: str) -> str:
@@ -123,6 +126,14 @@ def refuse(name: str, error: Exception) -> None:
     """Do without kernel `name` from now on; XLA does its work."""
     if name not in _failed and name not in _ready:
         _say(name, error)
+
+
+def put_off(names: Iterable[str]) -> None:
+    """Do without these kernels until this process ends, although others compile them: no program may wait for them."""
+    with _lock:
+        late = {*names} - _ready
+        _put_off.update(late)
+        _failed.update(late)
 
 
 def give_up(name: str, error: Exception) -> bool:

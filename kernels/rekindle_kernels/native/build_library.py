@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -130,7 +131,8 @@ def build(
     *,
     system: str = sys.platform,
     linker: str | None = None,
-    limit: float | None = None,
+    limit: float = math.inf,
+    longest: float = math.inf,
     origin: str = "",
     prefetch: Mapping[str, Any] | None = None,
     room: int | None = None,
@@ -140,9 +142,10 @@ def build(
 
     Of a library with `room` for so many bytes once it is compressed, the last kernels are left out if need be.
     `prefetch` is what `tuned` returned, and goes into the manifest.
-    What is not begun after `limit` seconds is left out, and what can't be compiled, too; if the library has to be
-    `whole`, RuntimeError is raised then. `linker` is the compiler driver that links, if one is needed,
-    with its options; it has to be one for `system`.
+    What is not begun after `limit` seconds of a process's own time on a core is left out: that is as much on a busy
+    machine as on an idle one. So is what is not begun after `longest` seconds, and what can't be compiled; if the
+    library has to be `whole`, RuntimeError is raised then. `linker` is the compiler driver that links, if one is
+    needed, with its options; it has to be one for `system`.
     """
     machines = {level.machine for level in levels}
     assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
@@ -151,11 +154,12 @@ def build(
     program = shlex.split(linker or _linker()) if linked else []
     started, found = time.perf_counter(), dict[str, dict[cpu.Level, Path]]()  # object files, by kernel
     failed = list[str]()
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = time.monotonic() + longest
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
             names = [name for name in kernels if fits(name, level)]
-            for name, path in zip(names, _compiled(names, level, Path(folder), linked, system, deadline), strict=True):
+            paths = _compiled(names, level, Path(folder), linked, system, limit, deadline)
+            for name, path in zip(names, paths, strict=True):
                 if path is None:
                     failed.append(f"{name} can't be compiled for {level.name} in time")
                     print(failed[-1], file=sys.stderr)
@@ -268,7 +272,13 @@ def fits(name: str, level: cpu.Level) -> bool:
 
 
 def _compiled(
-    names: Sequence[str], level: cpu.Level, folder: Path, linked: bool, system: str, deadline: float | None
+    names: Sequence[str],
+    level: cpu.Level,
+    folder: Path,
+    linked: bool,
+    system: str,
+    limit: float = math.inf,
+    deadline: float = math.inf,
 ) -> list[Path | None]:
     """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
@@ -276,7 +286,7 @@ def _compiled(
     results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
     if sys.platform == "win32":  # it has no processes that begin as a copy of this one
         for name, path in zip(names, results, strict=True):
-            if deadline is None or time.monotonic() < deadline:
+            if time.process_time() < limit and time.monotonic() < deadline:
                 _compile(name, level, path, linked, system)
         return [path if path.exists() else None for path in results]
     jobs, ready = os.pipe()  # a process takes the next number from it
@@ -287,7 +297,7 @@ def _compiled(
         with contextlib.suppress(BlockingIOError):  # no number is left
             while os.getppid() == asked_by:
                 (index,) = _JOB.unpack(os.read(jobs, _JOB.size))
-                if deadline is None or time.monotonic() < deadline:
+                if time.process_time() < limit and time.monotonic() < deadline:  # a fork's own time begins at 0
                     _compile(names[index], level, results[index], linked, system)
 
     try:
@@ -393,7 +403,8 @@ def main() -> None:
         "--linker", help="the compiler driver (for Windows: lld-link) that links for another system or machine"
     )
     parser.add_argument("--room", type=int, help="bytes of the compressed library; the rarest kernels are left out")
-    parser.add_argument("--limit", type=float, help="seconds after which no further kernel is begun")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a core, then no kernel is begun")
+    parser.add_argument("--longest", type=float, default=math.inf, help="seconds after which no kernel is begun")
     parser.add_argument("--whole", action="store_true", help="fail where a kernel can't be compiled")
     parser.add_argument("--out", type=Path, default=library.folder())
     arguments = parser.parse_args()
@@ -416,7 +427,7 @@ def main() -> None:
     try:
         build(
             arguments.out, levels, kernels, system=arguments.system, linker=arguments.linker, limit=arguments.limit,
-            origin=origin, prefetch=chosen, room=arguments.room, whole=arguments.whole,
+            longest=arguments.longest, origin=origin, prefetch=chosen, room=arguments.room, whole=arguments.whole,
         )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None

@@ -95,3 +95,23 @@ def test_checkpoints_that_differ_are_refused(tmp_path: Path) -> None:
         checkpoint.load(assistants.write(tmp_path / "lacking", own, lacking))
     with pytest.raises(UnsupportedModel, match="num_centroids=7"):
         checkpoint.load(assistants.write(tmp_path / "clusters", own | {"num_centroids": 7}, state))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_assistant_is_read_from_gguf(name: str, tmp_path: Path) -> None:
+    raw = assistants.raw_of(checkpoints.CASES[name])
+    state = assistants.tensors(raw)
+    expected = checkpoint.load(assistants.write(tmp_path / "folder", raw, state), dtype="float32")
+    file = tmp_path / "assistant.gguf"
+    found = checkpoint.load(assistants.write_file(file, raw, state), dtype="float32")
+    assert found.graph.paths == expected.graph.paths
+    for path, leaf, wanted in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
+        np.testing.assert_array_equal(leaf, wanted, err_msg=path)
+    own, folder = found.config, expected.config
+    assert own.assists == folder.assists
+    assert [own.pages_of(layer) for layer in range(2)] == [folder.pages_of(layer) for layer in range(2)]
+    for mine, wanted in zip(own.attention, folder.attention, strict=True):
+        assert (mine.sliding_window, mine.rope) == (wanted.sliding_window, wanted.rope)
+    file.write_bytes(file.read_bytes().replace(b"embedding_length_out", b"embedding_length_xxx"))
+    with pytest.raises(CheckpointError, match="embedding_length_out"):
+        checkpoint.load(file, dtype="float32")

@@ -1,4 +1,4 @@
-"""Heads that draft tokens, against transformers' own: the first draft after each token, and the second."""
+"""Heads that draft tokens, against transformers' own: the first draft after each token, and those that follow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from golden.make import PROMPT
 from helpers import checkpoints
-from helpers.draft_heads import drafts, with_head
+from helpers.draft_heads import chains, drafts, with_head
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import checkpoint, known_models
 from rekindle._src.models.loading.gguf.blocks import F32
@@ -77,9 +77,16 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         states, tokens = theirs.model(ids[None]).last_hidden_state[:, :-1], ids[1:]
         first = run(states, tokens)
         logits = theirs.lm_head(first)[0]
-        second = run(torch.cat([states, first[:, -1:]], 1), torch.cat([tokens, logits[-1:].argmax(-1)]))
-        expected = logits.numpy(), theirs.lm_head(second)[0, -1].numpy()
-    for found, wanted in zip(ours, expected, strict=True):
+        expected, out = [logits.numpy()], first
+        for _ in range(3):  # each reads the head's own state and token
+            states = torch.cat([states, out[:, -1:]], 1)
+            tokens = torch.cat([tokens, theirs.lm_head(out)[0, -1:].argmax(-1)])
+            out = run(states, tokens)
+            expected.append(theirs.lm_head(out)[0, -1].numpy())
+    last = len(PROMPT) - 1
+    chain = chains(checkpoints.model(raw, state), PROMPT, [last], 4)[last]
+    np.testing.assert_allclose(chain[0], ours[0][-1], atol=TOLERANCE * ours[0].std())
+    for found, wanted in zip((*ours, *chain[1:]), (*expected[:2], *expected[1:]), strict=True):
         assert np.abs(found - wanted).max() / wanted.std() <= TOLERANCE
 
 

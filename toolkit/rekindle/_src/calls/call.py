@@ -12,10 +12,11 @@ from rekindle._src.dispatch.threads import run_sync
 from rekindle.errors import NotPicklable
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 _PROTOCOL = frozenset({"send", "throw", "close"})  # called by event loops
 
 
-class Call(html.Line, Coroutine[Any, Any, T], Generic[T]):
+class Call(html.Line, Coroutine[object, object, T_co], Generic[T_co]):
     """A coroutine object that may be awaited more than once, for the same result.
 
     `await`, asyncio.create_task, asyncio.gather, nursery.start_soon and TaskGroup.start_soon take it. Nothing happens
@@ -24,25 +25,25 @@ class Call(html.Line, Coroutine[Any, Any, T], Generic[T]):
     """
 
     _awaited: str = "await …"  # the source text of awaiting it, for messages
-    _running: Coroutine[Any, Any, T] | None = None
+    _running: Coroutine[object, object, T_co] | None = None
 
-    async def _result(self) -> T:
+    async def _result(self) -> T_co:
         raise NotImplementedError
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[Any, Any, T_co]:
         return self._result().__await__()
 
-    def result_sync(self) -> T:
+    def result_sync(self) -> T_co:
         """Return the same result, blocking this thread; for code without an event loop."""
         return run_sync(self._result())
 
-    def send(self, value: object) -> Any:
+    def send(self, value: object) -> object:
         """Advance it by one step; event loops do this."""
         if self._running is None:
             self._running = self._result()
         return self._running.send(value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         """Raise an exception where it waits; event loops do this."""
         if self._running is None:
             self._running = self._result()
@@ -106,7 +107,7 @@ class Once(Call[T]):
         self._started = True
         return await self._function(*self._arguments)
 
-    def throw(self, *error: object) -> Any:
+    def throw(self, *error: object) -> object:
         """Raise an exception where it waits; event loops do this."""
         self._started = True
         return super().throw(*error)

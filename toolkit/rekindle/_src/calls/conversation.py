@@ -160,12 +160,10 @@ class Conversation:
     One turn is answered at a time.
     """
 
-    # Any: the signature of a public class names no private type.
     def __init__(
-        self, session: Any, front: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self, session: Chats, front: Front, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]
     ) -> None:
-        self._session: Chats = session
-        self._front: Front = front
+        self._session, self._front = session, front
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._options = dict(options)
         self._last: Answer | None = None  # None if the last message's origin is unknown
@@ -500,7 +498,7 @@ class Turn(Call[Completion]):
         return self._handle
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        deltas = aiter(self._start())
+        deltas: AsyncIterator[TextDelta] = aiter(self._start())
         self._reader = weakref.ref(deltas)
         return deltas
 

@@ -49,15 +49,16 @@ class Embeddings(Call[T]):
 
     _awaited = "await session.embed(…)"
 
-    # Any: only embed() makes one, and the signature of a public class names no private type.
-    def __init__(self, batch: Any, finish: Any) -> None:
-        self._batch: Batch[EmbeddingResult | Completion] = batch
-        self._finish = finish
+    def __init__(
+        self,
+        batch: Batch[EmbeddingResult | Completion],
+        finish: Callable[[list[EmbeddingResult | Completion | RekindleError]], T],
+    ) -> None:
+        self._batch, self._finish = batch, finish
 
     async def _result(self) -> T:
         results: list[EmbeddingResult | Completion | RekindleError] = list(await self._batch)
-        vectors: T = self._finish(results)
-        return vectors
+        return self._finish(results)
 
     def cancel(self) -> None:
         """Abort the texts that have not ended, from any thread."""
@@ -259,7 +260,7 @@ class EmbeddingMethods:
         return vectors
 
 
-def usage_so_far(handles: Sequence[Handle[Any]]) -> Usage:
+def usage_so_far(handles: Sequence[Handle[EmbeddingResult | Completion]]) -> Usage:
     """Return the tokens of the prompts that have ended without an error."""
     used = [handle.completion().usage for handle in handles if handle.done and handle.error is None]
     return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)

@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.own_failure import interrupted
+from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     pass
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 # Unique in the process, so that an id never means two requests, not even of two sessions.
 _ids = itertools.count()
 
@@ -96,7 +98,14 @@ class RequestOutput:
             )
 
 
-class Handle(RequestOutput, Call[T]):
+class DeltaStream(Protocol):
+    """A stream of deltas, of one request or of all that a `ToolLoop` makes."""
+
+    def __anext__(self) -> Coroutine[object, None, TextDelta]: ...
+    def _leave(self) -> None: ...
+
+
+class Handle(RequestOutput, Call[T_co]):
     """One prompt's request: await it for its completion, iterate over it for its deltas, cancel it from any thread.
 
     `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue
@@ -104,11 +113,10 @@ class Handle(RequestOutput, Call[T]):
     above 1 the result is a list, and the deltas of all sequences come as they are made, each with its `index`.
     """
 
-    # Any: the signature of a public class names no private type.
     def __init__(
         self,
         host: Host,
-        session: Any,
+        session: object,
         prompt: Prompt,
         sampling: Sampling,
         *,
@@ -118,7 +126,7 @@ class Handle(RequestOutput, Call[T]):
         self.sampling: Sampling = sampling
         self.caller: str = ""  # the caller's name: long prompts and grammars of several callers are taken in by turns
         self._host = host
-        self._session = session  # kept open by its handles: a session closes once nothing refers to it
+        self._session: Any = session  # kept open by its handles: a session closes once nothing refers to it
         self._prompt = prompt
         self._awaited = "await session.generate(…)" if prompt.messages is None else "await session.chat(…)"
         self._scoped = scoped  # ends with the loop over it
@@ -137,7 +145,7 @@ class Handle(RequestOutput, Call[T]):
         return self._mailbox.prompt if prompt.text is None else prompt.text if prompt.shown is None else prompt.shown
 
     @property
-    def images(self) -> tuple[Any, ...]:
+    def images(self) -> tuple[PictureLike, ...]:
         """The pictures of the prompt, as they were read."""
         given = self._prompt.extensions.get(PromptPictures)
         return () if given is None else given.pictures
@@ -271,18 +279,18 @@ class Handle(RequestOutput, Call[T]):
         if getattr(self, "_submitted", False) and not self._mailbox.ended:
             self._host.abort(self._mailbox)
 
-    async def _result(self) -> T:
+    async def _result(self) -> T_co:
         await self._wait()
         return self.completion()
 
-    def completion(self) -> T:
+    def completion(self) -> T_co:
         """Return the result of a request that has ended, without waiting. Raise its error if it has one."""
         if not self._mailbox.ended:
             raise InvalidRequest("handle", self.id, "has not ended", "Await it")
         if (error := self._mailbox.error) is not None:
             raise fresh(error)
         results = self._mailbox.results
-        return cast(T, results[0] if self.sampling.n == 1 else Completions(results))
+        return cast(T_co, results[0] if self.sampling.n == 1 else Completions(results))
 
     async def _wait(self, count: int | None = None) -> None:
         """Wait for the end, or for more than `count` deltas. Any exception raised in here aborts the request."""
@@ -301,10 +309,10 @@ class Handle(RequestOutput, Call[T]):
             keep_partial(error, [self], self.so_far)
             raise
 
-    def so_far(self) -> Any:
+    def so_far(self) -> T_co:
         """Return the output so far in the form of the result. A sequence that has not ended counts as aborted."""
         completions = [self._partial(index) for index in range(self.sampling.n)]
-        return completions[0] if self.sampling.n == 1 else Completions(completions)
+        return cast(T_co, completions[0] if self.sampling.n == 1 else Completions(completions))
 
     def _partial(self, index: int) -> Completion:
         if isinstance(completion := self._mailbox.results[index], Completion):
@@ -346,7 +354,7 @@ class Handle(RequestOutput, Call[T]):
 
     def stream_sync(self) -> SyncStream:
         """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
-        return SyncStream(self)
+        return SyncStream(aiter(self))
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "submitted" if self._submitted else "not submitted: await it"
@@ -388,7 +396,7 @@ def _captured(deltas: Sequence[TextDelta]) -> Captured | None:
     return Captured.joined([part for part in parts if len(part.positions)], parts[0].layers) if parts else None
 
 
-def keep_partial(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
+def keep_partial(error: BaseException, handles: Sequence[Handle[object]], so_far: Callable[[], object]) -> None:
     """Keep the output of interrupted requests as `session.last`, and say so in the interrupt's message."""
     if isinstance(error, Exception):
         return
@@ -409,7 +417,7 @@ def chat_of(source: Handle[Any], text: str) -> dict[str, Any]:
     return {"messages": prompt.messages, "reply": continued}
 
 
-async def one_ended(handles: Sequence[Handle[Any]]) -> None:
+async def one_ended(handles: Sequence[Handle[object]]) -> None:
     """Wait until one of the requests has ended."""
     for handle in handles:
         if not handle.done:
@@ -425,11 +433,15 @@ class Batch(Call[list[T]]):
 
     _awaited = "await session.generate([…])"
 
-    # Any: only generate() makes one, and the signature of a public class names no private type.
-    def __init__(self, handles: Sequence[Any], *, progress: Any = None, keep_errors: bool = False) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle[T]],
+        *,
+        progress: Callable[[Sequence[Mailbox]], Activity] | None = None,
+        keep_errors: bool = False,
+    ) -> None:
         self.handles: list[Handle[T]] = list(handles)
-        self._progress: Callable[[Sequence[Mailbox]], Activity] | None = progress
-        self._keep_errors = keep_errors
+        self._progress, self._keep_errors = progress, keep_errors
 
     async def _result(self) -> list[T]:
         if self._progress is None or len(self.handles) < 2:
@@ -490,11 +502,11 @@ class Batch(Call[list[T]]):
 class Stream(html.Line, AsyncIterator[TextDelta]):
     """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
 
-    # Any: the signature of a public class names no private type.
-    def __init__(self, handle: Handle[Any], mailbox: Any, following: Any, *, scoped: bool) -> None:
-        self._handle = handle
-        self._mailbox: Mailbox = mailbox
-        self._following: Callable[[int], Awaitable[None]] = following  # waits for more deltas than this number
+    def __init__(
+        self, handle: Handle[object], mailbox: Mailbox, following: Callable[[int], Awaitable[None]], *, scoped: bool
+    ) -> None:
+        self._handle, self._mailbox = handle, mailbox
+        self._following = following  # waits for more deltas than this number
         self._scoped = scoped  # the request ends with the loop over it
         self._seen = 0
         self._ended = False
@@ -531,9 +543,8 @@ class Stream(html.Line, AsyncIterator[TextDelta]):
 class SyncStream(html.Line, Iterator[TextDelta]):
     """A stream for code without an event loop: `for` over it blocks this thread."""
 
-    # Any: a `ToolLoop` has such a stream, too.
-    def __init__(self, handle: Any) -> None:
-        self._stream: Any = aiter(handle)
+    def __init__(self, stream: DeltaStream) -> None:
+        self._stream = stream
 
     def __repr__(self) -> str:
         return f"<Sync{repr(self._stream)[1:]}"
@@ -541,8 +552,7 @@ class SyncStream(html.Line, Iterator[TextDelta]):
     def __next__(self) -> TextDelta:
         """Return the next delta. Blocks this thread until it is there."""
         try:
-            delta: TextDelta = run_sync(self._stream.__anext__())
-            return delta
+            return run_sync(self._stream.__anext__())
         except StopAsyncIteration:
             raise StopIteration from None
 

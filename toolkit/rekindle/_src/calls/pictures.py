@@ -10,8 +10,9 @@ import numpy as np
 
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
 from rekindle._src.core.html import ImageLike
+from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike
+from rekindle._src.dispatch.backend import Front, PicturesLike
 from rekindle._src.dispatch.pictures import PromptPictures, encoded, names_of
 from rekindle._src.images.thumbnail import Thumbnail
 from rekindle.errors import InvalidRequest
@@ -228,7 +229,7 @@ def _value(part: Mapping[str, Any]) -> Any:
     return None
 
 
-def _reader(front: Front, value: Any) -> PicturesLike:
+def _reader(front: Front, value: Any) -> PicturesLike[Any]:
     if front.pictures is None:
         problem = f"can't be read: {front.model or 'the model'} reads text alone"
         raise InvalidRequest("images", value, problem, "Open a model that reads pictures")

@@ -51,7 +51,7 @@ def parse(prompt: object, *, keep_errors: bool = False) -> tuple[list[Prompt], b
     raise _no_prompt(prompt)
 
 
-def from_column(values: object) -> Any:
+def from_column(values: object) -> object:
     """Return the values of a column of a DataFrame as an array, and anything else as it is."""
     return values.to_numpy() if hasattr(values, "to_numpy") and hasattr(values, "dtype") else values
 

@@ -26,10 +26,11 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
+from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
-from rekindle._src.dispatch.backend import Front, PictureLike
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.threads import fresh
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
 
@@ -278,18 +279,19 @@ class RowPictures:
     """The pictures of rows: those in one of their columns, or an entry for each row."""
 
     def __init__(self, front: Front, images: Any, rows: Rows) -> None:
-        self._front, self._images = front, from_column(images)
+        column = from_column(images)
+        self._front = front
+        self._images: Any = column
         if isinstance(images, str):
             rows.check_names((images,), "images", "{}")
         elif images is not None:
-            a_column = isinstance(self._images, np.ndarray) and self._images.ndim in (1, 4)
-            if not a_column and not isinstance(self._images, list | tuple):
+            if not (isinstance(column, list | tuple) or (isinstance(column, np.ndarray) and column.ndim in (1, 4))):
                 fix = "Pass the name of a column, or a column or list with an entry for each row"
                 raise InvalidRequest("images", images, "are not those of rows", fix)
-            if rows.total not in (None, len(self._images)):
+            if rows.total not in (None, len(column)):
                 problem = f"are not those of {html.count(rows.total or 0, 'row')}"
                 fix = "Pass an entry for each row: a picture, a list of pictures, or None"
-                raise InvalidRequest("images", f"{len(self._images):,} entries", problem, fix)
+                raise InvalidRequest("images", f"{len(column):,} entries", problem, fix)
 
     def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
         """Return the pictures of a row, of which headers are read; None if no row has any. Errors name the row."""
@@ -368,21 +370,15 @@ class RowMap(Call[RowAnswers]):
 
     _awaited = "await session.map(…)"
 
-    # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
-        self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
-        parse: Any, compiling: Any, pictures: Any,
+        self, session: RowMapping, config: EngineConfig, rows: Rows, prompts: RowPrompts, sampling: Sampling,
+        options: str, out: str | os.PathLike[str] | None, chat: Mapping[str, Any],
+        parse: Callable[[str], object] | None, compiling: Callable[[], str], pictures: RowPictures,
     ) -> None:  # fmt: skip
-        self._session: RowMapping = session
-        self._config: EngineConfig = config
-        self._rows: Rows = rows
-        self._prompts: RowPrompts = prompts
+        self._session, self._config, self._rows, self._prompts = session, config, rows, prompts
         self._sampling, self._options = sampling, options
         self._out: RowsFile | None = None if out is None else RowsFile(out)
-        self._chat_options: Mapping[str, Any] = chat
-        self._parse: Callable[[str], Any] | None = parse
-        self._compiling: Callable[[], str] = compiling
-        self._pictures: RowPictures = pictures
+        self._chat_options, self._parse, self._compiling, self._pictures = chat, parse, compiling, pictures
         self._answers: dict[int, RowAnswer] = {}
         self._live: list[RowRequest] = []
         self._tokens = 0  # tokens of answers that ended

@@ -123,8 +123,13 @@ class ToolLoop(Call[ToolRun]):
 
     _awaited = "await session.chat(…)"
 
-    # Any: the signature of a public class names no private type.
-    def __init__(self, ask: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_rounds: int) -> None:
+    def __init__(
+        self,
+        ask: Callable[..., Handle[Completion]],
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Tool],
+        max_rounds: int,
+    ) -> None:
         if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
             raise InvalidRequest("max_rounds", max_rounds, "is not a number of rounds", "Use 1 or more")
         schema_only = [tool.name for tool in tools if tool.function is None]
@@ -133,7 +138,7 @@ class ToolLoop(Call[ToolRun]):
                 "run_tools", True, f"needs functions, and has none for {schema_only}" if schema_only else "needs tools",
                 "Pass tools=[function, …], or run the calls of reply.tool_calls yourself",
             )  # fmt: skip
-        self._ask: Callable[..., Handle[Completion]] = ask
+        self._ask = ask
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._initial = len(self._messages)
@@ -215,12 +220,12 @@ class ToolLoop(Call[ToolRun]):
             self._error = RequestAborted("the tools of this chat were cancelled. What was said is in its rounds")
             raise
 
-    def __aiter__(self) -> AsyncIterator[TextDelta]:
+    def __aiter__(self) -> ToolStream:
         return ToolStream(self)
 
     def stream_sync(self) -> SyncStream:
         """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
-        return SyncStream(self)
+        return SyncStream(aiter(self))
 
     def __repr__(self) -> str:
         state = "over" if self.done else "await it"

@@ -46,7 +46,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from rekindle.errors import ProcessLost
 
@@ -223,7 +223,7 @@ def as_json(value: Mapping[str, object]) -> bytes:
     return json.dumps(value, default=str).encode()
 
 
-def from_json(content: bytes) -> dict[str, Any]:
+def from_json(content: bytes) -> dict[str, object]:
     """Parse the JSON object of a message. Raises ProcessLost if it holds none."""
     try:
         fields = json.loads(content)

@@ -90,7 +90,8 @@ def _owner(path: Path, kind: str) -> str:
             case "chats":
                 return readable_name(json.loads(path.read_text())["model"])
             case "pages" | "snapshots":
-                return readable_name(Segment.open(path).header["identity"]["model"])
+                identity = Segment.open(path).header["identity"]
+                return readable_name(identity["model"]) if isinstance(identity, dict) else ""
     return ""
 
 

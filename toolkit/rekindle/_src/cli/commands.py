@@ -22,7 +22,7 @@ from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core.activity import Progress
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.routing import RouterName
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import Completion
@@ -37,6 +37,8 @@ def generate(arguments: argparse.Namespace) -> int:
     piped = prompt is None or prompt == "-"
     if piped:
         prompt = sys.stdin.read()
+    if not prompt:  # said before a model is opened
+        raise InvalidRequest("prompt", prompt, "has no text", 'Pass one: rekindle generate "Once upon a time"')
     beginning = "" if piped else prompt  # a pipe has its prompt: it is not repeated
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))

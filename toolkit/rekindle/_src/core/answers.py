@@ -65,9 +65,11 @@ def facts_of(
 ) -> tuple[str, str, str]:
     """Return the model, its speed, and the end of an answer of so many tokens, of which `completion` is the last part.
 
-    `reason` is None if the answer failed.
+    The speed begins with the time until the first token. `reason` is None if the answer failed.
     """
-    rate = completion.timings.decode_rate(len(completion.token_ids))
+    times = completion.timings
+    rate = times.decode_rate(len(completion.token_ids))
+    speed = f"first token after {html.seconds(times.first_token)}, then {rate:,.0f} tokens/s" if rate else ""
     by = "ended by the model" if reason is FinishReason.EOS else "" if reason is None else describe_end(reason)
     end = stop_of(reason, tokens, limit) or ", ".join(filter(None, (html.count(tokens, "token"), by)))
-    return model, f"{rate:,.0f} tokens/s" if rate else "", end
+    return model, speed, end

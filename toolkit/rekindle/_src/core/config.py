@@ -149,7 +149,7 @@ class EngineConfig(html.Record):
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
         drafts ("auto"): where drafts come from: "suffix" is all texts of the session, 7 tokens at a time unless
-            prompt_lookup says how many; "mtp" is the model's own head that drafts a token in each step, if it has one;
+            prompt_lookup says how many; "mtp" is the model's own head, if it has one, up to 7 tokens before a step;
             a folder, a GGUF file, a hub id or "tiny" is a small model with the same tokenizer, or the assistant of a
             Gemma 4 model; "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
@@ -218,10 +218,11 @@ class EngineConfig(html.Record):
         check_processes(self.processes, self.coordinator, self.mesh)
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> EngineConfig:
+    def of(cls, options: Mapping[str, object]) -> EngineConfig:
         """Return a config of keyword options; an unknown one raises and names the likely one."""
         refuse_unknown(cls, options)
-        return cls(**options)
+        values: dict[str, Any] = dict(options)  # which the config checks
+        return cls(**values)
 
     @property
     def cache_folder(self) -> Path:

@@ -10,9 +10,12 @@ import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from rekindle._src.core import style
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _TABLE = f'<table style="border-collapse:collapse;font-size:{style.SMALL};margin:4px 0">'
 _CELL = "padding:2px 12px 2px 0;text-align:{align};vertical-align:top;border:none;background:none"
@@ -241,6 +244,9 @@ class Line:
 class Record:
     """A dataclass whose repr is one line of its non-default fields, and whose HTML is a table of all fields."""
 
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
     __slots__ = ()
     _widest = 160  # characters of the line; the rest becomes "…"
     _seconds: tuple[str, ...] = ()  # fields that are seconds
@@ -274,7 +280,7 @@ class Record:
         return mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
 
 
-def figures(record: Any) -> dict[str, Any]:
+def figures(record: DataclassInstance) -> dict[str, object]:
     """Return a dataclass's fields and properties by name."""
     names = [field.name for field in dataclasses.fields(record) if field.repr]
     # Derived figures, such as a hit rate, are properties.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.core import html, style, svg
 from rekindle._src.core.html import Markup
@@ -12,7 +12,7 @@ from rekindle._src.core.labels import readable
 
 WIDTH, MOST = 620, 480  # pixels: of the picture, and of its height unless that makes lines thinner than the thinnest
 THICK, THIN = 24.0, 3.0  # pixels of a line
-LETTER = 6.5  # pixels, about
+LETTER, SPACING = 6.5, 14.0  # pixels, about: of a letter, and between two lines of text
 ROWS = 50  # of the table
 # How strong a bar's shade is when it was used that many seconds ago. Text on the strongest one can be read.
 AGES = ((60.0, 1.0), (600.0, 0.7), (3600.0, 0.45), (float("inf"), 0.25))
@@ -129,14 +129,7 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
         }
     yield svg.shape("rect", title=f"{name}\n{facts(node)}", fill=shade, rx=2, **frame, **edge, **act)
     if height >= 11:
-        marks = " ".join(("pin",) * node.pinned + (f"×{node.visits}",) * (node.visits > 0))
-        room = int((width - 8) / LETTER) - len(marks) - 2 * bool(marks)
-        middle, size = y + height / 2 + 3.5, 10.5
-        still = "pointer-events:none"  # the pointer means the bar
-        if room >= 3:
-            yield svg.words(x + 5, middle, readable(node.text, room), size=size, style=still)
-        if marks and width > LETTER * len(marks) + 8:
-            yield svg.words(x + width - 5, middle, marks, anchor="end", size=size, style=still)
+        yield from _written(node, x, y, width, height)
     if bar.more < bar.stop:
         place = min(x + width, WIDTH - 90.0), bar.more * line + gap / 2, 10.0, line - gap
         hint = f"{html.count(node.left_out, 'more page')} in branches after this one"
@@ -144,6 +137,31 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
         if line >= 11:
             words = f"+{node.left_out:,} pages"
             yield svg.words(place[0] + 14, place[1] + line / 2 + 3.5, words, size=10.5, opacity=style.QUIET)
+
+
+def _written(node: RunLike, x: float, y: float, width: float, height: float) -> Iterator[Markup]:
+    """Yield a bar's text, in as many lines as it has room for, and how often it was hit at the end of the last one."""
+    marks = ", ".join(("pinned",) * node.pinned + (html.count(node.visits, "hit"),) * (node.visits > 0))
+    room, lines = int((width - 10) / LETTER), max(1, int((height - 4) / SPACING))
+    look: dict[str, Any] = {"size": 10.5, "style": "pointer-events:none"}  # the pointer means the bar
+    last = room - len(marks) - 2 * bool(marks) if len(marks) <= room else room
+    pieces = _pieces(node.text, room, lines, last)
+    top = y + (height - SPACING * lines) / 2 + 9.5
+    for at, piece in enumerate(pieces):
+        yield svg.words(x + 5, top + SPACING * at, piece, **look)
+    if marks and len(marks) <= room:
+        yield svg.words(x + width - 5, top + SPACING * (lines - 1), marks, anchor="end", **look)
+
+
+def _pieces(text: str, room: int, lines: int, last: int) -> list[str]:
+    """Return the beginning of a text in lines of `room` characters; the last of them has room for `last`."""
+    pieces: list[str] = []
+    rest = text
+    while rest and room >= 3 and len(pieces) < lines - 1:
+        end = len(rest) if len(rest) <= room else rest.rfind(" ", room // 2, room) + 1 or room
+        pieces.append(readable(rest[:end].rstrip(" "), room))
+        rest = rest[end:]
+    return [*pieces, readable(rest, last)] if rest and last >= 3 else pieces
 
 
 def _hit(node: RunLike, bar: Bar, tokens: int, line: float, scale: float) -> Markup:
@@ -188,13 +206,13 @@ def _axis(most: int, y: float) -> Iterator[Markup]:
 
 
 def _legend(nodes: Sequence[RunLike], hit: bool) -> Markup:
-    tiers = {tier: style.shade(colour, 1.0) for tier, colour in style.TIERS.items() if colour.startswith("#")}
+    """Return what colours mean, of those that are there."""
+    present = [(tier, colour) for tier, colour in style.TIERS.items() if any(node.tier == tier for node in nodes)]
+    tiers = {tier: style.shade(colour, 1.0) for tier, colour in present if colour.startswith("#")}
     tiers |= {"the typed prompt": style.ORANGE} if hit else {}
-    gone = html.line("dashed: its payload is gone") if any(node.tier == "gone" for node in nodes) else ""
-    words = html.line(
-        "paler: not used for longer (1 min, 10 min, 1 h)", "×3: hit three times", "pin: stays on the device"
-    )
-    return Markup(f"{html.legend(tiers)}{words}{gone}")
+    paler = "paler: not used for longer (1 min, 10 min, 1 h)" if any(strength(node.age) < 1 for node in nodes) else ""
+    gone = "dashed: its payload is gone" if any(node.tier == "gone" for node in nodes) else ""
+    return Markup(html.legend(tiers) + (html.line(paler, gone) if paler or gone else ""))
 
 
 def rows(nodes: Sequence[RunLike]) -> Markup:

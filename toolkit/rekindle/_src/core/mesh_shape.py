@@ -12,10 +12,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from rekindle._src.core import html
 from rekindle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 AXES = ("expert", "model")  # over which one model is divided; devices next to each other share a model axis
 DATA = "data"
@@ -34,9 +37,9 @@ class DeviceMesh(Protocol):
     """Devices with named axes, as `jax.sharding.Mesh` is: its axes are some of "model", "expert" and "data"."""
 
     @property
-    def axis_names(self) -> tuple[Any, ...]: ...
+    def axis_names(self) -> tuple[object, ...]: ...
     @property
-    def devices(self) -> Any: ...
+    def devices(self) -> NDArray[Any]: ...
 
 
 Mesh = int | Mapping[str, int] | DeviceMesh
@@ -71,7 +74,7 @@ class MeshShape(Mapping[str, int]):
         return math.prod(self._sizes.values())
 
 
-def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
+def checked_mesh(value: object) -> MeshShape | DeviceMesh | None:
     """Return the option `mesh` in the form that a config keeps. Raises ConfigError for any other value."""
     if value is None or isinstance(value, MeshShape):
         return value
@@ -91,8 +94,7 @@ def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
         if unknown or not axes:
             problem = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
             raise ConfigError("mesh", value, f"{problem}; known are {_NAMES}", _FIX)
-        mesh: DeviceMesh = value
-        return mesh
+        return value
     return MeshShape({"model": _count(value, value)})
 
 
@@ -115,13 +117,13 @@ def parsed_mesh(text: str) -> MeshShape:
     return shape
 
 
-def is_device_mesh(value: Any) -> bool:
+def is_device_mesh(value: object) -> TypeGuard[DeviceMesh]:
     """True if `value` is a `jax.sharding.Mesh`. JAX is not imported for it."""
     kind = type(value)
     return kind.__name__ == "Mesh" and kind.__module__.split(".")[0] in ("jax", "jaxlib")
 
 
-def _count(mesh: Any, value: Any) -> int:
+def _count(mesh: object, value: Any) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -15,7 +15,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import shake_128
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,8 +106,40 @@ class RowsOrigin(enum.Enum):
 class EncodedRows(NamedTuple):
     """The rows of a picture [1 + levels, its tokens, E], and the place that they came from."""
 
-    rows: Any
+    rows: NDArray[Any]
     origin: RowsOrigin
+
+
+class PictureLike(Protocol):
+    """A picture of a request, decoded or still to be decoded."""
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of its content, known once its rows are."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """A digest of what was passed, known at once."""
+        ...
+
+    def uri(self) -> str:
+        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
+        ...
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def grids(self) -> Sequence[TokenGrid]:
+        """The tokens of each of its runs of rows."""
+        ...
+
+    @property
+    def thumbnail(self) -> str:
+        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +147,8 @@ class PictureUse(Extension):
     """Pictures stand in the prompt."""
 
     spans: tuple[PictureSpan, ...]  # in the order of the prompt; no two of them overlap
-    rows: tuple[Any, ...]  # of each span, [1 + levels, its tokens, E]: the stream's beginning, and additions to layers
+    # Of each span, [1 + levels, its tokens, E]: the stream's beginning, and additions to layers
+    rows: tuple[NDArray[Any], ...]
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
     offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none

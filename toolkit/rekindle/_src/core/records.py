@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
-from rekindle._src.core.pictures import PicturePatch, patches_of, picture_runs
+from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -85,6 +85,18 @@ class GuideLike(Protocol):
 
     def copy(self) -> GuideLike:
         """Return another guide in the same place, for another sequence, or to look ahead."""
+        ...
+
+
+class NewGuide(GuideLike, Protocol):
+    """A guide whose counts can be set: tokens of a prompt that it has taken are none of its sequence's own."""
+
+    consumed: int
+    ended: bool
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Tokens that must follow, in the tokenizer's usual spelling."""
         ...
 
 
@@ -214,6 +226,7 @@ class PageRun(NamedTuple):
 
 
 HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
+MOST_BEHIND = 48  # tokens that the model's own head may be behind; a step that makes up for them keeps further states
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,9 +247,7 @@ class Row:
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
-    # A drafter waits for its result: the model's own head drafts the token after the one that it samples, or a small
-    # model will.
-    drafting: bool = False
+    drafting: bool = False  # a drafter waits for its result: the next step may have drafts
     following: int = -1  # the token after its last one, if it does not sample that
     behind: int = 0  # tokens before its first one of which the model's own head has no entries yet
 
@@ -307,14 +318,15 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it has drafts, or makes some. The next step is then planned when this one's result is known."""
+        """True if it has drafts, or rows after which some may be made. The next step is then planned when this one's
+        result is known."""
         return any(row.draft or row.drafting for row in self.decode)
 
     @property
     def enters(self) -> bool:
         """True if the model's own head, where it drafts, makes entries of the step's tokens, and of those that it is
-        behind: there are prompts or drafts, or the hidden states of a row have no more room."""
-        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= HIDDEN_KEPT for row in self.decode)
+        behind: there are prompts or drafts, or the hidden states of a row have little room left."""
+        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= MOST_BEHIND for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -514,10 +526,10 @@ class Completion:
     forced: tuple[bool, ...] = ()  # for each token of a structured text: True if its grammar left no choice
     covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
     weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
-    # Builds the object. Any: the signature of a public class names no private type.
-    parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
+    # Builds the object.
+    parsing: DeferredParse | None = dataclasses.field(default=None, repr=False, compare=False)
     captured: Captured | None = None  # the arrays that `capture` names
-    images: tuple[Any, ...] = dataclasses.field(
+    images: tuple[PictureLike, ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )  # the prompt's, as they were read
     image_runs: tuple[tuple[int, int], ...] = dataclasses.field(
@@ -541,8 +553,7 @@ class Completion:
     @property
     def parse_error(self) -> NotParsed | None:
         """The reason why `parsed` is None in spite of a structure, else None. Its `reason` is one word."""
-        parsing: DeferredParse | None = self.parsing
-        return None if parsing is None else parsing.get().problem
+        return None if self.parsing is None else self.parsing.get().problem
 
     @property
     def seed(self) -> int | None:

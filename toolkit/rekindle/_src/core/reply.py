@@ -136,7 +136,7 @@ def as_text(value: object) -> str:
 class ParseResult(NamedTuple):
     """An object, or the reason why there is none."""
 
-    value: Any = None
+    value: object = None
     problem: NotParsed | None = None
 
 

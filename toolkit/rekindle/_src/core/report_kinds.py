@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
 PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]
-DRAFTED: Report[int] = Report("drafted")  # the token that the model's own head expects after the row's
 GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
 POOLED: Report[Vector] = Report("pooled")  # of a prompt that is embedded: a chunk's states, at its end those of all
 CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants

@@ -404,12 +404,13 @@ class Sampling(html.Record):
             object.__setattr__(self, "logprobs", 0)  # either asks for log-probabilities
 
     @classmethod
-    def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+    def of(cls, base: Sampling | None, options: Mapping[str, object]) -> Sampling:
         """Return `base` with keyword options on top; an unknown option raises and names the likely one."""
         refuse_unknown(cls, options)
         if base is not None and not isinstance(base, Sampling):
             raise InvalidRequest("sampling", base, "is not a Sampling", "Pass rekindle.Sampling(…), or only keywords")
-        return cls(**options) if base is None else dataclasses.replace(base, **options)
+        values: dict[str, Any] = dict(options)  # which the record checks
+        return cls(**values) if base is None else dataclasses.replace(base, **values)
 
     @property
     def greedy(self) -> bool:

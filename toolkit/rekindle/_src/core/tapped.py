@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,13 +66,24 @@ def places_of(layers: int) -> int:
     return layers + 1 + len(INNER) * layers
 
 
+class AttentionFacts(Protocol):
+    """The attention of a layer whose weights can be computed from its queries and keys."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def soft_cap(self) -> float | None: ...
+
+
 class TapFacts(NamedTuple):
     """The sites of a session's model that can be tapped."""
 
     layers: int
     hidden_size: int
     sites: Mapping[str, Sequence[int]]  # the layers that have each site
-    attention: Sequence[Any] = ()  # of each layer: scale, window and soft cap; None where it has other attention
+    attention: Sequence[AttentionFacts | None] = ()  # of each layer; None where its weights can not be computed
     custom: Mapping[str, str] = MappingProxyType({})  # digests of the taps that the session was opened with, by name
     steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})  # changes that have a name
     keeps: str = ""  # why captures can't be kept

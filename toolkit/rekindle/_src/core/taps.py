@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rekindle._src.core import html, style, svg
 from rekindle.errors import InvalidRequest, MissingExtra
@@ -128,6 +128,15 @@ def layer_of(name: str, layer: object, count: int | None) -> int:
     if count is not None and not -count <= number < count:
         raise InvalidRequest(name, layer, f"is not among the model's {count} layers", f"Use 0 to {count - 1}")
     return int(number % count) if count is not None else int(number)
+
+
+class CapturedArrays(Protocol):
+    """Captures of some positions."""
+
+    @property
+    def positions(self) -> NDArray[np.int32]: ...
+    @property
+    def arrays(self) -> Mapping[Key, NDArray[Any]]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -311,7 +320,7 @@ class Captured(Mapping[Any, Any]):
         return cls(positions, {key: arrays[key] for key in order}, layers, folder=Path(folder), pictures=pictures)
 
     @classmethod
-    def joined(cls, parts: Sequence[Any], layers: int, pictures: Sequence[PictureRun] = ()) -> Captured:
+    def joined(cls, parts: Sequence[CapturedArrays], layers: int, pictures: Sequence[PictureRun] = ()) -> Captured:
         """Return the parts of one request, joined one after another."""
         import numpy as np
 
@@ -325,6 +334,8 @@ class Captured(Mapping[Any, Any]):
     def __getitem__(self, key: Any) -> NDArray[Any]:
         if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and key[1] < 0:
             key = key[0], key[1] + self.layers
+        if key not in self._arrays:
+            raise KeyError(f"{key!r} was not captured; there are {', '.join(map(repr, self._arrays)) or 'none'}")
         return self._arrays[key]
 
     def __iter__(self) -> Iterator[Any]:

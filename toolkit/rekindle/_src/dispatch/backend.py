@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -21,10 +21,11 @@ from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import AdapterLike
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.pictures import EncodedRows, PictureStatistics, TokenGrid
+from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
+    NewGuide,
     Request,
     Status,
     StepPlan,
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from rekindle._src.structured.spec import Spec
 
 M = TypeVar("M")
+T = TypeVar("T")
+P = TypeVar("P", bound=PictureLike)
 
 
 class Submission(NamedTuple):
@@ -97,12 +100,12 @@ class StepOnce(NamedTuple):
     report: OneShot[StepOutcome]
 
 
-class Exclusive(NamedTuple):
+class Exclusive(NamedTuple, Generic[T]):
     """caller → schedule: call `job` on the device thread while no step is in flight, then `after` on the loop."""
 
-    job: Callable[[], object]
-    after: Callable[[Any], object]
-    done: OneShot[Any]
+    job: Callable[[], T]
+    after: Callable[[T], object]
+    done: OneShot[T]
     vital: bool = False  # the session can't go on if it fails
 
 
@@ -154,8 +157,10 @@ class GrammarLike(Protocol):
 
     @property
     def spec(self) -> Spec: ...
-    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None) -> Any:
-        """Return a guide for one sequence, a `GuideLike` whose counts can be set back."""
+    def guide(
+        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+    ) -> NewGuide:
+        """Return a guide for one sequence."""
         ...
 
 
@@ -180,39 +185,7 @@ class AdaptersLike(Protocol):
         ...
 
 
-class PictureLike(Protocol):
-    """A picture of a request, decoded or still to be decoded."""
-
-    @property
-    def digest(self) -> bytes:
-        """The digest of its content, known once its rows are."""
-        ...
-
-    @property
-    def content(self) -> str:
-        """A digest of what was passed, known at once."""
-        ...
-
-    def uri(self) -> str:
-        """Return it as a `data:` URI. Raises `InvalidRequest` for one that would be too large to be read again."""
-        ...
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def grids(self) -> Sequence[TokenGrid]:
-        """The tokens of each of its runs of rows."""
-        ...
-
-    @property
-    def thumbnail(self) -> str:
-        """A small picture of it as a `data:` URI, made when it is read first; empty if there is none."""
-        ...
-
-
-class PicturesLike(Protocol):
+class PicturesLike(Protocol[P]):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
 
     @property
@@ -230,27 +203,27 @@ class PicturesLike(Protocol):
         """The id of the tokens that rows of pictures take the place of."""
         ...
 
-    def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[P, ...]:
         """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
         ...
 
-    def spelled(self, text: str, pictures: Sequence[Any]) -> str:
+    def spelled(self, text: str, pictures: Sequence[P]) -> str:
         """Return a text with one token for each run of rows, from one with a marker for each picture."""
         ...
 
-    def counts(self, picture: Any) -> Sequence[int]:
+    def counts(self, picture: P) -> Sequence[int]:
         """Return the lengths of the runs of rows of a picture."""
         ...
 
-    def identify(self, picture: Any) -> None:
+    def identify(self, picture: P) -> None:
         """Decode a picture, so that its digest is known."""
         ...
 
-    def known(self, picture: Any) -> bool:
+    def known(self, picture: P) -> bool:
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: Any, wanted: Callable[[], bool]) -> EncodedRows:
+    async def encoded(self, picture: P, wanted: Callable[[], bool]) -> EncodedRows:
         """Return the rows of a picture. Raise `RequestAborted` once it is not `wanted`."""
         ...
 
@@ -259,7 +232,7 @@ class PicturesLike(Protocol):
         ...
 
     def use(
-        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[Any]
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[P]
     ) -> tuple[IntArray | None, int]:
         """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
         ...
@@ -341,7 +314,7 @@ class Front(NamedTuple):
     grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
     taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
-    pictures: PicturesLike | None = None  # reads and encodes pictures; None: the model reads text alone
+    pictures: PicturesLike[Any] | None = None  # reads and encodes pictures; None: the model reads text alone
 
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""

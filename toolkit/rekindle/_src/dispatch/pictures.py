@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.pictures import EncodedRows, PictureSpan, PictureUse
+from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.backend import Front, PictureLike, PicturesLike, Submission
+from rekindle._src.dispatch.backend import Front, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong
+
+P = TypeVar("P", bound=PictureLike)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +105,7 @@ def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, speci
     return _expanded(token_ids, shown, front.pictures) if shown and front.pictures is not None else token_ids
 
 
-def names_of(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike, page_size: int) -> IntArray:
+def names_of(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P], page_size: int) -> IntArray:
     """Return what the prefix tree calls the tokens of a prompt with pictures, which are decoded for this.
 
     Raises `InvalidRequest` if its tokens are not theirs.
@@ -115,7 +117,7 @@ def names_of(token_ids: IntArray, shown: Sequence[PictureLike], pictures: Pictur
 
 
 def placed(
-    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[EncodedRows], pictures: PicturesLike
+    token_ids: IntArray, shown: Sequence[P], rows: Sequence[EncodedRows], pictures: PicturesLike[P]
 ) -> PictureUse:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
     spans, parts, done = list[PictureSpan](), list[Any](), [0] * len(shown)
@@ -129,9 +131,7 @@ def placed(
     return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins, grids)
 
 
-def _spans(
-    token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike
-) -> Iterator[tuple[PictureSpan, int]]:
+def _spans(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P]) -> Iterator[tuple[PictureSpan, int]]:
     """Yield the places of pictures in a prompt, each with the index of its picture, which may have several."""
     places = np.flatnonzero(token_ids == pictures.token)
     counts = [pictures.counts(picture) for picture in shown]
@@ -147,7 +147,7 @@ def _spans(
             first += length
 
 
-def _expanded(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike) -> IntArray:
+def _expanded(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P]) -> IntArray:
     repeats = np.ones(len(token_ids), np.int64)
     places = np.flatnonzero(token_ids == pictures.token)
     lengths = [length for picture in shown for length in pictures.counts(picture)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
 from rekindle._src.core import html
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance
-from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, Request, TokenEvent
+from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, NewGuide, Request, TokenEvent
 from rekindle._src.core.reply import DeferredParse
 from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike, Submission
@@ -140,7 +140,7 @@ def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front
     return after(guide, ids[base:].tolist(), grammar.spec.kind, front.tokenizer.decode)
 
 
-def after(guide: Any, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> Any:
+def after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> NewGuide:
     """Return a new guide advanced past the `covered` tokens of its prompt; see `GrammarLike.guide`.
 
     Raises `InvalidRequest` if they don't follow its structure, whose `kind` and `shown` tokens the error names. If they

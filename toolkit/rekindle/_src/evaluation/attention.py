@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
+from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.core.taps import END, Layers, Positions, layer_of, runs_of
+from rekindle._src.core.taps import END, Captured, Layers, Positions, layer_of, runs_of
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.evaluation import attention_picture
-from rekindle._src.evaluation.lens import captured_of, facts_of
+from rekindle._src.evaluation.lens import Generates, captured_of, facts_of
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -99,14 +101,17 @@ class AttentionMapsCall(Call[AttentionMaps]):
 
     _awaited = "await session.view.attention(…)"
 
-    # Any: the signature of a public class names no private type.
     def __init__(
-        self, session: Any, front: Any, prompt: Any, layers: Any, positions: Any, options: Mapping[str, Any]
+        self,
+        session: Generates,
+        front: Front,
+        prompt: PromptLike,
+        layers: Layers,
+        positions: Positions,
+        options: Mapping[str, object],
     ) -> None:
         self._session, self._prompt, self._options = session, prompt, options
-        self._front: Front = front
-        self._layers: Layers = layers
-        self._positions: Positions = positions
+        self._front, self._layers, self._positions = front, layers, positions
 
     async def _result(self) -> AttentionMaps:
         facts = facts_of(self._front)
@@ -125,10 +130,11 @@ class AttentionMapsCall(Call[AttentionMaps]):
 
     async def _maps(self, facts: TapFacts, layers: Sequence[int]) -> list[AttentionMap]:
         sites = {"q": list(layers), "k": list(layers)}
-        done = await captured_of(self._session, self._prompt, sites, None, self._options)
-        reading = _positions_in(self._positions, len(done.captured["q", layers[0]]))
+        done, captured = await captured_of(self._session, self._prompt, sites, None, self._options)
+        reading = _positions_in(self._positions, len(captured["q", layers[0]]))
         return [
-            AttentionMap(done.prompt_texts, layer, _weights(facts, layer, done, reading), reading) for layer in layers
+            AttentionMap(done.prompt_texts, layer, _weights(facts, layer, done, captured, reading), reading)
+            for layer in layers
         ]
 
 
@@ -137,9 +143,14 @@ class AttentionMapCall(Call[AttentionMap]):
 
     _awaited = "await session.view.attention(…, layer=…)"
 
-    # Any: the signature of a public class names no private type.
     def __init__(
-        self, session: Any, front: Any, prompt: Any, layer: int, positions: Any, options: Mapping[str, Any]
+        self,
+        session: Generates,
+        front: Front,
+        prompt: PromptLike,
+        layer: int,
+        positions: Positions,
+        options: Mapping[str, object],
     ) -> None:
         self._maps = AttentionMapsCall(session, front, prompt, layer, positions, options)
 
@@ -165,10 +176,13 @@ def _layers_of(layers: Layers, facts: TapFacts) -> list[int]:
     return numbers
 
 
-def _weights(facts: TapFacts, layer: int, done: Any, reading: NDArray[np.int32]) -> NDArray[np.float32]:
+def _weights(
+    facts: TapFacts, layer: int, done: Completion, captured: Captured, reading: NDArray[np.int32]
+) -> NDArray[np.float32]:
     """Return the weights [heads, positions that read, positions that are read] from captured queries and keys."""
     spec = facts.attention[layer]
-    q, k = done.captured["q", layer], done.captured["k", layer]
+    assert spec is not None, "others are refused by name"
+    q, k = captured["q", layer], captured["k", layer]
     count, heads, groups = len(q), q.shape[1], q.shape[1] // k.shape[1]
     scores = np.einsum("ihd,jhd->hij", q[reading], np.repeat(k, groups, axis=1)) * spec.scale
     if spec.soft_cap is not None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html, style, svg
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
 from rekindle._src.core.names import checked_path
+from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.core.taps import Capture, Positions
+from rekindle._src.core.taps import Capture, Captured, Positions
 from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 
@@ -57,6 +59,13 @@ class Lens:
         answer = int(self.token_ids[-1, place, 0])
         return ranks.index(answer) if answer in ranks else None
 
+    def leads_from(self, place: int) -> int:
+        """Return the layer from which on the answer is the likeliest token after each layer."""
+        layer = len(self.texts) - 1
+        while layer and self.rank(layer - 1, place) == 0:
+            layer -= 1
+        return layer
+
     def __repr__(self) -> str:
         return f"<Lens: {html.count(len(self.texts), 'layer')}, {html.count(len(self.tokens), 'position')}>"
 
@@ -65,20 +74,20 @@ class Lens:
         columns = range(first, len(self.tokens))
         heads = ["", "entropy, bits", *(visible(self.tokens[place]) for place in columns)]
         head = "".join(f'<th scope="col" style="{_CELL}">{html.escape(text)}</th>' for text in heads)
-        most = max(float(self.entropies[:, first:].mean(axis=1).max(initial=0.0)), 1e-6)
+        means = _means(self.entropies, columns)
         rows = []
         for layer in range(len(self.texts) - 1, -1, -1):
             cells = "".join(self._cell(layer, place) for place in columns)
-            entropy = float(self.entropies[layer, first:].mean()) if columns else 0.0
             name = f'<th scope="row" style="{_CELL};font-weight:400">{html.escape(self.layers[layer])}</th>'
-            rows.append(f'<tr style="background:none">{name}{_bar(entropy, most)}{cells}</tr>')
-        words = "the most likely next token after each layer, for each token of the prompt; hover for others"
+            rows.append(f'<tr style="background:none">{name}{_bar(means[layer], max(means))}{cells}</tr>')
+        words = "what the model would say next after each layer, for each token of the prompt; hover for others"
         left_out = f"the last {SHOWN} of {len(self.tokens):,} positions" if first else ""
-        look = "border-collapse:separate;border-spacing:2px;font-size:80%"
+        look = "border-collapse:separate;border-spacing:3px 1px;font-size:80%"  # columns read as one
         table = f'<table style="{look}"><tr>{head}</tr>{"".join(rows)}</table>'
         scroll = Markup(f'<div style="overflow-x:auto">{table}</div>')
         mean = f"entropy: the mean over {len(columns)} positions" if len(columns) > 1 else ""
-        return str(html.block(html.line(words, left_out, mean), scroll, _legend(), title="Logit lens"))
+        found = html.text(_finding([self.leads_from(place) for place in columns], self.layers))
+        return str(html.block(found, html.line(words, left_out), scroll, _legend(mean), title="Logit lens"))
 
     def _cell(self, layer: int, place: int) -> str:
         texts, shares = self.texts[layer][place], self.probabilities[layer, place]
@@ -88,15 +97,34 @@ class Lens:
         for token, text, share in zip(ranks, texts, shares.tolist(), strict=True):
             title.append(f"{text!r} {share:.1%}{', the answer' if token == answer else ''}")
         path = "" if rank is None else _FIRST if rank == 0 else _AMONG
-        shade = style.likely(float(shares[0]))
         hint = html.escape("\n".join(title))
+        shade = _shade(rank, float(shares[0]))
         return f'<td title="{hint}" style="{_CELL};background:{shade};{path}">{html.escape(visible(texts[0]))}</td>'
 
 
 _CELL = "padding:1px 5px;text-align:left;white-space:nowrap;border:none"
-# The answer's path is a line around its cells, so that it is no matter of colour. The cells keep their size.
-_FIRST = f"box-shadow:inset 0 0 0 1.5px {style.ORANGE}"
-_AMONG = f"outline:1px dashed {style.ORANGE};outline-offset:-1px"
+# The answer is blue and bold, so that it is no matter of colour alone; other tokens are grey.
+_FIRST = "font-weight:600"
+_AMONG = f"outline:1px dashed {style.BLUE};outline-offset:-1px"
+
+
+def _shade(rank: int | None, share: float) -> str:
+    """Return the shade of a layer's likeliest token: blue for the answer, grey for another one."""
+    return style.likely(share) if rank == 0 else style.shade(style.GREY, share)
+
+
+def _finding(leads: Sequence[int], layers: Sequence[str]) -> str:
+    """Say from which layer on the answers lead, from the layer of each."""
+    if not leads:
+        return ""
+    middle = layers[sorted(leads)[(len(leads) - 1) // 2]].partition(":")[0]
+    return f"{'The answer leads' if len(leads) == 1 else 'Half of the answers lead'} from {middle} on."
+
+
+def _means(entropies: NDArray[np.float32], columns: range) -> list[float]:
+    """Return each layer's mean entropy over some positions; a little where it is none, since bars are shares of it."""
+    shown = entropies[:, columns.start : columns.stop]
+    return [max(float(layer.mean()), 1e-6) if columns else 1e-6 for layer in shown]
 
 
 def _bar(entropy: float, most: float) -> str:
@@ -107,18 +135,21 @@ def _bar(entropy: float, most: float) -> str:
     return f'<td style="{_CELL};padding-right:12px"><span style="{look}"></span>{entropy:.1f}</td>'
 
 
-def _legend() -> Markup:
+def _legend(mean: str) -> Markup:
     """Return what shades and lines mean."""
+    sample = "display:inline-block;padding:0 6px"
     shades = "".join(
-        f'<span style="display:inline-block;padding:0 6px;background:{style.likely(share)}">{share:.0%}</span>'
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
+        f'<span style="{sample};background:{_shade(0, share)};{_FIRST}">{share:.0%}</span>' for share in _SHARES
     )
-    sample = "display:inline-block;padding:0 6px;margin-left:12px"
-    paths = f'<span style="{sample};{_FIRST}">the answer leads</span>'
-    paths += f'<span style="{sample};{_AMONG}">it is among the {TOP} likeliest</span>'
-    return Markup(f'<div style="font-size:80%;margin:6px 2px">probability {shades}{paths}</div>')
+    other = f'<span style="{sample};margin-left:12px;background:{_shade(None, 0.5)}">another token</span>'
+    among = f'<span style="{sample};margin-left:12px;{_AMONG}">the answer is among the {TOP} likeliest</span>'
+    return Markup(
+        f'<div style="font-size:80%;margin:6px 2px">probability of the answer {shades}{other}{among}</div>'
+        + (html.line(mean) if mean else "")
+    )
 
 
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _LETTER, _ROW, _ENTROPY = 6.1, 18.0, 96.0  # pixels on paper: a letter, a row, the bars of entropy with their numbers
 
 
@@ -131,40 +162,47 @@ def _paper(lens: Lens, columns: range) -> tuple[float, float, list[Markup]]:
     widths = [12 + _LETTER * max(map(len, column)) for column in names]
     left = 12 + _LETTER * max(map(len, lens.layers), default=0)
     parts = [svg.words(left, 13, "entropy, bits", size=10)]
-    most = max(float(lens.entropies[:, columns.start :].mean(axis=1).max(initial=0.0)), 1e-6)
+    means = _means(lens.entropies, columns)
     for row, layer in enumerate(order):
-        y, entropy = _ROW * (row + 1), float(lens.entropies[layer, columns.start :].mean()) if columns else 0.0
+        y, wide = _ROW * (row + 1), 48 * means[layer] / max(means)
         parts.append(svg.words(0, y + 13, lens.layers[layer], size=10))
-        parts.append(svg.rect(left, y + 4, max(0.5, 48 * entropy / most), 9, style.GREY))
-        parts.append(svg.words(left + 4 + 48 * entropy / most, y + 13, f"{entropy:.1f}", size=10))
+        parts.append(svg.rect(left, y + 4, max(0.5, wide), 9, style.GREY))
+        parts.append(svg.words(left + 4 + wide, y + 13, f"{means[layer]:.1f}", size=10))
     x = left + _ENTROPY
     for column, width, place in zip(names, widths, columns, strict=True):
         parts.append(svg.words(x + 5, 13, column[0], size=10, font_weight=600))
         for row, layer in enumerate(order):
             y, rank = _ROW * (row + 1), lens.rank(layer, place)
-            edge: dict[str, Any] = {} if rank is None else {"stroke": style.ORANGE, "stroke_width": 1.2}
-            if rank:
-                edge["stroke_dasharray"] = "3 2"
-            fill = _on_white(float(lens.probabilities[layer, place, 0]))
-            parts.append(svg.rect(x + 1, y + 1, width - 2, _ROW - 2, fill, **edge))
-            parts.append(svg.words(x + 5, y + 13, column[row + 1], size=10))
+            fill = _on_white(rank, float(lens.probabilities[layer, place, 0]))
+            parts.append(svg.rect(x + 1, y + 0.5, width - 2, _ROW - 1, fill, **(_DASHED if rank else {})))
+            weight = 600 if rank == 0 else ""
+            parts.append(svg.words(x + 5, y + 13, column[row + 1], size=10, font_weight=weight))
         x += width
     bottom = _ROW * (len(lens.texts) + 1) + 8
-    parts.append(svg.words(left, bottom + 11, "probability", size=10))
-    for step, share in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
-        at = left + 64 + 38 * step
-        parts.append(svg.rect(at, bottom, 36, 14, _on_white(share), stroke="#bbbbbb", stroke_width=0.5))
+    parts.append(svg.words(left, bottom + 11, "probability of the answer", size=10))
+    at = left + 10 + _LETTER * len("probability of the answer")
+    for share in _SHARES:
+        parts.append(svg.rect(at, bottom, 36, 14, _on_white(0, share)))
         parts.append(svg.words(at + 18, bottom + 11, f"{share:.0%}", size=10, anchor="middle"))
-    for at, words, dashes in ((270.0, "the answer leads", ""), (380.0, f"it is among the {TOP} likeliest", "3 2")):
-        frame: dict[str, Any] = {"stroke": style.ORANGE, "stroke_width": 1.2, "stroke_dasharray": dashes}
-        parts.append(svg.rect(left + at, bottom, 12 + _LETTER * len(words), 14, "none", **frame))
-        parts.append(svg.words(left + at + 6, bottom + 11, words, size=10))
-    return max(x, left + 400 + _LETTER * 28) + 2, bottom + 18, parts
+        at += 38
+    samples: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("another token", _on_white(None, 0.5), {}),
+        (f"the answer is among the {TOP} likeliest", "none", _DASHED),
+    )
+    for words, fill, edge in samples:
+        width = 12 + _LETTER * len(words)
+        parts.append(svg.rect(at + 8, bottom, width, 14, fill, **edge))
+        parts.append(svg.words(at + 14, bottom + 11, words, size=10))
+        at += width + 8
+    return max(x, at) + 2, bottom + 18, parts
 
 
-def _on_white(share: float) -> str:
-    """Return the shade of a probability on paper."""
-    channels = bytes.fromhex(style.BLUE[1:])
+_DASHED: dict[str, Any] = {"stroke": style.BLUE, "stroke_width": 1.2, "stroke_dasharray": "3 2"}
+
+
+def _on_white(rank: int | None, share: float) -> str:
+    """Return the shade of a layer's likeliest token on paper."""
+    channels = bytes.fromhex((style.BLUE if rank == 0 else style.GREY)[1:])
     strength = style.STRONGEST * min(1.0, max(0.0, share))
     return "#" + "".join(f"{round(255 + (channel - 255) * strength):02x}" for channel in channels)
 
@@ -188,22 +226,25 @@ class LensCall(Call[Lens]):
 
     _awaited = "await session.view.lens(…)"
 
-    # Any: the signature of a public class names no private type.
-    def __init__(self, session: Any, front: Any, prompt: Any, positions: Any, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, session: Generates, front: Front, prompt: PromptLike, positions: Positions, options: Mapping[str, object]
+    ) -> None:
         self._session, self._prompt, self._positions, self._options = session, prompt, positions, options
-        self._front: Front = front
+        self._front = front
 
     async def _result(self) -> Lens:
         facts = facts_of(self._front)
-        first = await captured_of(self._session, self._prompt, {"logits": 0}, self._positions, self._options)
-        positions = first.captured.positions
+        first, logits = await captured_of(self._session, self._prompt, {"logits": 0}, self._positions, self._options)
+        positions = logits.positions
         each = max(1, AT_ONCE // max(1, len(positions) * self._front.vocab_size))
         ids, shares, entropies = [], [], []
         for start in range(0, facts.layers, each):
             layers = list(range(start, min(start + each, facts.layers)))
-            done = await captured_of(self._session, self._prompt, {"logits": layers}, self._positions, self._options)
+            _, logits = await captured_of(
+                self._session, self._prompt, {"logits": layers}, self._positions, self._options
+            )
             for layer in layers:
-                likely = most_likely(done.captured["logits", layer])
+                likely = most_likely(logits["logits", layer])
                 ids.append(likely.token_ids)
                 shares.append(likely.probabilities)
                 entropies.append(likely.entropies)
@@ -263,7 +304,22 @@ def facts_of(front: Front) -> TapFacts:
     return front.taps
 
 
-async def captured_of(session: Any, prompt: Any, sites: Any, positions: Positions, options: Mapping[str, Any]) -> Any:
-    """Return the completion of a prompt with captures, of which only the prompt is computed."""
+class Generates(Protocol):
+    """The part of a session that lenses use."""
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[Completion]]: ...
+
+
+async def captured_of(
+    session: Generates,
+    prompt: PromptLike,
+    sites: Mapping[str, object],
+    positions: Positions,
+    options: Mapping[str, object],
+) -> tuple[Completion, Captured]:
+    """Return the completion of a prompt, of which only the prompt is computed, and what was captured."""
     wanted = Capture(sites, "prompt" if positions is None else positions)
-    return await session.generate(prompt, **{"max_tokens": 0, "temperature": 0.0, **options, "capture": wanted})
+    done = await session.generate(prompt, **{"max_tokens": 0, "temperature": 0.0, **options, "capture": wanted})
+    assert done.captured is not None, "the request captures"
+    return done, done.captured

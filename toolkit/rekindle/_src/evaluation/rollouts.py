@@ -175,10 +175,8 @@ class Rollout(Call[RolloutBatch]):
 
     _awaited = "await session.rollout(…)"
 
-    # Any: only rollout() makes one, and the signature of a public class names no private type.
-    def __init__(self, batch: Any, made: Any) -> None:
-        self._batch: Batch[Any] = batch
-        self._made: Callable[[Sequence[int]], RolloutBatch] = made
+    def __init__(self, batch: Batch[Any], made: Callable[[Sequence[int]], RolloutBatch]) -> None:
+        self._batch, self._made = batch, made
 
     async def _result(self) -> RolloutBatch:
         await self._batch

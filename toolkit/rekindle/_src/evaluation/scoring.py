@@ -203,10 +203,10 @@ class Scoring(Call[T]):
 
     _awaited = "await session.score(…)"
 
-    # Any: only score() makes one, and the signature of a public class names no private type.
-    def __init__(self, prepare: Any, finish: Any, *, long: bool = False) -> None:
-        self._prepare: Callable[[], Batch[Completion]] = prepare
-        self._finish: Callable[[list[Completion]], T] = finish
+    def __init__(
+        self, prepare: Callable[[], Batch[Completion]], finish: Callable[[list[Completion]], T], *, long: bool = False
+    ) -> None:
+        self._prepare, self._finish = prepare, finish
         self._long = long  # encoding the texts takes so long that a thread of its own does it
         self._batch: Batch[Completion] | None = None
         self._cancelled = False

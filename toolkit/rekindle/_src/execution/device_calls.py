@@ -32,11 +32,11 @@ from rekindle._src.programs.buckets import (
     Key,
     StepPart,
 )
-from rekindle._src.programs.layered import CompiledProgram
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.side_caches import DevicePlan
 from rekindle._src.programs.step import StepOutput
+from rekindle._src.programs.store import CompiledProgram
 from rekindle_kernels import MaskGate
 
 Leaving = list[tuple[PageBatch, paged.Payload]]  # pages read out together, not yet on the host
@@ -181,8 +181,15 @@ class DeviceCalls:
     def assist(self, program: CompiledProgram, leaves: Sequence[Array], ints: np.ndarray, floats: np.ndarray) -> Array:
         """Draft tokens by an assistant with these weights, from the present pages and state."""
         with self._reported:
-            drafts: Array = program(leaves, self.leaves, self.kv, self.state.hidden, ints, floats)
+            drafts: Array = program(leaves, self.leaves, self.kv, self.state, ints, floats)
         return drafts
+
+    def draft(self, program: CompiledProgram, ints: np.ndarray, floats: np.ndarray) -> Array:
+        """Draft tokens by the model's own head, which writes into the pages."""
+        with self._reported:
+            self.kv, drafts = program(self.leaves, self.kv, self.state, ints, floats)
+        result: Array = drafts
+        return result
 
     def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the logits of rows of the residual stream. Any thread may call it, between or during steps."""
@@ -343,8 +350,7 @@ class DeviceCalls:
         if self.tables is not None:
             self.tables.forget()
         self._recorder.renew()
-        memory: tuple[paged.KV, Any] = self.programs.memory()
-        return memory
+        return self.programs.memory()
 
     def _delete(self) -> None:
         for leaf in self.memory:

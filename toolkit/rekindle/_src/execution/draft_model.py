@@ -1,4 +1,4 @@
-"""Models that draft tokens, on the device: their weights, the pages of a small one, and the calls of their programs.
+"""Models and heads that draft tokens, on the device: weights, the pages of a small model, and calls of programs.
 
 All calls are made on the device thread. A step that has drafts waits for them on the host, since what follows reads the
 tokens there: grammars make their masks of them, and the scheduler compares them with those that the model chooses.
@@ -18,6 +18,7 @@ from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import Helper
+from rekindle._src.programs.draft_head import HeadRecipes
 from rekindle._src.programs.draft_model import FILLS, DraftRecipes, pack_fill
 from rekindle._src.programs.programs import Programs
 
@@ -79,6 +80,20 @@ def _take(tasks: Sequence[DraftTask], drafts: Any) -> None:
         for row, token in zip(task.drafts, tokens, strict=False):
             assert row.token_ids is not None, "a draft has a place for its token"
             row.token_ids[0] = token
+
+
+class OwnHead(DraftWeights):
+    """Calls the programs by which the model's own head drafts. Its weights and pages are the model's."""
+
+    def __init__(self, programs: Programs) -> None:
+        super().__init__(programs, tuple)
+
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        recipes = self._programs.drafting
+        assert isinstance(recipes, HeadRecipes), "the session's model drafts"
+        rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
+        _take(tasks, calls.draft(self._program(recipes.drafts[rows]), *recipes.pack(rows, tasks)))
+        return True
 
 
 class AssistantWeights(DraftWeights):

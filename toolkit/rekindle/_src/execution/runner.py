@@ -30,11 +30,12 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
 from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
-from rekindle._src.programs.layered import CompiledProgram, LayeredProgram
+from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.sampling import NOT_FINITE
+from rekindle._src.programs.store import CompiledProgram
 from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, RekindleError, SessionClosed
@@ -63,7 +64,7 @@ class Runner:
         recorder: CallRecorder | None = None,
         drafter: DraftWeights | None = None,
     ) -> None:
-        """Make pages and state. `drafter` is the model that drafts with weights of its own, which its owner closes."""
+        """Make pages and state. `drafter` is the model or the head that drafts, which its owner closes."""
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
         self.programs, self.config, self.host_tier = programs, config, host_tier
@@ -103,12 +104,12 @@ class Runner:
             raise RekindleError("The session sleeps, so that no step can run. Await session.wake() first")
         start = time.perf_counter()
         self._poll(start)
-        idle_before = self._draft(plan, start)
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
         self._transfers.copy(plan.copies)
         leaving_sides = self._sides.read_out(plan.sides_out)
         lost_sides = self._sides.restore(plan.sides_in)
+        idle_before = self._draft(plan, start)  # once pages that change hands have been read out
         if plan.loads:
             self._features.load(plan)
         ran_plan, admissions, refused = self._prepare(plan)
@@ -141,11 +142,11 @@ class Runner:
         return step
 
     def _draft(self, plan: StepPlan, start: float) -> float | None:
-        """Let the model that drafts do its tasks of a step. If it drafts, wait for the tokens, and return how long the
-        device was idle before: the step is taken to begin with the drafts, which it pays for."""
+        """Let the model or the head that drafts do its tasks of a step. If it drafts, wait for the tokens, and return
+        how long the device was idle before: the step is taken to begin with the drafts, which it pays for."""
         if not plan.tasks:
             return None
-        assert self._drafter is not None, "only a model that drafts has tasks"
+        assert self._drafter is not None, "only a model or a head that drafts has tasks"
         idle = self._idle(start)
         return idle if self._drafter.work(plan.tasks, self._calls) else None
 

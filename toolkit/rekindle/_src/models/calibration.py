@@ -55,7 +55,11 @@ Report = Callable[[CalibrationProgress], None]
 
 
 def calibrate(
-    model: LoadedModel, tokens: Sequence[Sequence[int]], plan: Any, *, report: Report | None = None
+    model: LoadedModel,
+    tokens: Sequence[Sequence[int]],
+    plan: str | Mapping[str, str | None],
+    *,
+    report: Report | None = None,
 ) -> LoadedModel:
     """Quantise `model`, which has floats, by a plan. Matrices of four bits are rounded for these sequences of tokens.
 

@@ -219,11 +219,11 @@ class MeshPlacement(Placement):
         return self.place(path, np.array(new))
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         return list(self.mesh.devices.flat)
 
     @property
-    def local_devices(self) -> list[Any]:
+    def local_devices(self) -> list[jax.Device]:
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @functools.cached_property

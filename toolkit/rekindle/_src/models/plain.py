@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from flax import nnx
     from jax.typing import ArrayLike, DTypeLike
 
+    from rekindle._src.models.nn.forward import Compute
+
 
 def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
     """Compute the logits [B, T, V] after each token of whole sequences [B, T], in float32.
@@ -132,9 +134,9 @@ class PlainAttention(AttendOwn):
         """Return x [B·T, …] as [B, T, …] in float32."""
         return x.astype(jnp.float32).reshape(self._rows, self._length, *x.shape[1:])
 
-    def recur(self, layer: int, compute: Any, /) -> Array:
+    def recur(self, layer: int, compute: Compute, /) -> Array:
         """Compute a recurrent layer from states of zeros."""
-        spec: Any = self._config.states[layer]
+        spec = self._config.states[layer]
+        assert spec is not None, "the layer has a state"
         zeros = tuple(jnp.zeros((self._rows, *shape), jnp.float32) for shape in spec.shapes)
-        result: Array = compute(zeros, self._batch)[0]
-        return result
+        return compute(zeros, self._batch)[0]

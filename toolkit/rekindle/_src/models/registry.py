@@ -10,7 +10,7 @@ import pkgutil
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rekindle._src.models import families
 from rekindle._src.models.config import ModelConfig, PictureSpec
@@ -53,7 +53,8 @@ def gguf_forms() -> dict[str, GgufForm]:
 
 def family_of_gguf(architecture: str) -> str | None:
     """Return the model_type of a GGUF architecture; None if no family has it. Names that are alike are tried first."""
-    for model_type in sorted(FAMILIES, key=lambda name: _letters(name) != _letters(architecture)):
+    known = (*FAMILIES, *families.ASSISTANTS)
+    for model_type in sorted(known, key=lambda name: _letters(name) != _letters(architecture)):
         form = family(model_type).gguf
         if form is not None and architecture in (form.architecture, *form.others):
             return model_type
@@ -65,7 +66,7 @@ def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.removesuffix("_text"))
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Return the `ModelConfig` of a parsed config.json. Raise `UnsupportedModel` for anything not implemented."""
     architectures = raw.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
@@ -87,8 +88,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it "
             "again."
         ) from error
-    if isinstance(raw.get("pictures"), dict):  # as `loading.stored` finds it
-        config = dataclasses.replace(config, pictures=PictureSpec(**raw["pictures"]))
+    if isinstance(pictures := raw.get("pictures"), dict):  # as `loading.stored` finds it
+        config = dataclasses.replace(config, pictures=PictureSpec(**pictures))
     if raw.get("draft_head") is True and entry.drafts is not None:  # as `loading.stored` finds it
         config = dataclasses.replace(config, draft_head=entry.drafts.config(config))
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)

@@ -600,8 +600,6 @@ class ChatView(Live):
             yield html.line("Edit takes the last message back")
         if self._picking and self._marked is None:
             yield html.line("Click a token to write something else there, and go on from it")
-        if self._marked is not None and (choices := self._choices(self._marked)):
-            yield bubbles.choices(choices)
 
     def _place(self, whole: Sequence[Message], at: int) -> Place:
         """Return the place of a message among its versions."""
@@ -626,6 +624,8 @@ class ChatView(Live):
         if self._keeps:
             hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
             rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
+        if self._marked is not None and (choices := self._choices(self._marked)):
+            rows.append(bubbles.choices(choices))  # next to the field for what should come there instead
         look = f'role="log" aria-label="Conversation" aria-busy="{str(self.answering).lower()}"'
         return html.Markup(f'<div {look} style="max-width:52em">{"".join(rows)}</div>')
 

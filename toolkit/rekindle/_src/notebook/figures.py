@@ -81,9 +81,9 @@ class FigureWidget(anywidget.AnyWidget):
 class Figure:
     """A figure of one kind over its data. The last expression of a cell shows it."""
 
-    def __init__(self, kind: str, data: dict[str, Any], summary: str, still: str = "") -> None:
+    def __init__(self, kind: str, data: dict[str, object], summary: str, still: str = "") -> None:
         self.kind: str = kind
-        self.data: dict[str, Any] = data
+        self.data: dict[str, object] = data
         self.summary: str = summary
         self.still: str = still  # its first state as static HTML, for pages without scripts
 

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -147,6 +147,8 @@ class SessionLike(Protocol):
     def reads_pictures(self) -> bool: ...
     @property
     def cache(self) -> CacheLike: ...
+    @property
+    def generate(self) -> Callable[..., Awaitable[Completion]]: ...
     @property
     def submit(self) -> Callable[..., RequestLike]: ...
     @property

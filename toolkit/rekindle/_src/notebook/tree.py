@@ -10,7 +10,7 @@ from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, b
 from rekindle.errors import RekindleError
 
 _CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
-_PRESS = html.Markup('<span class="rekindle-live" style="display:none">press a bar for its text</span>')
+_PRESS = html.Markup('<span class="rekindle-live" style="display:none"> · press a bar for its text</span>')
 _TEXT = 1200  # characters of a node's text, its end
 
 
@@ -130,10 +130,12 @@ class TreeView(Live):
             size = html.count(stats.page_size, "token")
             yield html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
             return
-        found = f"{html.count(stats.saved_tokens, 'prompt token')} found here so far, not computed again"
-        saved = found if stats.saved_tokens else "no prompt has begun like an earlier one yet"
-        yield html.line(html.with_hint(html.count(pages, "page"), html.PAGES), saved)
-        yield html.line("what begins alike shares a bar, and parts to the right", _PRESS)
+        kept = {"tokens kept": pages * stats.page_size}
+        saved = {"prompt tokens found here, not computed again": stats.saved_tokens} if stats.saved_tokens else {}
+        yield html.tiles(kept | saved)
+        if not saved:
+            yield html.line("no prompt has begun like an earlier one yet")
+        yield html.line(html.Markup(f"what begins alike shares a bar, and parts to the right{_PRESS}"))
 
     def __repr__(self) -> str:
         return f"<TreeView of {self._model}>"

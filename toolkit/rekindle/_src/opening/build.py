@@ -23,7 +23,7 @@ from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights
+from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights, OwnHead
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -109,7 +109,9 @@ def _drafter(
     request: OpenRequest,
     owners: contextlib.ExitStack,
 ) -> DraftWeights | None:
-    """Return the small model or the assistant that drafts, with its weights; None without one."""
+    """Return the small model or the assistant that drafts, with its weights, or the model's own head; None without."""
+    if plan.config.drafts == "mtp":
+        return owners.enter_context(closing(OwnHead(programs.all)))
     if small is None or plan.drafter is None:
         return None
     request.show("weights of the model that drafts")

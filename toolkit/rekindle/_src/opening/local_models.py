@@ -187,9 +187,9 @@ def _facts(path: Path) -> ModelFacts:
     raw = stored.read_config(path)
     files = [tensor_files.read_header(file) for file in tensor_files.weight_files(path)]
     kinds = ((entry.dtype, entry.nbytes) for header in files for entry in header.entries)
-    family = stored.text_config(raw).get("model_type", "")
+    model_type = stored.text_config(raw).get("model_type", "")
     precision = _quantization(raw.get("quantization_config")) or _most(kinds)
-    return ModelFacts(_short(family), precision)
+    return ModelFacts(_short(model_type), precision)
 
 
 def _most(kinds: Iterable[tuple[str, int]]) -> str:

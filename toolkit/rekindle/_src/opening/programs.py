@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from rekindle._src.core.memory import given_back
@@ -12,10 +13,11 @@ from rekindle._src.programs.buckets import Key
 from rekindle._src.programs.demand import Demand, StepPrograms
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.user_functions import check_results
-from rekindle._src.programs.warming import Warming, finish_at_exit, needed_after_restart, warm
+from rekindle._src.programs.warming import KERNEL_SECONDS, Warming, finish_at_exit, needed_after_restart, warm
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.tokenizer import Tokenizer
 
+log = logging.getLogger("rekindle.engine")
 QUESTION = "What is the difference between a crocodile and an alligator?"  # as long as most first messages
 
 
@@ -33,7 +35,6 @@ class SessionPrograms:
         programs, shown = Programs.open(plan.programs), request.shown
         if not programs.traced_processors:
             check_results(plan.programs.processors, plan.model.vocab_size)
-        shown.compiling = programs.describe_compiling
         warming = Warming(
             programs,
             plan.precompile,
@@ -41,13 +42,23 @@ class SessionPrograms:
             progress=shown.warmed if plan.precompile == "all" else None,  # otherwise opening does not wait for them
             contexts=given_back(request.contexts),  # memory that reading stored programs took
         )
+        shown.compiling = lambda: warming.describe_kernels() or programs.describe_compiling()
         return cls(programs, warming, request.contexts, background=plan.precompile == "background")
 
     def wait_for_kernels(self, show: Callable[[str], None]) -> None:
-        """Wait until all native kernels that can be compiled are ready: no step runs before."""
-        if self._warming.waits_for_kernels:
-            show("compiling native kernels for this processor, once")
-        self._warming.wait_for_kernels()
+        """Wait until native kernels are ready, for minutes at most: no step runs before."""
+        warming = self._warming
+        if warming.waits_for_kernels:
+            show("compiling for this processor, once")
+        warming.wait_for_kernels()
+        if warming.late_kernels:
+            log.warning(
+                "%d native kernels are not compiled after %.0f s, as other programs keep this machine busy: XLA does "
+                "their work until this process ends, more slowly. They go on being compiled, and a restart finds them. "
+                'precompile="all" waits for them',
+                len(warming.late_kernels),
+                KERNEL_SECONDS,
+            )
 
     def on_demand(self) -> StepPrograms | None:
         """Return programs as rows demand them; None where all devices have to run the same steps."""

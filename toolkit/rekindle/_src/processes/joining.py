@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
@@ -147,7 +146,7 @@ class _Gathering:
             self._greeting.release()
 
 
-def enter(channel: Channel, place: ProcessPlace) -> dict[str, Any]:
+def enter(channel: Channel, place: ProcessPlace) -> dict[str, object]:
     """Join JAX's service with the others, once all have come. Return the leader's description of the session."""
     kind, content = channel.receive()
     if kind is not MessageKind.WELCOME:

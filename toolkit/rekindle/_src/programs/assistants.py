@@ -26,9 +26,17 @@ from rekindle._src.models.base import merge
 from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShapes, row_sizes
+from rekindle._src.programs.draft_model import (
+    DRAFTS,
+    DraftChoice,
+    DraftLayout,
+    DraftShapes,
+    DraftShaping,
+    row_sizes,
+)
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention
 
 
@@ -66,7 +74,7 @@ class AssistantRecipes:
 
     def layout(self, rows: int) -> DraftLayout:
         """Return the buffers of the program for so many rows."""
-        return DraftLayout(rows, self.target.width, tables=1 if self.windows is None else 2)
+        return DraftLayout(rows, self.target.width, tables=1 if self.windows is None else 2, shaped=True)
 
     def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of the program for so many rows, for tasks that have drafts."""
@@ -93,8 +101,7 @@ class AssistantRecipes:
         ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
         floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
         target = self.target
-        assert target.state.hidden is not None, "a session with an assistant keeps hidden states"
-        arguments = (self.shapes.leaves, target.leaves, target.kv, target.state.hidden, ints, floats)
+        arguments = (self.shapes.leaves, target.leaves, target.kv, target.state, ints, floats)
         operands = (WEIGHTS, WEIGHTS, PAGES, ROWS, ROWS, ROWS)
         return Recipe(functools.partial(self._draft, layout), arguments, (), operands, ROWS)
 
@@ -104,7 +111,7 @@ class AssistantRecipes:
         leaves: Sequence[Array],
         target_leaves: Sequence[Array],
         kv: paged.KV,
-        kept: Array,
+        state: RequestState,
         ints: Array,
         floats: Array,
     ) -> Array:
@@ -118,13 +125,15 @@ class AssistantRecipes:
         model: Any = merge(self.target.graph, target_leaves)
         before = jnp.maximum(lengths - 1, 0)  # keys that the model has, and the position of the last token
         attend = self._attention(layout, kv, tables, before)
-        hidden = kept[slots, jnp.maximum(before - 1, 0) % HIDDEN_KEPT]
+        shaping = DraftShaping.of(layout, columns, floats, state)
+        assert state.hidden is not None, "a session with an assistant keeps hidden states"
+        hidden = state.hidden[slots, jnp.maximum(before - 1, 0) % HIDDEN_KEPT]
 
         def another(place: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             tokens, hidden, drafts = carry
             embedded = model.embedded(jnp.clip(tokens, 0, vocab_size - 1))
             own, following = assistant(embedded, hidden, before, attend)
-            tokens = choice.tokens(assistant.logits(own, used), lengths + place)
+            tokens = choice.tokens(assistant.logits(own, used), lengths + place, shaping.at(place, drafts))
             return tokens, following.astype(hidden.dtype), drafts.at[:, place].set(tokens)
 
         drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32)

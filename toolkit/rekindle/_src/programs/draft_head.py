@@ -1,43 +1,53 @@
-"""The model's own head that drafts tokens, in a step: what it keeps of every token, and a draft after each row.
+"""The model's own head that drafts tokens: what it keeps of every token in a step, and the programs that draft.
 
 The entry of a token is made of its hidden state and of the token after it: the one that the row chose, or the next one
 of the prompt. It lies in the head's layer of the pages, at the place of the first of the two, so that pages that are
 shared, moved or stored have the head's part with them. Another text may follow a shared page than the one that filled
 it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token depends on that.
 
-Entries cost a small part of a layer. Everything else, attention, MLP and the vocabulary, is computed for the rows'
-last tokens alone, in steps that have a row which drafts.
+Entries cost a small part of a layer. Where no row drafts, a step of decode rows is the same program as without a head,
+which only keeps each row's hidden state and token. The head falls behind the text then. The next step with entries, at
+the latest when as many are kept as there is room for, makes those that are missing, all of a row at once: its matrices
+are read once for them.
 
-Where no row drafts, a step of decode rows is the same program as without a head, which only keeps each row's hidden
-state and token. The head falls behind the text then. The next step with the head, at the latest when as many are kept
-as there is room for, makes the entries that are missing, all of a row at once: its matrices are read once for them.
+A call before a step drafts for all rows, up to `DRAFTS` tokens each. The head reads the model's hidden state before a
+row's last token, and after it its own and the token that it drafted, of which it makes entries as well. These lie where
+the model's tokens will: the step that checks the drafts replaces them.
 
 Axes: R decode rows, T prefill tokens, N rows, K kept hidden states of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Request, Row, StepPlan
-from rekindle._src.core.report_kinds import DRAFTED
-from rekindle._src.models.base import Model
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, IntArray, Row, StepPlan
+from rekindle._src.models.base import Model, merge
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
+from rekindle._src.programs.buckets import Helper, ProgramVariant
+from rekindle._src.programs.draft_model import (
+    DRAFTS,
+    DraftChoice,
+    DraftLayout,
+    DraftShaping,
+    prompt_lengths,
+    row_sizes,
+)
+from rekindle._src.programs.feature import ChosenStep, Columns, Feature, StepInputs
+from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
+from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, paged_attention, write_kv
-
-NONE = -1  # no token
-
-
-def _drafts(row: Row) -> int:
-    return int(RowFlag.DRAFTING) if row.drafting else 0
 
 
 class DraftHeadInputs(NamedTuple):
@@ -57,18 +67,15 @@ class DraftChains(Feature):
         return any(row.draft for row in plan.decode)
 
 
-class DraftedTokens(Feature):
-    """The draft after each row: integers of the row, and a column of the result."""
+class HeadEntries(Feature):
+    """The entries of a step's tokens, and of those before them that the head is behind: integers of the row."""
 
-    bits, row_ints, width, follows = int(RowFlag.DRAFTING), 2, 1, True
+    row_ints, follows = 2, True
     variant, warmed = ProgramVariant.DRAFTS, True
     inside = True  # it needs pages after the choice, which programs made of parts have given away
 
     def in_plan(self, plan: StepPlan) -> bool:
         return plan.enters
-
-    def row_flags(self, request: Request) -> Callable[[Row], int]:
-        return _drafts
 
     def write_row(self, row: Row, out: IntArray) -> None:
         out[:] = row.following + 1, min(row.behind, HIDDEN_KEPT)
@@ -76,65 +83,24 @@ class DraftedTokens(Feature):
     def unpack(self, columns: Columns) -> DraftHeadInputs:
         return DraftHeadInputs(columns.row_ints[:, 0] - 1, columns.row_ints[:, 1])
 
-    def read(self, read: FeatureRead, reports: RowReports) -> None:
-        if not read.columns.shape[1]:
-            return  # the step ran as two programs, without the head
-        for row, token, place, report in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
-            if row.drafting and token is not None:
-                DRAFTED.put(report, int(read.columns[place, 0]))
+    def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
+        inputs, model, own = step.inputs, step.model, step.own
+        after = jnp.where(own.following >= 0, own.following, step.tokens)
+        after = _tokens_after(inputs, after, model.config.vocab_size)
+        entries = model.draft_entries(after, step.hidden, inputs.positions, inputs.rope_lengths)
+        pages = _caught_up(model, inputs, step.state, own.behind, _pages(kv))
+        return _with_pages(kv, write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets))
 
 
-def drafted(
-    model: Model,
-    hidden: Array,
-    inputs: StepInputs,
-    state: RequestState,
-    own: DraftHeadInputs,
-    tokens: Array,
-    kv: paged.KV,
-    sample: Callable[[Array], Array],
-    *,
-    implementation: str | None,
-    deterministic: bool,
-) -> tuple[paged.KV, Array]:
-    """Return the pages with the head's entries, and the draft [N] after each row; NONE in steps without drafts.
+def _pages(kv: paged.KV) -> LayerKV:
+    """Return the pages of the head's layer, which is the last one."""
+    pages = kv[-1].pages
+    assert pages is not None, "the head has pages"
+    return pages
 
-    `hidden` [R + T, E] are the model's hidden states, `tokens` [N] those that rows chose, and `state` is that after the
-    choice. `sample` chooses tokens by the logits of drafts.
-    """
-    head: ModelConfig | None = model.config.draft_head
-    assert head is not None, "the model has a head"
-    after = _tokens_after(inputs, jnp.where(own.following >= 0, own.following, tokens), model.config.vocab_size)
-    entries = model.draft_entries(after, hidden, inputs.positions, inputs.rope_lengths)
-    layer = kv[-1]
-    assert layer.pages is not None, "the head has pages"
-    pages = _caught_up(model, inputs, state, own.behind, layer.pages)
-    pages = write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets)
-    (spec,) = head.attention
-    kept = head.pages_of(0)
-    options = AttentionOptions(
-        inputs.flags.shape[0],
-        spec.scale,
-        spec.sliding_window,
-        spec.soft_cap,
-        deterministic=deterministic,
-        value_size=kept.value_size if kept.latent else None,
-    )
 
-    # Attention reads nothing of rows without a length. It is not under the condition, which would copy the pages.
-    drafting, (x, queries, gate) = inputs.flag(RowFlag.DRAFTING), entries.of(inputs.last)
-    lengths, no_prompts = jnp.where(drafting, inputs.lengths, 0), jnp.zeros(1, jnp.int32)
-    call = AttentionInputs(queries, pages, inputs.page_table, lengths, no_prompts, no_prompts[0], None, None)
-    attended = paged_attention(call, options, implementation=implementation)
-
-    def drafts() -> Array:
-        numbers = jnp.arange(1, inputs.flags.shape[0] + 1, dtype=jnp.int32)
-        needed = jnp.max(numbers, initial=0, where=drafting)
-        return sample(model.logits(model.draft(x, attended, gate), needed))
-
-    none = jnp.full(inputs.flags.shape, NONE, jnp.int32)
-    wanted = inputs.any_flags & int(RowFlag.DRAFTING) != 0
-    return (*kv[:-1], layer._replace(pages=pages)), branch(wanted, drafts, lambda: none)
+def _with_pages(kv: paged.KV, pages: LayerKV) -> paged.KV:
+    return (*kv[:-1], kv[-1]._replace(pages=pages))
 
 
 def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV) -> LayerKV:
@@ -168,3 +134,97 @@ def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:
     places = jnp.where(inputs.lengths > 0, inputs.last, count)
     after = jnp.roll(inputs.tokens, -1).at[places].set(last, mode="drop")
     return jnp.clip(after, 0, vocab_size - 1)  # places of pictures have no token of the vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadRecipes:
+    """The recipes of the programs by which the model's own head drafts."""
+
+    config: EngineConfig  # resolved
+    target: Recipes
+
+    @functools.cached_property
+    def drafts(self) -> dict[int, Helper]:
+        """The programs that draft, by their rows, the fewest first."""
+        return {rows: Helper(f"head{rows}") for rows in row_sizes(self.config.max_requests)}
+
+    @property
+    def keys(self) -> tuple[Helper, ...]:
+        return tuple(self.drafts.values())
+
+    def layout(self, rows: int) -> DraftLayout:
+        """Return the buffers of the program for so many rows."""
+        return DraftLayout(rows, self.target.width, shaped=True)
+
+    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of the program for so many rows, for tasks that have drafts."""
+        return self.layout(rows).pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
+
+    def recipe(self, key: Helper) -> Recipe:
+        """Return the recipe of one of `keys`."""
+        layout = self.layout(next(rows for rows, name in self.drafts.items() if name == key))
+        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
+        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
+        target = self.target
+        arguments = (target.leaves, target.kv, target.state, ints, floats)
+        operands = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
+        return Recipe(functools.partial(self._draft, layout), arguments, (1,), operands, (PAGES, ROWS))
+
+    def _draft(
+        self,
+        layout: DraftLayout,
+        leaves: Sequence[Array],
+        kv: paged.KV,
+        state: RequestState,
+        ints: Array,
+        floats: Array,
+    ) -> tuple[paged.KV, Array]:
+        """Draft tokens [N, DRAFTS] for all rows. Those beyond a row's number are undefined."""
+        head, columns, tables = layout.sections(ints)
+        steps, used, flags = head
+        table = tables[0]
+        slots, latest, lengths, counts = (columns[:, column] for column in range(4))
+        graph, vocab_size, rows = self.target.graph, self.target.model.vocab_size, lax.iota(jnp.int32, layout.rows)
+        model: Any = merge(graph, leaves)
+        choice = DraftChoice.of(columns[:, 1:], floats, flags, vocab_size, graph.precision.implementation)
+        shaping = DraftShaping.of(layout, columns, floats, state)
+        options = attention_options(model.config, layout.rows, deterministic=graph.precision.deterministic)
+        none = jnp.zeros(1, jnp.int32)
+        before = jnp.maximum(lengths - 2, 0)  # the place of the first entry: of the token before the last one
+        prompts = prompt_lengths(columns)
+        assert state.hidden is not None, "a session whose model has a head keeps hidden states"
+
+        def another(place: Array, carry: tuple[LayerKV, Array, Array, Array]) -> tuple[LayerKV, Array, Array, Array]:
+            pages, tokens, hidden, drafts = carry
+            drafting, positions = place < counts, before + place
+            entries = model.draft_entries(
+                jnp.clip(tokens, 0, vocab_size - 1), hidden, positions, jnp.maximum(prompts, positions + 1)
+            )
+            page_ids = jnp.where(drafting, table[rows, jnp.minimum(positions // pages.page_size, layout.width - 1)], 0)
+            offsets = jnp.where(drafting, positions % pages.page_size, 0)
+            pages = write_kv(pages, entries.k, entries.v, page_ids, offsets)
+            ends = jnp.where(drafting, positions + 1, 0)
+            inputs = AttentionInputs(entries.q, pages, table, ends, none, none[0], None, None)
+            attended = paged_attention(inputs, options, implementation=self.config.kernels)
+            hidden = model.draft(entries.x, attended, entries.gate)
+            tokens = choice.tokens(model.logits(hidden, used), lengths + place, shaping.at(place, drafts))
+            return pages, tokens, hidden.astype(carry[2].dtype), drafts.at[:, place].set(tokens)
+
+        first = state.hidden[slots, before % HIDDEN_KEPT]
+        drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32)
+        pages, _, _, drafts = lax.fori_loop(0, steps, another, (_pages(kv), latest, first, drafts))
+        return _with_pages(kv, pages), drafts
+
+
+def attention_options(config: ModelConfig, rows: int, *, deterministic: bool) -> AttentionOptions:
+    """Return how the head's layer attends to its pages, in a call of so many rows."""
+    assert config.draft_head is not None, "the model has a head"
+    (spec,), kept = config.draft_head.attention, config.draft_head.pages_of(0)
+    return AttentionOptions(
+        rows,
+        spec.scale,
+        spec.sliding_window,
+        spec.soft_cap,
+        deterministic=deterministic,
+        value_size=kept.value_size if kept.latent else None,
+    )

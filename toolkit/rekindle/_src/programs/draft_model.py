@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -33,14 +33,16 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
 from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats, drawing_ints
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
-from rekindle._src.programs.sampling import choose
+from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.sampling import LogitShaping, Shaping, choose, shape
 from rekindle_kernels import Choice, greedy, zeros
 
 DRAFTS = 7  # tokens of a row, at most
 FILLS = 16, 256  # tokens of a call that drafts none
 _ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
 _HEAD, _COLUMNS = 3, 7
-
+_SHAPING = LogitShaping()
+_MORE = 3  # columns of rows whose logits are shaped: prompt length, flags, and tokens that `min_tokens` lacks
 
 Ints = TypeVar("Ints", IntArray, Array)
 
@@ -87,34 +89,51 @@ class DraftLayout:
     rows: int
     width: int  # pages of the longest sequence
     tables: int = 1  # page tables of a row
+    shaped: bool = False  # logits get bias and penalties, which the model's request state has
+
+    @property
+    def columns(self) -> int:
+        """Integers of a row."""
+        return _COLUMNS + _MORE * self.shaped
 
     @property
     def ints(self) -> int:
-        return _HEAD + self.rows * (_COLUMNS + self.tables * self.width)
+        return _HEAD + self.rows * (self.columns + self.tables * self.width)
 
     @property
     def floats(self) -> int:
-        return DRAWING * self.rows
+        return self.rows * len(self._neutral)
+
+    @property
+    def _neutral(self) -> tuple[float, ...]:
+        """The floats of a row without a task."""
+        return (*drawing_floats(Sampling()), *(_SHAPING.neutral if self.shaped else ()))
 
     def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
-        end = _HEAD + self.rows * _COLUMNS
+        end = _HEAD + self.rows * self.columns
         tables = ints[end:].reshape(self.tables, self.rows, self.width)
-        return ints[:_HEAD], ints[_HEAD:end].reshape(self.rows, _COLUMNS), tables
+        return ints[:_HEAD], ints[_HEAD:end].reshape(self.rows, self.columns), tables
 
     def pack(self, tasks: Sequence[DraftTask], own: Sequence[int], others: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the buffers of a call for tasks with drafts; all page tables but the first are empty.
 
         `own` are the first columns of the tasks' rows, and `others` is that of the rows without a task.
         """
-        ints, neutral = np.zeros(self.ints, np.int32), np.array(drawing_floats(Sampling()), np.float32)
-        floats = np.tile(neutral, (self.rows, 1))
+        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array(self._neutral, np.float32), (self.rows, 1))
         head, columns, tables = self.sections(ints)
         columns[:, 0], flags = others, 0
         for place, (task, first) in enumerate(zip(tasks, own, strict=True)):
             flags |= drawing_flags(task.request.sampling)
-            columns[place] = first, *draft_columns(task)
-            floats[place] = drawing_floats(task.request.sampling)
+            columns[place, :_COLUMNS] = first, *draft_columns(task)
+            floats[place, :DRAWING] = drawing_floats(task.request.sampling)
+            if self.shaped:
+                columns[place, _COLUMNS] = task.request.prompt_length
+            if self.shaped and task.request.sampling.shaped:
+                shaped, missing = _SHAPING.flags(task.request), task.request.sampling.min_tokens - task.row.generated
+                columns[place, _COLUMNS + 1 :] = shaped, max(0, missing)
+                floats[place, DRAWING:] = _SHAPING.constants(task.request)[1]
+                flags |= shaped | (int(RowFlag.BARRED) if missing > 0 else 0)
             tables[0, place, : len(task.pages)] = task.pages[: self.width]
         head[:] = max(len(task.drafts) for task in tasks), len(tasks), flags
         return ints, floats.reshape(-1)
@@ -125,6 +144,39 @@ def draft_columns(task: DraftTask) -> tuple[int, ...]:
     top_k, and the halves of its seed."""
     end = task.start + len(task.tokens)
     return int(task.tokens[-1]), end, len(task.drafts), *drawing_ints(task.request.sampling)
+
+
+class DraftShaping(NamedTuple):
+    """The bias, the penalties and the masks of ends of rows that draft, as the step that checks the drafts has them."""
+
+    own: Shaping  # without `barred`
+    missing: Array  # [N]: tokens before which ends are masked
+    slots: Array  # [N]
+    state: RequestState
+
+    @classmethod
+    def of(cls, layout: DraftLayout, columns: Array, floats: Array, state: RequestState) -> DraftShaping:
+        """Return it for rows whose first columns are their slots."""
+        flags, missing = columns[:, _COLUMNS + 1], columns[:, _COLUMNS + 2]
+        own = floats.reshape(layout.rows, -1)[:, DRAWING:]
+        biased = (flags & RowFlag.BIASED) != 0
+        return cls(Shaping(own[:, 0], own[:, 1], own[:, 2], biased, biased), missing, columns[:, 0], state)
+
+    def at(self, place: Array, drafts: Array) -> Callable[[Array], Array]:
+        """Return a function of the logits of the drafts at a `place`, after those before it among `drafts` [N, D]."""
+
+        def shaped(logits: Array) -> Array:
+            rows, places = jnp.arange(drafts.shape[0])[:, None], lax.iota(jnp.int32, drafts.shape[1])
+            history = self.state.history[self.slots].at[rows, drafts].add(jnp.where(places < place, 2, 0))
+            own = self.own._replace(barred=place < self.missing)
+            return shape(logits, own, self.state, self.slots, history)
+
+        return shaped
+
+
+def prompt_lengths(columns: Array) -> Array:
+    """Return the prompt lengths [N] of rows whose logits may be shaped."""
+    return columns[:, _COLUMNS]
 
 
 class DraftChoice(NamedTuple):
@@ -140,17 +192,23 @@ class DraftChoice(NamedTuple):
         cls, columns: Array, floats: Array, flags: Array, vocab_size: int, implementation: str | None
     ) -> DraftChoice:
         """Return it for rows with `draft_columns` and the floats of their sampling."""
-        choice = choice_of(floats.reshape(-1, DRAWING), columns[:, 3], columns[:, 4:6], columns[:, 1])
+        choice = choice_of(floats.reshape(len(columns), -1), columns[:, 3], columns[:, 4:6], columns[:, 1])
         return cls(choice, flags, vocab_size, implementation)
 
-    def tokens(self, logits: Array, lengths: Array) -> Array:
-        """Return tokens [N], drawn with the noise of the positions `lengths` [N]."""
-        logits, at = _fitted(logits, self.vocab_size), self.choice._replace(position=lengths)
-        return branch(
-            self.flags & RowFlag.DRAWS == 0,
-            lambda: greedy(logits, implementation=self.implementation),
-            lambda: choose(logits, at, self.flags, implementation=self.implementation),
-        )
+    def tokens(self, logits: Array, lengths: Array, shaped: Callable[[Array], Array] | None = None) -> Array:
+        """Return tokens [N], drawn with the noise of the positions `lengths` [N] from `shaped` logits, if any are."""
+        fitted, at = _fitted(logits, self.vocab_size), self.choice._replace(position=lengths)
+
+        def chosen(logits: Array) -> Array:
+            return branch(
+                self.flags & RowFlag.DRAWS == 0,
+                lambda: greedy(logits, implementation=self.implementation),
+                lambda: choose(logits, at, self.flags, implementation=self.implementation),
+            )
+
+        if shaped is None:
+            return chosen(fitted)
+        return branch(self.flags & LogitShaping.changing != 0, lambda: chosen(shaped(fitted)), lambda: chosen(fitted))
 
 
 def pack_fill(tokens: int, width: int, task: DraftTask) -> np.ndarray:

@@ -26,7 +26,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.kv_layout import Paging
+from rekindle._src.programs.kv_layout import KV, Paging
 from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import SMALL_TOP_K, Choice
@@ -35,7 +35,11 @@ T = TypeVar("T")
 
 
 class RowFlag(enum.IntFlag):
-    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
+    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order.
+
+    One bit is left, the sign. A further option that changes logits has a float column in `LogitShaping` and sets
+    PENALISED.
+    """
 
     SAMPLES = 1  # the last position's logits choose a token
     DRAWS = 2  # temperature is above 0
@@ -51,7 +55,6 @@ class RowFlag(enum.IntFlag):
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
     SAMPLED_LOGPROBS = 1 << 28  # after the processors' bits
     DRAFT = 1 << 29  # a draft whose request reads its earlier tokens
-    DRAFTING = 1 << 30  # the model's own head drafts a token after it
 
 
 FIRST_PROCESSOR = 12  # bit
@@ -166,6 +169,17 @@ class FeatureRead(NamedTuple):
     output: Any  # as `on_host` returns it; None if the program has none
 
 
+class ChosenStep(NamedTuple):
+    """A whole step whose tokens are chosen, on the device."""
+
+    model: Model
+    hidden: Array  # [R + T, E], after the final norm
+    inputs: StepInputs
+    own: Any  # of the feature: the result of its `unpack`
+    tokens: Array  # [N]: those that rows chose
+    state: RequestState  # after the step
+
+
 class Helpers(Protocol):
     """Programs that are no steps, which a feature may call while it reads results."""
 
@@ -218,7 +232,7 @@ class Feature:
 
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
-    follows: bool = False  # its columns are computed after all others, by the model's own head: see `draft_head`
+    follows: bool = False  # it writes into pages once tokens are chosen: see `follow`
     has_output: bool = False
     copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
     shard_axis: int = 0  # of the array, along which data shards follow each other
@@ -302,6 +316,10 @@ class Feature:
 
         `chosen_from` computes the logits from which tokens are chosen: after all changes, those of masks included.
         """
+        raise NotImplementedError
+
+    def follow(self, step: ChosenStep, kv: KV) -> KV:
+        """After the choice: return the pages with what it writes."""
         raise NotImplementedError
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:

@@ -10,8 +10,8 @@ Axes: P pages, n pages of a transfer, S tokens per page.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from rekindle_kernels import (
     paged_attention,
     write_kv,
 )
+
+if TYPE_CHECKING:
+    from rekindle._src.models.nn.forward import Compute
 
 
 class Paging(NamedTuple):
@@ -72,11 +75,11 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
         states = tuple(jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes)
         own = cache.pages
         if not isinstance(own, Pages):
-            return Layer(None, states)
+            return Layer(states=states)
         apart = windowed and windows > 0
         count = windows if apart else pages
         kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
-        return Layer(None, states, kept) if apart else Layer(kept, states)
+        return Layer(states=states, windows=kept) if apart else Layer(states=states, pages=kept)
 
     return tuple(map(layer, model.caches, model.windowed))
 
@@ -158,7 +161,7 @@ class PagedAttention:
         )
         return paged_attention(inputs, options, implementation=self._implementation)
 
-    def recur(self, layer: int, compute: Callable[..., Any], /) -> Array:
+    def recur(self, layer: int, compute: Compute, /) -> Array:
         """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 from jax import Array
@@ -33,7 +33,7 @@ from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.step import ChoiceInputs, Leaves, ModelOutput, Operands, StepOutput, finish, finish_forward
-from rekindle._src.programs.store import LateStore, watching_hits
+from rekindle._src.programs.store import CompiledProgram, LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
 Tables = tuple[tuple[Array, ...], ...]  # of each of the model's ropes, as `rope.tables` returns them
@@ -46,13 +46,6 @@ class OpeningOutput(NamedTuple):
     tables: Tables
     own: tuple[Array, ...]  # what each layer reads alone, or nothing
     inputs: StepInputs
-
-
-class CompiledProgram(Protocol):
-    """A program on its devices: a `jax.stages.Compiled`, or what a store returns in its place."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any: ...
-    def as_text(self) -> str: ...
 
 
 Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
@@ -197,10 +190,10 @@ class LayeredProgram(abc.ABC):
 
     def as_text(self) -> str:
         """Return the text of the opening and the layers, as XLA compiled them."""
-        return "\n".join(part.as_text() for part in (self._opening, *dict.fromkeys(self._layers)))
+        return "\n".join(part.as_text() or "" for part in (self._opening, *dict.fromkeys(self._layers)))
 
     def _run(
-        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
+        self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
     ) -> tuple[tuple[Any, ...], paged.KV, OpeningOutput]:
         """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
         cut = self._cut
@@ -217,7 +210,7 @@ class LayeredStep(LayeredProgram):
     """A step made of parts."""
 
     def __call__(
-        self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any, operands: Operands
+        self, leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array, operands: Operands
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
         closing = greedy or self._rest()  # before pages are donated, since it may have to compile
@@ -230,8 +223,8 @@ class LayeredForward(LayeredProgram):
     """The first half of a late step, made of parts."""
 
     def __call__(
-        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any, operands: Operands
-    ) -> tuple[paged.KV, ChoiceInputs, Any]:
+        self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array, operands: Operands
+    ) -> tuple[paged.KV, ChoiceInputs, tuple[Any, ...]]:
         closing = self._rest()
         outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
         return new_kv, *closing(outer, opened.x, opened.inputs)

@@ -234,7 +234,9 @@ class MeshPartitioning(Partitioning):
             return _KV_HEADS
         axes: list[Any] = [_KV_HEADS if isinstance(cache.pages, Pages) else None for cache in config.caches]
         pairs = zip(axes, self.placement.state_roles, strict=True)
-        return tuple(paged.Layer(axis, tuple(1 + role.divisions[0].axis for role in roles)) for axis, roles in pairs)
+        return tuple(
+            paged.Layer(pages=axis, states=tuple(1 + role.divisions[0].axis for role in roles)) for axis, roles in pairs
+        )
 
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:

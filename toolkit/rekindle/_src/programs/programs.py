@@ -49,20 +49,22 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_head import DraftChains, DraftedTokens
+from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.layered import CompiledProgram, LayeredProgram, LayeredPrograms, compiled_with
+from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
     NOT_STORED,
+    CompiledProgram,
     Executables,
     ExecutableStore,
     LateStore,
@@ -259,15 +261,17 @@ class Programs:
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
-            more = (*more, DraftedTokens())  # last: its column follows all others
+            more = (*more, HeadEntries())
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | AssistantRecipes | None = None
-        if drafter is not None and drafter.assists:
+        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | None = None
+        if config.drafts == "mtp":
+            self.drafting = HeadRecipes(config, self._recipes)
+        elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:
             self.drafting = DraftRecipes(drafter, config, model.vocab_size)
@@ -328,7 +332,7 @@ class Programs:
 
     @property
     def _draft_keys(self) -> tuple[Helper, ...]:
-        """The programs of the small model or the assistant that drafts."""
+        """The programs of the small model, the assistant or the model's own head that drafts."""
         return () if self.drafting is None else self.drafting.keys
 
     @property
@@ -408,6 +412,10 @@ class Programs:
         """True if the store has the program."""
         return self._store.holds(key.name)
 
+    def use_no_store(self) -> None:
+        """Neither load stored programs from now on nor store any: they would not be those of the next process."""
+        self._store.detach()
+
     def quicker_in_parts(self, keys: Sequence[Key]) -> bool:
         """True if a first text would wait for these programs, and their parts are ready much sooner."""
         return bool(self.kernels()) and self._layered.quicker(keys)
@@ -460,7 +468,7 @@ class Programs:
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
 
-    def memory(self) -> Any:
+    def memory(self) -> tuple[paged.KV, RequestState]:
         """Return new pages and state. If XLA rejects the kernel that makes zeros without writing them, go without."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
@@ -541,6 +549,7 @@ class Programs:
             return False
         start = time.perf_counter()
         try:
+            program: CompiledProgram
             if form is Form.PARTS:
                 assert isinstance(key, Bucket), "steps have parts"
                 program = self._layered.load(key)

@@ -125,7 +125,7 @@ class LogitShaping(Feature):
         return True
 
     def unpack(self, columns: Columns) -> Shaping:
-        repetition, presence, frequency = (columns.floats[:, column] for column in range(3))
+        repetition, presence, frequency = (columns.floats[:, column] for column in range(len(self.neutral)))
         flags = columns.flags
         return Shaping(repetition, presence, frequency, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
 

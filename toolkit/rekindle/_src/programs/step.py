@@ -24,10 +24,8 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.draft_head import DraftHeadInputs, drafted
 from rekindle._src.programs.draft_rows import recording
-from rekindle._src.programs.feature import Feature, RowFlag, StepInputs, branch
+from rekindle._src.programs.feature import ChosenStep, Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, keep_hidden, record
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
@@ -85,8 +83,8 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
         for feature, own in layout.compiled_with(inputs.own):
             if feature.follows:
-                new_kv, drafts = _drafted(graph, layout, computed, inputs, new_state, own, tokens, new_kv)
-                output = output._replace(rows=jnp.concatenate([output.rows, drafts[:, None]], axis=1))
+                chosen = ChosenStep(computed.model, computed.hidden, inputs, own, tokens, new_state)
+                new_kv = feature.follow(chosen, new_kv)
         return new_kv, new_state, output
 
     return step
@@ -200,40 +198,6 @@ def _finished(
     return new_state, StepOutput(rows, extra), tokens
 
 
-def _drafted(
-    graph: Graph,
-    layout: Layout,
-    computed: ModelOutput,
-    inputs: StepInputs,
-    state: RequestState,
-    own: DraftHeadInputs,
-    tokens: Array,
-    kv: paged.KV,
-) -> tuple[paged.KV, Array]:
-    """Draft tokens with the model's own head, drawn with the noise of the positions that they are for. `state` is that
-    after the step, with the `tokens` that rows chose."""
-    implementation = graph.precision.implementation
-    choice = inputs.choice._replace(position=inputs.choice.position + 1)
-    later = inputs._replace(choice=choice)
-
-    def sample(logits: Array) -> Array:
-        drafts: Array = _sample(layout, logits, later, state, implementation=implementation)
-        return drafts
-
-    return drafted(
-        computed.model,
-        computed.hidden,
-        inputs,
-        state,
-        own,
-        tokens,
-        kv,
-        sample,
-        implementation=implementation,
-        deterministic=graph.precision.deterministic,
-    )
-
-
 def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
     """Compute the results that need no choice: the scores, and the output of each feature that has one."""
     numbers = lax.iota(jnp.int32, layout.sequences) + 1
@@ -272,15 +236,13 @@ def _choose(
         changed = _changed(layout, logits, inputs, state)
         return changed if operand is None else late.allow(changed, operand)
 
-    with_columns = [feature for feature in layout.compiled if feature.width and not feature.follows]
+    with_columns = [feature for feature in layout.compiled if feature.width]
     columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in with_columns]
     samples = inputs.flag(RowFlag.SAMPLES)
     slots = jnp.where(samples, inputs.slots, layout.slots)
     counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
-    new_state = record(state, slots, counted, tokens)
-    if ProgramVariant.DRAFTS not in layout.variants:  # else the head takes them now
-        kept = jnp.where(inputs.flag(RowFlag.CHOOSES), inputs.slots, layout.slots)
-        new_state = keep_hidden(new_state, kept, inputs.lengths, scores.last, tokens)
+    kept = jnp.where(inputs.flag(RowFlag.CHOOSES), inputs.slots, layout.slots)
+    new_state = keep_hidden(record(state, slots, counted, tokens), kept, inputs.lengths, scores.last, tokens)
     return new_state, jnp.concatenate([shown[:, None], *columns], axis=1), tokens
 
 

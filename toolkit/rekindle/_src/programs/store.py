@@ -173,7 +173,7 @@ class ExecutableStore(Store):
         if usable and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 
-    def load(self, key: str, devices: Sequence[object] | None = None) -> Any:
+    def load(self, key: str, devices: Sequence[jax.Device] | None = None) -> CompiledProgram:
         """Return the executable, ready to be called. Raise `StoreError` with the reason if there is none.
 
         It runs on `devices`, in this order; none of them is JAX's default device. The key names the same devices.
@@ -194,12 +194,12 @@ class ExecutableStore(Store):
     def save(
         self,
         key: str,
-        compiled: Any,
+        compiled: CompiledProgram,
         *,
         name: str,
         model: str,
         compile_seconds: float,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[jax.Device] | None = None,
     ) -> bool:
         """Store an executable, with the devices that it was compiled for, as `load` takes them.
 
@@ -213,7 +213,8 @@ class ExecutableStore(Store):
             self.warn_once("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
             return False
         try:
-            executable, in_tree, out_tree = serialize_executable.serialize(compiled)
+            program: Any = compiled  # what a store returned has the parts that are read of it, too
+            executable, in_tree, out_tree = serialize_executable.serialize(program)
         except Exception as error:
             if _ONE_OF_THEM in str(error):
                 log.info("program %s is not stored: %s", name, error)
@@ -312,15 +313,15 @@ class ProgramStore:
     store: ExecutableStore
     model: str
     identity: str  # a digest of all the causes of a program except its name
-    devices: tuple[object, ...] = ()  # the devices of its programs; none: the default one
+    devices: tuple[jax.Device, ...] = ()  # the devices of its programs; none: the default one
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str) -> CompiledProgram:
         return self.store.load(self._key(name), self.devices)
 
     def holds(self, name: str) -> bool:
         return self.store.holds(self._key(name))
 
-    def save(self, name: str, compiled: object, compile_seconds: float) -> bool:
+    def save(self, name: str, compiled: CompiledProgram, compile_seconds: float) -> bool:
         return self.store.save(
             self._key(name),
             compiled,
@@ -380,16 +381,23 @@ def _checksum(name: str, meta: dict[str, Any], executable: bytes) -> str:
     return private_files.checksum(name, json.dumps(meta, sort_keys=True).encode(), executable)
 
 
+class CompiledProgram(Protocol):
+    """A program on its devices: a `jax.stages.Compiled`, or what a store returns in its place."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any: ...
+    def as_text(self) -> str | None: ...
+
+
 class Executables(Protocol):
     """Executables on disk, which outlive the process."""
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str) -> CompiledProgram:
         """Load an executable. Raise `StoreError` with the reason if there is none."""
 
     def holds(self, name: str) -> bool:
         """True if there seems to be one."""
 
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool: ...
+    def save(self, name: str, compiled: CompiledProgram, compile_seconds: float) -> bool: ...
     def claim(self, name: str) -> Claim | None:
         """Claim the making of an executable; None if another process has made it while this one waited for it."""
 
@@ -401,13 +409,13 @@ class Executables(Protocol):
 class NoStore:
     """The store of programs that do not outlive the process."""
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str) -> CompiledProgram:
         raise StoreError("no store")
 
     def holds(self, name: str) -> bool:
         return False
 
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+    def save(self, name: str, compiled: CompiledProgram, compile_seconds: float) -> bool:
         return False
 
     def claim(self, name: str) -> Claim | None:
@@ -428,7 +436,7 @@ class LateStore:
     def __init__(self, store: Executables) -> None:
         self.late = False
         self._store = store
-        self._waiting: deque[tuple[str, Any, float]] = deque()
+        self._waiting: deque[tuple[str, CompiledProgram, float]] = deque()
         self._newest = 0.0  # when the last one came
         self._lock = threading.Lock()  # of the four around it
         self._thread: threading.Thread | None = None
@@ -455,7 +463,11 @@ class LateStore:
         if claim is not None:
             claim.release()
 
-    def load(self, name: str) -> Any:
+    def detach(self) -> None:
+        """Use no store from now on, neither to load nor to save."""
+        self._store = NoStore()
+
+    def load(self, name: str) -> CompiledProgram:
         """Load an executable. Raises `StoreError` with the reason if there is none."""
         return self._store.load(name)
 
@@ -463,7 +475,7 @@ class LateStore:
         """True if there seems to be one on disk."""
         return self._store.holds(name)
 
-    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+    def save(self, name: str, compiled: CompiledProgram, compile_seconds: float) -> bool:
         """Write it now, or soon. Return False if writing was tried and failed."""
         if not self.late:
             return self._save(name, compiled, compile_seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
 import weakref
@@ -37,6 +38,7 @@ _at_work: weakref.WeakSet[Maker] = weakref.WeakSet()
 _registered = False
 # Seconds that a program which a first text does without waits until the session is open, and for that text.
 FOR_OPENING, FOR_TEXT = 1.0, 0.1
+KERNEL_SECONDS = 180.0  # the longest wait for native kernels; two idle cores compile a model's in 10 to 20
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -186,7 +188,8 @@ class Warming:
     A session that restores pages opens when it has loaded the stored programs that their first request needs.
 
     Where the installation has no native kernels and numba can compile them, other processes compile them first. All
-    programs wait for the kernels, so that a session's arithmetic is the same from its first token to its last.
+    programs wait for the kernels, so that a session's arithmetic is the same from its first token to its last: for
+    three minutes at most, and with "all" for as long as it takes. This process then does without those that are left.
 
     A conversation needs more than a first text does: see `expect`.
 
@@ -210,10 +213,14 @@ class Warming:
         self._progress, self._contexts = progress, contexts
         self._stopped = threading.Event()
         self._opened = threading.Event()
+        self._deciding = threading.Lock()
         self._opening = threading.Event()  # set once the opening waits for the awaited programs only
         self.flush = programs.flush
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
+        bounded = precompile != "all" and not programs.parts.multi_process  # whose processes have to compute alike
+        self._longest = KERNEL_SECONDS if bounded else math.inf
+        self.late_kernels: tuple[str, ...] = ()  # which this process does without
         self._first = first_needed(programs, restoring=restoring)
         fills = len(programs.fills) * restoring
         self._prefill_and_decode = self._first[: fills + 2]
@@ -312,9 +319,24 @@ class Warming:
         """True while native kernels are being compiled."""
         return self._kernels is not None and self._kernels.running
 
+    def describe_kernels(self) -> str:
+        """Return how many native kernels are compiled, in words; empty if none are being compiled."""
+        kernels = self._kernels
+        if kernels is None or not kernels.running:
+            return ""
+        return f"native kernels {len(kernels.names) - len(kernels.left)} of {len(kernels.names)}"
+
     def wait_for_kernels(self) -> bool:
-        """Wait until all native kernels that can be compiled are ready. Return False if stopped before."""
-        return self._kernels is None or self._kernels.wait(self._is_stopped)
+        """Wait until native kernels are ready, or it takes too long. Return False if stopped before."""
+        if self._kernels is None:
+            return True
+        if not self._kernels.wait(self._is_stopped, longest=self._longest):
+            return False
+        with self._deciding:
+            if self._kernels.put_off and not self.late_kernels:
+                self.late_kernels = self._kernels.put_off
+                self._programs.use_no_store()
+        return True
 
     def restorable(self) -> list[Key]:
         """Load and return the stored programs that the first request for restored pages needs.

@@ -38,6 +38,7 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
+    from rekindle._src.notebook.dashboard import FleetDashboard
 
 
 class Fleet(OpenModel):
@@ -98,11 +99,11 @@ class Fleet(OpenModel):
         self._host.check()
         return self._host.ask(snapshot)
 
-    def explain(self, request: Handle[Any] | Completion | str) -> Placed:
+    def explain(self, request: Handle[object] | Completion | str) -> Placed:
         """Return the current or last replica of a request, the reason for it, and the number of moves."""
         return self._explained(request, self._backend.explain)
 
-    def watch(self) -> Any:
+    def watch(self) -> FleetDashboard:
         """Return a live dashboard: replicas, requests, tokens per second, hit rates. Show it at a cell's end."""
         self._host.check()
         from rekindle._src.notebook.dashboard import FleetDashboard

@@ -18,13 +18,13 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import AdapterUse, Guidance, PromptPooling
-from rekindle._src.core.records import GuideReport, Mask, Pooling, Request, ResumeState, TokenEvent
+from rekindle._src.core.records import GuideReport, Mask, NewGuide, Pooling, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.dispatch.structures import after
 from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routing import Role
-from rekindle._src.structured.grammar import Guide, Reasoning
+from rekindle._src.structured.grammar import Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
@@ -35,6 +35,7 @@ class RemoteGuide:
 
     ended: bool = False
     spent: float = 0.0
+    ahead: tuple[int, ...] = ()
 
     def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None, budget: int | None) -> None:
         self.spec, self.eos_ids, self.reasoning, self.budget = spec, tuple(eos_ids), reasoning, budget
@@ -55,9 +56,9 @@ class RemoteGuide:
         clone.covered, clone.consumed, clone.ended = [*self.covered], self.consumed, self.ended
         return clone
 
-    def build(self, grammar: GrammarLike) -> Guide:
+    def build(self, grammar: GrammarLike) -> NewGuide:
         """Return the guide itself, advanced past the covered tokens. Raise `InvalidRequest` if they don't match."""
-        guide: Guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
+        guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         return after(guide, self.covered, self.spec.kind, list)
 
 

@@ -463,7 +463,6 @@ class Scheduler:
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
         sequence.computed = row.start + row.length
-        self._drafts.computed(sequence, row, output)
         for follower in sequence.followers:
             output = follower.take(row, output)
         if not output.finite:

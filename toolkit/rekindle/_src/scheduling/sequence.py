@@ -150,8 +150,8 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "cutting", "drafter",
-        "drafting", "ended_at", "entered", "epoch", "followers", "forced", "fresh", "generated", "generates",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached", "cached_tokens", "claimed", "computed", "cutting",
+        "drafter", "drafting", "ended_at", "entered", "epoch", "followers", "forced", "fresh", "generated", "generates",
         "generation", "holding", "in_flight", "known", "limit", "limit_reason", "naming", "need", "node", "num_pages",
         "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root",
         "sampled", "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
@@ -192,6 +192,7 @@ class Sequence:
         self.target = 0  # positions to prefill: the prompt, and what was generated before a preemption
         self.planned = 0
         self.computed = 0
+        self.cached = 0  # leading positions whose pages were there when the epoch began
         self.entered = 0  # leading positions whose entries the model's own head has, or that it does without
         # Tokens:
         resumed = request.resumed
@@ -248,6 +249,12 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that the sequence may still sample."""
         return self.limit - self.sampled
+
+    @property
+    def has_hidden(self) -> bool:
+        """True if the device has the hidden state before its latest token, which is known: it was computed in this
+        epoch."""
+        return self.known - 1 > self.cached
 
     @property
     def outputs(self) -> IntArray:
@@ -323,7 +330,7 @@ class Sequence:
         self.epoch += 1
         self.slot = slot
         self.fresh = True
-        self.computed = self.planned = self.entered = start
+        self.computed = self.planned = self.entered = self.cached = start
         self.target = self.known
         self.status = Status.PREFILL
         self.enter(PhaseKind.PREFILL)

@@ -27,6 +27,7 @@ from rekindle.errors import ConfigError
 from rekindle_kernels import system
 
 try:
+    from starlette.types import ASGIApp
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:  # uvicorn without its extra `standard`
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
@@ -61,7 +62,7 @@ class Listener(uvicorn.Server):
 
     def __init__(
         self,
-        app: Any,
+        app: ASGIApp,
         life: Life,
         sock: socket.socket,
         *,

@@ -28,7 +28,7 @@ class Server:
 
     def __init__(
         self,
-        session: Any,
+        session: object,
         *,
         host: str = "127.0.0.1",
         port: int = 0,

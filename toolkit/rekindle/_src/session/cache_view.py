@@ -59,7 +59,7 @@ class NodeView(html.Record):
         pin = ", pinned" if self.pinned else ""
         visits = html.count(self.visits, "visit")
         place = f"{html.count(self.tokens, 'token')} at {self.start}, {self.tier}, {visits}, {self.age:.0f} s ago{pin}"
-        return f"{'  ' * self.depth}{self.text!r}  [{place}]"
+        return f"{'  ' * self.depth}{html.shorten(self.text, 48)!r}  [{place}]"
 
     def _repr_html_(self) -> str:
         return str(html.line(str(self).strip()))
@@ -270,7 +270,7 @@ class Snapshots(list[SnapshotInfo]):
         return str(html.table(["snapshot", "pages", "tokens", "model", "saved", "fits this session"], rows))
 
 
-_PREVIEW = 48  # characters
+_PREVIEW = 200  # characters
 
 
 class CacheView:

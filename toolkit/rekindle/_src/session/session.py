@@ -18,7 +18,7 @@ from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.calls.requests import Images
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
+from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import jax.typing
 
     from rekindle._src.models.base import LoadedModel
+    from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
@@ -66,7 +67,7 @@ class Session(OpenModel, RolloutRequests):
         *,
         detokenizer: Callable[[Sampling], DetokenizerLike] | None = None,
         vocab_size: int | None = None,
-        chat: Any = None,
+        chat: ChatLike | None = None,
         model: str = "",
     ) -> None:
         """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
@@ -136,7 +137,7 @@ class Session(OpenModel, RolloutRequests):
 
         return self._client.ask(snapshot)
 
-    def watch(self) -> Any:
+    def watch(self) -> Dashboard:
         """Return a live dashboard: throughput, queue, batch over time, pages by tier. Show it at the end of a cell.
 
         Its `recorded()` is a figure of the run to scrub through, which a saved notebook keeps.
@@ -176,7 +177,7 @@ class Session(OpenModel, RolloutRequests):
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
+    def explain(self, request: Handle[object] | Completion | str) -> Explanation:
         """Explain a request (handle, completion or id): print it for its timeline, with seconds and reasons.
 
         Its text says why it waits, was preempted, or hit or missed the cache; its `timeline` has the phases. It can
@@ -190,7 +191,7 @@ class Session(OpenModel, RolloutRequests):
         devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
         return dataclasses.replace(explanation, text=f"{explanation.text}; {devices}")
 
-    def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
+    def allowed(self, request: Handle[object] | Completion, *, at: int | None = None) -> AllowedTokens:
         """Return the tokens that a structured text's grammar allows after its first `at` tokens; None means all."""
         self._host.check()
         return allowed_tokens(self._front, request, at)

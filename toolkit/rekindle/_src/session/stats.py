@@ -369,7 +369,7 @@ class SessionStats(Figures):
     def shown(self) -> list[str]:
         """Return the parts that a notebook shows below a title."""
         figures = self.as_dict()
-        parts: list[str] = [foremost(figures)]
+        parts: list[str] = [foremost(figures), _work(figures)]
         mesh = figures.pop("mesh", None)
         parts += [html.line(str(mesh), describe_share(figures))] if mesh is not None else []
         parts += [_shards(figures.pop("shards"))] if "shards" in figures else []
@@ -377,7 +377,10 @@ class SessionStats(Figures):
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
             parts += [
-                html.with_hint(html.line(f"{html.count(figures['pages_total'], 'page')} on the device"), html.PAGES),
+                html.line(
+                    "memory of requests and cache",
+                    html.with_hint(f"{html.count(figures['pages_total'], 'page')} on the device", html.PAGES),
+                ),
                 html.bar(
                     {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free", colours=_PAGES
                 ),
@@ -534,6 +537,22 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
         f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if cached else 0,
     }
     return html.tiles({name: figure for name, figure in pairs.items() if figure})
+
+
+def _work(figures: Mapping[str, Any]) -> html.Markup:
+    """Show the tokens so far as one bar: those that the cache had, those of prompts that it had not, and the texts."""
+    cached, generated = figures.get("cached_tokens", 0), figures.get("generated_tokens", 0)
+    parts = {
+        "from the cache": cached,
+        "prompts, computed": max(0, figures.get("prompt_tokens", 0) - cached),
+        "generated": generated,
+    }
+    hues = (style.shade(style.TIERS["device"], 1.0), style.PHASES["prefill"], style.PHASES["decode"])
+    present = {name: hue for (name, tokens), hue in zip(parts.items(), hues, strict=True) if tokens}
+    if not present:
+        return html.Markup("")
+    bar = html.bar({name: parts[name] for name in present}, colours=tuple(present.values()))
+    return html.block(html.line("tokens so far"), bar)
 
 
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:

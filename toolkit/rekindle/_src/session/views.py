@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from rekindle._src.session.stats import StepReport
 
 Several = Sequence[int] | Literal["all"]  # layers
-NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
+_CALLS = {
+    "stream": "session.view.stream(prompt)",
+    "chat": "session.view.chat()",
+    "tree": "session.view.tree()",
+    "lens": "await session.view.lens(prompt)",
+    "attention": "await session.view.attention(prompt)",
+    "steps": "session.view.steps(reports)",
+    "distribution": "session.view.distribution(logits)",
+    "prefixes": "session.view.prefixes(texts)",
+}
+NAMES = tuple(_CALLS)
 
 
 _SHOWN = {
@@ -57,11 +67,13 @@ class Views:
         return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
 
     def _repr_html_(self) -> str:
-        rows = [
-            (f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0].replace("`", ""))
-            for name in NAMES
-        ]
-        return str(html.table(["view", "shows"], rows))
+        rows = [("session.watch()", "The engine at work: who runs, who waits and why, and the memory of each tier.")]
+        for name, call in _CALLS.items():
+            words = getattr(type(self), name).__doc__.partition("\n")[0].replace("`", "").removesuffix(" Await it.")
+            rows.append((call, words))
+        return str(
+            html.table(["view", "shows"], [(html.Markup(f"<code>{call}</code>"), words) for call, words in rows])
+        )
 
     if not TYPE_CHECKING:
 

@@ -90,7 +90,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Return the prompt as text. Encode it with `add_special_tokens=False`: the template writes them itself.
 
@@ -117,7 +117,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template: str | None = None,
-        **variables: Any,
+        **variables: object,
     ) -> Callable[[], str]:
         """Check and copy the arguments of `render`, and return a function that runs the template in any thread."""
         if continue_final_message and add_generation_prompt:

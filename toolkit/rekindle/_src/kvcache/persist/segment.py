@@ -105,13 +105,13 @@ def saved_at(header: Mapping[str, object]) -> float:
     return float(value) if 0 <= value < LAST_TIME else 0.0
 
 
-def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:
-    text = json.dumps(header | {"page_size": records.dtype["tokens"].shape[0], "count": len(records)}).encode()
+def encode(header: Mapping[str, object], records: NDArray[Any]) -> bytes:
+    text = json.dumps({**header, "page_size": records.dtype["tokens"].shape[0], "count": len(records)}).encode()
     body = len(text).to_bytes(_LENGTH, "little") + text + records.tobytes()
     return body + blake2b(body, digest_size=DIGEST_SIZE).digest()
 
 
-def decode(data: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
+def decode(data: bytes) -> tuple[dict[str, object], NDArray[Any]]:
     """Parse an index into header and records. Raises StoreError if a byte differs from what `encode` wrote."""
     body, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
     if blake2b(body, digest_size=DIGEST_SIZE).digest() != digest:
@@ -174,7 +174,7 @@ class Segment:
     """A segment on disk, with its index in memory."""
 
     path: Path
-    header: dict[str, Any]
+    header: dict[str, object]
     records: NDArray[Any]
     leaves: tuple[LeafSpec, ...]
     page_bytes: int

@@ -229,7 +229,9 @@ def assistant_manifest(config: ModelConfig) -> Manifest:
     if spec.centroids:
         sources["centroids.weight"] = one("masked_embedding.centroids.weight", spec.centroids)
         sources["clusters"] = one("masked_embedding.token_ordering", V, whole=True)
-    return _without_keys(Manifest(sources), config)
+    found = _without_keys(Manifest(sources), config)
+    # llama.cpp's names, of files whose metadata says nothing of clusters
+    return dataclasses.replace(found, ignored=(*found.ignored, r"masked_embd_.*"))
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
@@ -275,6 +277,16 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     return keys | {"enable_moe_block": True, **model.experts(of_token="top_k_experts")}
 
 
+def read_assistant_gguf(model: GgufModel) -> dict[str, Any]:
+    """Return the config of an assistant. llama.cpp's files lack clusters, or have them unused: it drafts without."""
+    if model.integer("attention.shared_kv_layers", model.layers) != model.layers:
+        raise model.unsupported("attention.shared_kv_layers", model.integer("attention.shared_kv_layers"))
+    return read_gguf(model) | {
+        "backbone_hidden_size": model.integer("embedding_length_out"),
+        "use_ordered_embeddings": False,
+    }
+
+
 NAMES = {
     **POST_NORMED, "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2", "per_layer_input_gate": "inp_gate",
@@ -293,6 +305,7 @@ GGUF = GgufForm(
     activation="gelu_tanh",
     reads_only="rekindle does not write layers of different sizes",
 )
+ASSISTANT_GGUF = dataclasses.replace(GGUF, architecture="gemma4-assistant", read=read_assistant_gguf)
 NESTED = {
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -308,7 +321,12 @@ FAMILIES = {
         nested=NESTED | {"max_position_embeddings": 262_144},
     ),
     "gemma4_assistant": Family(
-        "Gemma4AssistantForCausalLM", assistant_config, assistant, assistant_manifest, nested=NESTED
+        "Gemma4AssistantForCausalLM",
+        assistant_config,
+        assistant,
+        assistant_manifest,
+        gguf=ASSISTANT_GGUF,
+        nested=NESTED,
     ),
     "gemma4_unified_assistant": Family(
         "Gemma4UnifiedAssistantForCausalLM",

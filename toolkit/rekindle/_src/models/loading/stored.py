@@ -57,7 +57,7 @@ class StoredCheckpoint(NamedTuple):
     """A checkpoint whose config was parsed and whose headers were read."""
 
     path: Path  # the folder, or the GGUF file
-    raw: dict[str, Any]  # config.json, or its equivalent
+    raw: dict[str, object]  # config.json, or its equivalent
     headers: tuple[Header, ...]  # a language model's tensors are named as those of a checkpoint of its own: `OWN`
     fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
     is_gguf: bool = False
@@ -127,7 +127,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found, others=others)
 
 
-def text_config(raw: Mapping[str, object]) -> dict[str, Any]:
+def text_config(raw: Mapping[str, object]) -> dict[str, object]:
     """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
@@ -277,7 +277,7 @@ def checkpoint_path(path: Path) -> Path:
     return gguf_files.in_folder(path) or path
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """Return the parsed config.json of a folder. Raise `CheckpointError` if it is missing, unreadable or no object."""
     path = folder / "config.json"
     try:

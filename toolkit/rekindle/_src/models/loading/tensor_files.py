@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,20 @@ from rekindle.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.manifest import Source
+
+T = TypeVar("T")
+
+
+class TensorFacts(Protocol):
+    """A tensor, or what is written of one."""
+
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def nbytes(self) -> int: ...
+
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -87,7 +101,9 @@ class Header(NamedTuple):
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name. Raise `CheckpointError` if any is missing."""
     if not folder.is_dir():
-        problem = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
+        part = folder.suffix in (".safetensors", ".json", ".jinja", ".model")  # of a checkpoint
+        problem = "is a file; pass the folder it lies in" if part else "is neither a folder nor a GGUF file"
+        problem = problem if folder.exists() else "does not exist; check the path"
         raise CheckpointError(f"{folder} {problem}.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -127,7 +143,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_json(path: Path, kind: type[Any], most: int) -> Any:
+def read_json(path: Path, kind: type[T], most: int) -> T:
     """Return the content of a file of at most `most` bytes. Raise `CheckpointError` unless it is a dict, or a list."""
     try:
         content = json.loads(read_plain(path, most))
@@ -205,7 +221,7 @@ def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]
 
 def write(
     path: Path,
-    described: Mapping[str, Any],
+    described: Mapping[str, TensorFacts],
     arrays: Iterable[NDArray[Any]],
     *,
     metadata: Mapping[str, str] | None = None,

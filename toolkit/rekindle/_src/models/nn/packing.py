@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rekindle.errors import ConfigError
 from rekindle_kernels import int4
@@ -81,13 +81,22 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
     return Packing(group, minimum is not None, int4.EXPONENTS if name == "fp" else scales, int(bits), name != "int")
 
 
-def matrix_shape(leaf: Any) -> tuple[int, ...]:
+class StoredArray(Protocol):
+    """A leaf of a model: an array, or its shape and dtype alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+def matrix_shape(leaf: StoredArray) -> tuple[int, ...]:
     """Return the shape of a stored matrix in checkpoints' form: [out, in], or [experts, out, in]."""
     shape: tuple[int, ...] = tuple(leaf.shape)
     return int4.matrix_shape(leaf) if is_packed(leaf) else shape
 
 
-def is_packed(leaf: Any) -> bool:
+def is_packed(leaf: StoredArray) -> bool:
     """True if a leaf is the `weight` of a matrix in groups: nothing else has these dtypes."""
     return str(leaf.dtype) in int4.COLUMNS
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from rekindle._src.core.records import DraftTask, IntArray, Row, RowResult
+from rekindle._src.core.records import DraftTask, IntArray, Row
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -67,7 +67,7 @@ class Drafter:
         raise NotImplementedError
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        """Return what a model with weights of its own computes before a step with decode `rows` of `sequences`."""
+        """Return what is drafted on the device before a step with decode `rows` of `sequences`."""
         return ()
 
     def lost(self) -> None:
@@ -75,9 +75,6 @@ class Drafter:
 
     def planned(self, step: int) -> None:
         """Note that a step is planned."""
-
-    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
-        """Note that a row was computed, of a prompt or of decoding, before its token is pushed."""
 
     def end(self, sequence: Sequence) -> None:
         """Note that a request has ended."""

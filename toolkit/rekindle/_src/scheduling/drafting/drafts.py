@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from rekindle._src.core.records import DraftTask, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import HIDDEN_KEPT, MOST_BEHIND, DraftTask, Row, StepPlan, StepResult
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
-from rekindle._src.scheduling.drafting.assistants import AssistantDrafter
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
-from rekindle._src.scheduling.drafting.heads import HeadDrafter
+from rekindle._src.scheduling.drafting.heads import AssistantDrafter, HeadDrafter
 from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
@@ -45,7 +44,7 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
     elif limits.prompt_lookup:
         past = (LookupDrafter(),)
     if limits.drafts == "mtp":
-        past = (*past, HeadDrafter())
+        past = (*past, HeadDrafter(limits.max_model_len))
     if limits.draft_positions:
         positions = limits.draft_positions
         past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))
@@ -60,9 +59,10 @@ class Drafts:
         # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._working = tuple(one for one in self._drafters if type(one).tasks is not Drafter.tasks)
-        self._observing = tuple(one for one in self._drafters if type(one).computed is not Drafter.computed)
-        self._has_head = any(isinstance(one, HeadDrafter) for one in self._drafters)
+        self._has_head = any(one.name == HeadDrafter.name for one in self._drafters)
         self._most = limits.prompt_lookup or _MOST
+        if self._has_head:
+            self._most = min(self._most, HIDDEN_KEPT - MOST_BEHIND - 1)  # a step keeps the states of all its rows
         self._costs = StepCosts()
         self._waits = -1  # the step whose plan waited for drafts
         self._alone = -1  # the step that was planned while no other ran
@@ -141,11 +141,6 @@ class Drafts:
     def statistics(self) -> dict[str, DraftCounts]:
         """Return what each drafter has brought."""
         return {name: DraftCounts(count, self.accepted[name]) for name, count in self.drafted.items()}
-
-    def computed(self, sequence: Sequence, row: Row, result: RowResult) -> None:
-        """Show a row that was computed to the drafters that read what the model computed."""
-        for drafter in self._observing:
-            drafter.computed(sequence, row, result)
 
     def end(self, sequence: Sequence) -> None:
         """Note that a request has ended."""

@@ -1,6 +1,6 @@
-"""Drafts of models with weights of their own, for all rows of a step in one call.
+"""Drafts that are computed on the device before a step, for all of its rows in one call.
 
-`ModelDrafter` is that of a small model with the same tokenizer; `assistants.py` has the other kind.
+`ModelDrafter` is that of a small model with the same tokenizer; `heads.py` has those that read the model's own states.
 
 The step that checks drafts is planned before they are made: how many are worth it follows from how often those at each
 place were right, and from what such steps took. The small model drafts them on the device before the rows run.
@@ -25,8 +25,7 @@ import numpy as np
 from rekindle._src.core.records import DraftTask, IntArray, Row
 from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
-from rekindle._src.scheduling.drafting.heads import Acceptance
-from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.drafting.proposal import Acceptance, Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
 _SHORTEST, _LONGEST, _LONGER = 32, 8192, 4  # steps of a pause, and by how much the next one is longer
@@ -75,8 +74,7 @@ class WeightsDrafts(RequestDrafts):
 
 
 class WeightsDrafter(Drafter):
-    """A drafter with weights of its own, whose work the runner does before the rows of a step. It rests while its
-    drafts don't pay."""
+    """A drafter whose tokens the runner computes before the rows of a step. It rests while its drafts don't pay."""
 
     def __init__(self, positions: int) -> None:
         """`positions` are those that it has."""

@@ -1,9 +1,12 @@
-"""Proposals of drafters, and the base of what these keep of a request."""
+"""Proposals of drafters, the base of what these keep of a request, and how often drafts are right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from typing import NamedTuple
+
+_PRIOR = 4.0  # observations that the expected chance of a draft counts for
+_REMEMBERED = 64.0  # observations after which they count half
 
 
 class Proposal(NamedTuple):
@@ -25,8 +28,8 @@ class RequestDrafts:
 
     @property
     def asks(self) -> bool:
-        """True if the next step shall be planned with the result of the request's next row: the model's own head drafts
-        in that row, or a small model needs its token."""
+        """True if the next step shall be planned with the result of the request's next row: what drafts needs its
+        token."""
         return False
 
     def declined(self) -> None:
@@ -43,3 +46,28 @@ class RequestDrafts:
     def describe(self) -> str:
         """Describe how its drafts fared."""
         return f"{self.accepted} of {self.drafted} {self.words} were accepted"
+
+
+class Acceptance:
+    """How often drafts are what the model says next, by those that were seen, whether they were computed or not."""
+
+    __slots__ = ("_right", "_seen")
+
+    def __init__(self) -> None:
+        self._right = self._seen = 0.0
+
+    def add(self, right: bool) -> None:
+        """Add a draft."""
+        self._right += right
+        self._seen += 1.0
+        if self._seen > _REMEMBERED:
+            self._right, self._seen = 0.5 * self._right, 0.5 * self._seen
+
+    def doubt(self, most: float) -> None:
+        """Let what was seen count for `most` drafts: it may not hold any more."""
+        if self._seen > most:
+            self._right, self._seen = self._right * most / self._seen, most
+
+    def chance(self, expected: float) -> float:
+        """Return the chance of the next draft, which is taken to be `expected` before any was seen."""
+        return (self._right + _PRIOR * expected) / (self._seen + _PRIOR)

@@ -20,7 +20,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -109,7 +109,7 @@ def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]
     return templates, special_tokens(metadata) if templates else {}
 
 
-def read_sampling(path: str | Path) -> dict[str, Any]:
+def read_sampling(path: str | Path) -> dict[str, object]:
     """Return the defaults of sampling as generation_config.json has them; empty where the file has none."""
     metadata = metadata_of(path)
     defaults = {option: metadata.get(f"general.sampling.{key}") for option, key in _SAMPLING.items()}

@@ -27,6 +27,7 @@ class GgufModel(NamedTuple):
     header: GgufHeader
     prefix: str
     tensors: dict[str, GgufTensor]
+    assists: bool = False  # all of its blocks draft, for another model
 
     @property
     def metadata(self) -> Metadata:
@@ -54,8 +55,8 @@ class GgufModel(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has: the blocks before those that draft tokens."""
-        return self.blocks - self.drafting
+        """How many layers the model has: the blocks before those that draft tokens, or all of an assistant's."""
+        return self.blocks if self.assists else self.blocks - self.drafting
 
     @property
     def blocks(self) -> int:

@@ -18,6 +18,7 @@ _OUTER = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm", "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "pre_projection": "nextn.pre_projection", "post_projection": "nextn.post_projection",
 }  # fmt: skip
 _INNER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
