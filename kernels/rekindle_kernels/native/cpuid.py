@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from rekindle_kernels import system
-
 
 class Registers(NamedTuple):
     """The registers after CPUID of a leaf, as unsigned numbers of 32 bits."""
@@ -89,6 +87,8 @@ _kept: list[memoryview] = []  # memory of code that may be called until the proc
 @cache
 def own() -> Processor:
     """Return this processor. Raise OSError where the system gives no memory for code."""
+    from rekindle_kernels import system  # no source of kernels, whose digest covers what compiling imports
+
     start = b"" if sys.platform == "win32" else FROM_RDI
     codes = [start + CPUID, start + XGETBV]
     offset = -(-len(codes[0]) // 16) * 16

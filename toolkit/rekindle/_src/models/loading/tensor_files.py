@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model, sorted by name. Raise `CheckpointError` if any is missing."""
     if not folder.is_dir():
         part = folder.suffix in (".safetensors", ".json", ".jinja", ".model")  # of a checkpoint
-        problem = "is a file; pass the folder it lies in" if part else "is neither a folder nor a GGUF file"
+        problem = "is a file; pass the folder it lies in" if part else "is a file and no GGUF file; check the path"
         problem = problem if folder.exists() else "does not exist; check the path"
         raise CheckpointError(f"{folder} {problem}.")
     index = folder / "model.safetensors.index.json"
