@@ -65,7 +65,7 @@ def test_a_view_that_there_is_not(session: Session, name: str, words: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("generate", "session = await rekindle.open(…), then session.generate"), ("opne", "Did you mean open?"),
+    [("generate", "session = await rekindle.open(…), then session.generate"), ("opeen", "Did you mean open?"),
      ("nonsense_of_mine", "no attribute 'nonsense_of_mine'"), ("_private", "no attribute '_private'")],
 )  # fmt: skip
 def test_a_name_that_the_package_has_not(name: str, words: str) -> None:

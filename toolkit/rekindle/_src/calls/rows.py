@@ -210,7 +210,7 @@ class RowPrompts:
         if system is not None and not chat:
             raise InvalidRequest("system", system, "is for chats", "Pass chat=True as well")
         self._template, self._chat, self._system = template, chat, system
-        self.fields = _fields(template) if isinstance(template, str) else ()
+        self.fields: tuple[str, ...] = _fields(template) if isinstance(template, str) else ()
 
     def fill(self, index: int, row: Any, pictures: Sequence[Any] | None = None) -> str | list[int] | Messages:
         """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's pictures."""

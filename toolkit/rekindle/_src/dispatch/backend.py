@@ -138,7 +138,7 @@ class Events(NamedTuple):
 
 
 Control = (
-    Pause | Resume | StepOnce | Exclusive
+    Pause | Resume | StepOnce | Exclusive[Any]
 )  # sent through intake: they overtake no submission that is taken in soon
 BackendMessage = Request | Abort | Finish | Control | Drain
 ScheduleMessage = BackendMessage | TurnOutcome

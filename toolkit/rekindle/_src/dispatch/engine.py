@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -78,8 +78,8 @@ class Engine:
         self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
         self._steps: deque[OneShot[StepOutcome]] = deque()  # requested single steps
         self._stepping: OneShot[StepOutcome] | None = None  # the one that runs
-        self._exclusive: deque[Exclusive] = deque()
-        self._job: Exclusive | None = None  # the one that runs
+        self._exclusive: deque[Exclusive[Any]] = deque()
+        self._job: Exclusive[Any] | None = None  # the one that runs
         self._draining = False
         self._events: list[TokenEvent] = []
         self._started: list[str] = []
@@ -369,7 +369,7 @@ class Engine:
             )
 
 
-def _end_job(job: Exclusive, outcome: TurnOutcome) -> None:
+def _end_job(job: Exclusive[Any], outcome: TurnOutcome) -> None:
     if outcome.error is not None:
         job.done.fail(outcome.error)
         if job.vital:
