@@ -20,7 +20,6 @@ from rekindle._src.core.names import printable
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.stores.model_store import children
-from rekindle._src.text.replies.call import check_arguments
 from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -250,6 +249,8 @@ def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]
         raise InvalidRequest(
             "messages", messages, "is not a list of messages", "Pass a text, or [{'role': ..., 'content': ...}]"
         )
+    from rekindle._src.text.replies.call import check_arguments  # a start without chats needs no syntaxes
+
     check_arguments(messages)
     chat = []
     for message in messages:
