@@ -1,15 +1,23 @@
-"""Heads that draft tokens, of small models: their configs, and their drafts over whole texts without pages."""
+"""Heads that draft tokens, of small models: their configs, and their drafts over whole texts without pages.
+
+What a session drafts on the device is recorded and compared with such drafts: those of heads and of assistants.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from helpers import checkpoints
+from rekindle._src.core.records import DraftTask
+from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.execution.draft_model import DraftWeights
 from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.plain import PlainAttention
 
@@ -70,3 +78,34 @@ def chains(model: LoadedModel, text: list[int], places: list[int], count: int) -
         return found
 
     return {place: drafts(place) for place in places}
+
+
+Drafted = list[tuple[int, list[int]]]  # the place of the token before drafts, and these
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, drafter: type[DraftWeights], whole: Sequence[int]) -> Drafted:
+    """The drafts of one request from now on, each with the place of the token before. Of those that are checked, most
+    are right: they are replaced by the `whole` text, but for every fifth place."""
+    seen: Drafted = []
+    original = drafter.work
+
+    def work(self: DraftWeights, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        drafts = original(self, tasks, calls)
+        for task in tasks:
+            seen.append((task.start, [int(row.token_ids[0]) for row in task.drafts if row.token_ids is not None]))
+            for place, row in enumerate(task.drafts, task.start + 1):
+                assert row.token_ids is not None
+                row.token_ids[0] = whole[place] if place % 5 else 7
+        return drafts
+
+    monkeypatch.setattr(drafter, "work", work)
+    return seen
+
+
+def assert_likeliest(seen: Drafted, right: Mapping[int, Sequence[NDArray[Any]]]) -> None:
+    """All drafts are the likeliest tokens by the logits at their place."""
+    for place, found in seen:
+        for logits, token in zip(right[place], found, strict=False):
+            assert logits.max() - logits[token] <= 1e-3 * logits.std(), (place, found)
+            if token != logits.argmax():
+                break  # two that are as likely: what follows is of another text

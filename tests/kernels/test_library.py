@@ -118,7 +118,7 @@ def test_a_whole_library_lacks_no_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     levels, kernels = cpu.LEVELS[:1], ["norm", "argmax"]
     made = build_library.build(tmp_path / "some", levels, kernels, linker="true")
     assert json.loads((made.parent / library.MANIFEST).read_text())["levels"] == {levels[0].name: ["norm"]}
-    with pytest.raises(RuntimeError, match=r"1 kernels are missing: argmax can't be compiled for x86-64-v4-bf16"):
+    with pytest.raises(RuntimeError, match=r"^kernels that were not compiled: argmax for x86-64-v4-bf16"):
         build_library.build(tmp_path / "all", levels, kernels, linker="true", whole=True)
     assert not (tmp_path / "all").exists()
 

@@ -378,7 +378,7 @@ STREAM = """(turns) => {
 
 @pytest.mark.timeout(900)
 def test_an_hour_of_streaming_leaves_the_memory_as_it_was(page: Any) -> None:
-    """As fast as they are drawn, in answers of 120 tokens: a leak of a node or of 30 bytes a picture would be seen."""
+    """Answers of 120 tokens, redrawn as fast as the page can. Leaking one node or 30 bytes per redraw would fail."""
     show(page, empty())
     pictures = growing(120)
     page.evaluate("(pictures) => { window.pictures = pictures; }", pictures)

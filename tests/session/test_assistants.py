@@ -11,9 +11,9 @@ import pytest
 
 import rekindle
 from helpers import assistants, checkpoints
+from helpers.draft_heads import assert_likeliest, recorded
 from helpers.plain_loop import plain_loop
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.draft_model import AssistantWeights
 from rekindle._src.models.loading import checkpoint
 from rekindle._src.opening.source import drafter_for
@@ -79,19 +79,7 @@ def test_drafts_are_those_of_the_assistant(
     text = [*first, *plain_loop(model, first, 40)]
     again = [*text, *tokens(9, seed=6)]  # a next turn, whose pages are there
     whole = [*again, *plain_loop(model, again, 40)]
-    seen: list[tuple[int, list[int]]] = []
-    original = AssistantWeights.work
-
-    def work(self: AssistantWeights, tasks: list[DraftTask], calls: Any) -> bool:
-        drafts = original(self, tasks, calls)
-        for task in tasks:
-            seen.append((task.start, [int(row.token_ids[0]) for row in task.drafts if row.token_ids is not None]))
-            for place, row in enumerate(task.drafts, task.start + 1):
-                assert row.token_ids is not None
-                row.token_ids[0] = whole[place] if place % 5 else 7
-        return drafts
-
-    monkeypatch.setattr(AssistantWeights, "work", work)
+    seen = recorded(monkeypatch, AssistantWeights, whole)
     with rekindle.open_sync(model, **OPTIONS, drafts=folder) as session:
         handles = [session.submit(first, **options)]
         handles[0].result_sync()
@@ -105,11 +93,7 @@ def test_drafts_are_those_of_the_assistant(
     loaded = checkpoint.load(folder, dtype="float32")
     right = assistants.drafts(model, loaded, whole, [place for place, _ in seen])
     assert len(seen) > 12
-    for place, found in seen:
-        for logits, token in zip(right[place], found, strict=False):
-            assert logits.max() - logits[token] <= 1e-3 * logits.std(), (place, found)
-            if token != logits.argmax():
-                break  # two that are as likely: what follows is of another text
+    assert_likeliest(seen, right)
 
 
 @pytest.mark.thorough

@@ -10,11 +10,10 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.draft_heads import chains, with_head
+from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
 from helpers.thorough import by_default
 from rekindle import Session
-from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.draft_model import OwnHead
 from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting import models
@@ -83,7 +82,7 @@ def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatc
     text = [*first, *plain_loop(model, first, 40)]
     again = [*text, *tokens(9, seed=6)]  # a next turn, of which pages and a state are there
     whole = [*again, *plain_loop(model, again, 40)]
-    seen = watched(monkeypatch, whole)
+    seen = recorded(monkeypatch, OwnHead, whole)
     with rekindle.open_sync(model, **HEAD) as session:
         handles = [session.submit(first, **LONG | {"max_tokens": 40})]
         handles[0].result_sync()
@@ -94,36 +93,7 @@ def test_drafts_are_those_of_the_head(model: Any, monkeypatch: pytest.MonkeyPatc
     assert done[1].usage.cached_tokens >= 128
     assert stats.accepted_tokens > 40
     assert len(seen) > 12
-    assert_right(model, whole, seen)
-
-
-def watched(monkeypatch: pytest.MonkeyPatch, whole: list[int]) -> list[tuple[int, list[int]]]:
-    """The drafts of one request from now on, each with the place of the token before. Of those that are checked, most
-    are right: they are replaced by the `whole` text, but for every fifth place."""
-    seen: list[tuple[int, list[int]]] = []
-    original = OwnHead.work
-
-    def work(self: OwnHead, tasks: list[DraftTask], calls: Any) -> bool:
-        drafts = original(self, tasks, calls)
-        for task in tasks:
-            seen.append((task.start, [int(row.token_ids[0]) for row in task.drafts if row.token_ids is not None]))
-            for place, row in enumerate(task.drafts, task.start + 1):
-                assert row.token_ids is not None
-                row.token_ids[0] = whole[place] if place % 5 else 7
-        return drafts
-
-    monkeypatch.setattr(OwnHead, "work", work)
-    return seen
-
-
-def assert_right(model: Any, whole: list[int], seen: list[tuple[int, list[int]]]) -> None:
-    """All drafts are the likeliest tokens of the head over the whole text."""
-    right = chains(model, whole, [place for place, _ in seen], DRAFTS)
-    for place, found in seen:
-        for logits, token in zip(right[place], found, strict=False):
-            assert logits.max() - logits[token] <= 1e-3 * logits.std(), (place, found)
-            if token != logits.argmax():
-                break  # two that are as likely: what follows is of another text
+    assert_likeliest(seen, chains(model, whole, [place for place, _ in seen], DRAFTS))
 
 
 @pytest.mark.thorough
@@ -137,7 +107,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPa
     model = checkpoints.model(raw, state)
     first = tokens(40, seed=8)
     whole = [*first, *plain_loop(model, first, 200)]
-    seen = watched(monkeypatch, whole)
+    seen = recorded(monkeypatch, OwnHead, whole)
     steps: list[int] = []
     planned = HeadDrafter.planned
     monkeypatch.setattr(HeadDrafter, "planned", lambda self, step: (steps.append(step), planned(self, step))[1])
@@ -146,7 +116,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPa
         assert [*first, *session.generate_sync(first, **LONG | {"max_tokens": 200}).token_ids] == whole
         ran = session.stats().programs
     assert 2 < len(seen) < 20
-    assert_right(model, whole, seen)
+    assert_likeliest(seen, chains(model, whole, [place for place, _ in seen], DRAFTS))
     plain, others = ran["r1t0"], sum(count for name, count in ran.items() if name.endswith("+drafts"))
     assert plain > 90 > others > 0
 

@@ -161,12 +161,12 @@ def build(
             paths = _compiled(names, level, Path(folder), linked, system, limit, deadline)
             for name, path in zip(names, paths, strict=True):
                 if path is None:
-                    failed.append(f"{name} can't be compiled for {level.name} in time")
-                    print(failed[-1], file=sys.stderr)
+                    failed.append(f"{name} for {level.name}")
+                    print(f"{failed[-1]} is left out: it failed to compile, or there was no time", file=sys.stderr)
                 else:
                     found.setdefault(name, {})[level] = path
         if whole and failed:
-            raise RuntimeError(f"{len(failed)} kernels are missing: {', '.join(failed)}")
+            raise RuntimeError(f"kernels that were not compiled: {', '.join(failed)}")
         kept = {name: without_copies(found[name]) for name in kernels if name in found}
         if room is not None:
             kept = likeliest(kept, room)

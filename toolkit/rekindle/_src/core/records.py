@@ -226,7 +226,9 @@ class PageRun(NamedTuple):
 
 
 HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
-MOST_BEHIND = 48  # tokens that the model's own head may be behind; a step that makes up for them keeps further states
+# Tokens by which the head's entries may lag. A step that catches up stores hidden states of its own rows, too, so this
+# is less than `HIDDEN_KEPT`.
+MOST_BEHIND = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class Row:
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
     drafting: bool = False  # a drafter waits for its result: the next step may have drafts
     following: int = -1  # the token after its last one, if it does not sample that
-    behind: int = 0  # tokens before its first one of which the model's own head has no entries yet
+    behind: int = 0  # tokens before its first one for which the model's own head has no entries yet
 
 
 class PageMove(NamedTuple):
@@ -268,10 +270,10 @@ class PageCopy(NamedTuple):
 
 
 class DraftTask(NamedTuple):
-    """The work of a model that drafts before a step: tokens of a request, and drafts after them.
+    """What a drafter computes for one request before a step: the tokens that it reads, and the drafts after them.
 
-    They are tokens that a small model has not seen, or the last token, which is all that an assistant takes. Drafted
-    tokens are written into those of the rows `drafts`.
+    A small model reads the tokens that it has not seen yet; an assistant and the model's own head read the last token
+    alone. Drafted tokens are written into those of the rows `drafts`.
     """
 
     row: Row  # of the request's next token
@@ -302,7 +304,7 @@ class StepPlan:
     sides_in: tuple[PageMove, ...] = ()  # and to fill as `restore`
     loads: tuple[DeviceLoad, ...] = ()  # what to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
-    tasks: tuple[DraftTask, ...] = ()  # of a small model that drafts, before the rows run
+    tasks: tuple[DraftTask, ...] = ()  # of the drafter that computes on the device, before the rows run
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -318,14 +320,14 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it has drafts, or rows after which some may be made. The next step is then planned when this one's
-        result is known."""
+        """True if it checks drafts, or a drafter needs the token of one of its rows. The next step is then planned only
+        when this one's result is known."""
         return any(row.draft or row.drafting for row in self.decode)
 
     @property
     def enters(self) -> bool:
-        """True if the model's own head, where it drafts, makes entries of the step's tokens, and of those that it is
-        behind: there are prompts or drafts, or the hidden states of a row have little room left."""
+        """True if the step computes the entries of the model's own head, for its tokens and for earlier ones that lack
+        them: it has prompts or drafts, or a row's entries lag by `MOST_BEHIND` tokens."""
         return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= MOST_BEHIND for row in self.decode)
 
 

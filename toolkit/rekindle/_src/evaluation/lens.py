@@ -103,7 +103,7 @@ class Lens:
 
 
 _CELL = "padding:1px 5px;text-align:left;white-space:nowrap;border:none"
-# The answer is blue and bold, so that it is no matter of colour alone; other tokens are grey.
+# The answer is blue and also bold, so that colour is not the only cue; other tokens are grey.
 _FIRST = "font-weight:600"
 _AMONG = f"outline:1px dashed {style.BLUE};outline-offset:-1px"
 

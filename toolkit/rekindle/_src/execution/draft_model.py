@@ -16,9 +16,7 @@ from jax import Array
 
 from rekindle._src.core.records import DraftTask
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.draft_head import HeadRecipes
 from rekindle._src.programs.draft_model import FILLS, DraftRecipes, pack_fill
 from rekindle._src.programs.programs import Programs
 
@@ -65,6 +63,13 @@ class DraftWeights(abc.ABC):
     def _program(self, key: Helper) -> Any:
         return self._programs.get(key)
 
+    def _drafting(self, tasks: Sequence[DraftTask]) -> tuple[Any, np.ndarray, np.ndarray]:
+        """Return the smallest program that drafts for so many tasks, and the buffers of its call."""
+        recipes = self._programs.drafting
+        assert recipes is not None, "the session has a drafter on the device"
+        rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
+        return self._program(recipes.drafts[rows]), *recipes.pack(rows, tasks)
+
 
 def _deleted(arrays: Sequence[Array]) -> int:
     """Delete arrays, and return the bytes that they had."""
@@ -89,10 +94,7 @@ class OwnHead(DraftWeights):
         super().__init__(programs, tuple)
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
-        recipes = self._programs.drafting
-        assert isinstance(recipes, HeadRecipes), "the session's model drafts"
-        rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
-        _take(tasks, calls.draft(self._program(recipes.drafts[rows]), *recipes.pack(rows, tasks)))
+        _take(tasks, calls.draft(*self._drafting(tasks)))
         return True
 
 
@@ -100,11 +102,8 @@ class AssistantWeights(DraftWeights):
     """Owns an assistant's weights. An assistant has no pages, so it never has to catch up with a text."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
-        recipes = self._programs.drafting
-        assert isinstance(recipes, AssistantRecipes), "the session has an assistant"
-        rows = next(rows for rows in recipes.drafts if rows >= len(tasks))
-        ints, floats = recipes.pack(rows, tasks)
-        _take(tasks, calls.assist(self._program(recipes.drafts[rows]), self._leaves, ints, floats))
+        program, ints, floats = self._drafting(tasks)
+        _take(tasks, calls.assist(program, self._leaves, ints, floats))
         return True
 
 
@@ -163,8 +162,6 @@ class DraftModel(DraftWeights):
         return task
 
     def _draft(self, tasks: Sequence[DraftTask]) -> None:
-        rows = next(rows for rows in self._recipes.drafts if rows >= len(tasks))
-        ints, floats = self._recipes.pack(rows, tasks)
-        program = self._program(self._recipes.drafts[rows])
+        program, ints, floats = self._drafting(tasks)
         self._kv, drafts = program(self._leaves, self._kv, ints, floats)
         _take(tasks, drafts)

@@ -5,14 +5,14 @@ of the prompt. It lies in the head's layer of the pages, at the place of the fir
 shared, moved or stored have the head's part with them. Another text may follow a shared page than the one that filled
 it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token depends on that.
 
-Entries cost a small part of a layer. Where no row drafts, a step of decode rows is the same program as without a head,
-which only keeps each row's hidden state and token. The head falls behind the text then. The next step with entries, at
-the latest when as many are kept as there is room for, makes those that are missing, all of a row at once: its matrices
-are read once for them.
+Entries cost a small part of a layer. While no row drafts, a step of decode rows runs the same program as without a
+head, which stores each row's hidden state and token but no entries. The next step that computes entries, at the latest
+after `MOST_BEHIND` tokens, adds the missing ones, all of a row at once, so that the head's matrices are read only once.
 
-A call before a step drafts for all rows, up to `DRAFTS` tokens each. The head reads the model's hidden state before a
-row's last token, and after it its own and the token that it drafted, of which it makes entries as well. These lie where
-the model's tokens will: the step that checks the drafts replaces them.
+A call before a step drafts for all rows, up to `DRAFTS` tokens each. For the first draft, the head reads a row's last
+token and the model's hidden state before it; for each later one, the token that it drafted last and its own hidden
+state. Entries of drafted tokens are written where those of the accepted tokens belong: the step that checks the drafts
+overwrites them.
 
 Axes: R decode rows, T prefill tokens, N rows, K kept hidden states of a request.
 """
@@ -54,7 +54,7 @@ class DraftHeadInputs(NamedTuple):
     """The integers of each row."""
 
     following: Array  # [N]: the token after it in the prompt; NONE if there is none
-    behind: Array  # [N]: tokens before it of which the head has no entries
+    behind: Array  # [N]: tokens before it for which the head has no entries
 
 
 class DraftChains(Feature):
@@ -68,7 +68,7 @@ class DraftChains(Feature):
 
 
 class HeadEntries(Feature):
-    """The entries of a step's tokens, and of those before them that the head is behind: integers of the row."""
+    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
 
     row_ints, follows = 2, True
     variant, warmed = ProgramVariant.DRAFTS, True
@@ -104,7 +104,7 @@ def _with_pages(kv: paged.KV, pages: LayerKV) -> paged.KV:
 
 
 def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV) -> LayerKV:
-    """Return the head's pages with the entries of the tokens that it is `behind` [N]: those before decode rows."""
+    """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
     hidden, after, size = state.hidden, state.after, pages.page_size
     assert hidden is not None, "a session whose model has a head keeps hidden states"
     assert after is not None, "and the tokens after them"

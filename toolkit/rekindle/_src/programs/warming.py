@@ -213,14 +213,12 @@ class Warming:
         self._progress, self._contexts = progress, contexts
         self._stopped = threading.Event()
         self._opened = threading.Event()
-        self._deciding = threading.Lock()
         self._opening = threading.Event()  # set once the opening waits for the awaited programs only
         self.flush = programs.flush
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
         bounded = precompile != "all" and not programs.parts.multi_process  # whose processes have to compute alike
         self._longest = KERNEL_SECONDS if bounded else math.inf
-        self.late_kernels: tuple[str, ...] = ()  # which this process does without
         self._first = first_needed(programs, restoring=restoring)
         fills = len(programs.fills) * restoring
         self._prefill_and_decode = self._first[: fills + 2]
@@ -332,11 +330,14 @@ class Warming:
             return True
         if not self._kernels.wait(self._is_stopped, longest=self._longest):
             return False
-        with self._deciding:
-            if self._kernels.put_off and not self.late_kernels:
-                self.late_kernels = self._kernels.put_off
-                self._programs.use_no_store()
+        if self.late_kernels:
+            self._programs.use_no_store()
         return True
+
+    @property
+    def late_kernels(self) -> tuple[str, ...]:
+        """The native kernels that this process does without, since they were not compiled in time."""
+        return () if self._kernels is None else self._kernels.put_off
 
     def restorable(self) -> list[Key]:
         """Load and return the stored programs that the first request for restored pages needs.
