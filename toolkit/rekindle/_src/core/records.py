@@ -270,7 +270,7 @@ class PageCopy(NamedTuple):
 
 
 class DraftTask(NamedTuple):
-    """What a drafter computes for one request before a step: the tokens that it reads, and the drafts after them.
+    """The work of a drafter for one request before a step: the tokens that it reads, and the drafts after them.
 
     A small model reads the tokens that it has not seen yet; an assistant and the model's own head read the last token
     alone. Drafted tokens are written into those of the rows `drafts`.
