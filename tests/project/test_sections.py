@@ -251,7 +251,8 @@ def test_each_change_draws_one_of_four_groups_of_sections_that_few_changes_touch
 
 @pytest.mark.thorough
 def test_a_fourth_is_run() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "", "--fourth-of=a change", "tests/images"]
+    options = ["--collect-only", "-qq", "-m", "", "--fourth-of=a change"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/images"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/images/")}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/images").glob("test_*.py")}
