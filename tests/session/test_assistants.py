@@ -168,9 +168,9 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
-    placement = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(data=2, processes=1)
     divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
-    with pytest.raises(ConfigError, match="which can't be divided over several devices"):
+    with pytest.raises(ConfigError, match="which can't draft in several data shards"):
         drafter_for(divided, EngineConfig(drafts=assistant))
     with pytest.raises(UnsupportedModel, match=r"which drafts for a Gemma 4 model.*Open that model, with drafts="):
         rekindle.open_sync(assistant, **OPTIONS)

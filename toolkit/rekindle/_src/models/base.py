@@ -182,6 +182,10 @@ class Placement:
         """Return the shape of an array that `parts` makes of parts of this shape."""
         return tuple(shape)
 
+    def whole(self, graph: Graph) -> Placement:
+        """Return the placement of another model, all of which lies on each of these devices."""
+        return self
+
     def model(self, model: LoadedModel) -> LoadedModel:
         """Return a loaded model on these devices. The original stays unchanged."""
         return model

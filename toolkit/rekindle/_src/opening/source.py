@@ -194,8 +194,9 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
         refuse_drafter(name, "is neither a known source nor a model on this machine", fix)
     config, placement = source.placed(config)
-    if placement.divided or placement.processes > 1:
-        refuse_drafter(name, "is another model, which can't be divided over several devices yet", "Use one device")
+    if placement.data > 1 or placement.processes > 1:
+        problem = "is another model, which can't draft in several data shards or processes"
+        refuse_drafter(name, problem, "Use devices of one process, with one data shard")
     if model.is_bidirectional:
         refuse_drafter(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
     plan = describe(
