@@ -128,6 +128,7 @@ _LATER = (
     "sections",
     "draft_head",
     "assists",
+    "reads",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -190,6 +191,9 @@ class ModelConfig:
     pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
     draft_head: ModelConfig | None = None  # one layer more, which drafts tokens; None: it has none, or it is not used
     assists: AssistantSpec | None = None  # it drafts for another model, whose pages are of the shapes of `pages`
+    # Of a draft head: the layers whose inputs in the residual stream of its model it reads, where `num_layers` of that
+    # model is the output of the last one. None: it reads the final hidden state.
+    reads: tuple[int, ...] = ()
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
@@ -258,6 +262,16 @@ class ModelConfig:
             if isinstance(cache.pages, Pages):
                 both[windowed][cache.pages] = None
         return tuple(both[0]), tuple(both[1])
+
+    @property
+    def streams_read(self) -> tuple[int, ...]:
+        """The layers whose inputs its draft head reads, as in `reads`; none if that reads the final hidden state."""
+        return () if self.draft_head is None else self.draft_head.reads
+
+    @property
+    def read_size(self) -> int:
+        """The numbers of a token that a drafter reads: those of the final hidden state, or of all layers' inputs."""
+        return self.hidden_size * max(1, len(self.streams_read))
 
     def source(self, layer: int) -> int:
         """Return the layer whose pages a layer attends to: itself, or an earlier one."""

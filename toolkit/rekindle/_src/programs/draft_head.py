@@ -91,7 +91,7 @@ class HeadEntries(Feature):
         inputs, model, own = step.inputs, step.model, step.own
         after = jnp.where(own.following >= 0, own.following, step.tokens)
         after = _tokens_after(inputs, after, self._vocab_size)
-        entries = model.draft_entries(after, step.hidden, inputs.positions, inputs.rope_lengths)
+        entries = model.draft_entries(after, step.read, inputs.positions, inputs.rope_lengths)
         pages = self._caught_up(model, inputs, step.state, own.behind, _pages(kv))
         return _with_pages(kv, write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import DraftTask, Row
 from rekindle._src.programs.draft_model import DRAFTS
-from rekindle._src.scheduling.drafting.drafter import DraftableRow, TargetReads
+from rekindle._src.scheduling.drafting.drafter import DraftableRow
 from rekindle._src.scheduling.drafting.models import WeightsDrafter, WeightsDrafts
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
@@ -35,7 +35,6 @@ class HeadDrafter(WeightsDrafter):
     """Plans the work of the model's own head."""
 
     name = "mtp"
-    reads = TargetReads(hidden=True)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
         return HeadDrafts(self)
