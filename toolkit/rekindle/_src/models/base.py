@@ -56,6 +56,11 @@ class Model(Protocol):
     config: ModelConfig
     layers: Sequence[Callable[[Array, ForwardPass], Array]]
 
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        ...
+
     def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
         """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
         ...

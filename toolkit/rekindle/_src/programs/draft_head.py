@@ -74,10 +74,6 @@ class HeadEntries(Feature):
     variant, warmed = ProgramVariant.DRAFTS, True
     inside = True  # it needs pages after the choice, which programs made of parts have given away
 
-    def __init__(self, vocab_size: int) -> None:
-        """`vocab_size` is that of the whole model, of which a device of a mesh has a part."""
-        self._vocab_size = vocab_size
-
     def in_plan(self, plan: StepPlan) -> bool:
         return plan.enters
 
@@ -90,36 +86,10 @@ class HeadEntries(Feature):
     def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
         inputs, model, own = step.inputs, step.model, step.own
         after = jnp.where(own.following >= 0, own.following, step.tokens)
-        after = _tokens_after(inputs, after, self._vocab_size)
+        after = _tokens_after(inputs, after, model.whole_vocab_size)
         entries = model.draft_entries(after, step.read, inputs.positions, inputs.rope_lengths)
-        pages = self._caught_up(model, inputs, step.state, own.behind, _pages(kv))
+        pages = _caught_up(model, inputs, step.state, own.behind, _pages(kv))
         return _with_pages(kv, write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets))
-
-    def _caught_up(
-        self, model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV
-    ) -> LayerKV:
-        """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
-        hidden, after, size = state.hidden, state.after, pages.page_size
-        assert hidden is not None, "a session whose model has a head keeps hidden states"
-        assert after is not None, "and the tokens after them"
-        rows = behind.shape[0]
-        (waiting,) = jnp.nonzero(behind > 0, size=rows, fill_value=0)
-
-        def catch_up(number: Array, pages: LayerKV) -> LayerKV:
-            row = waiting[number]
-            slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
-            missing = place < behind[row]
-            positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
-            kept = positions % HIDDEN_KEPT
-            lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
-            entries = model.draft_entries(
-                jnp.clip(after[slot, kept], 0, self._vocab_size - 1), hidden[slot, kept], positions, lengths
-            )
-            page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
-            return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))
-
-        caught: LayerKV = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
-        return caught
 
 
 def _pages(kv: paged.KV) -> LayerKV:
@@ -131,6 +101,31 @@ def _pages(kv: paged.KV) -> LayerKV:
 
 def _with_pages(kv: paged.KV, pages: LayerKV) -> paged.KV:
     return (*kv[:-1], kv[-1]._replace(pages=pages))
+
+
+def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV) -> LayerKV:
+    """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
+    hidden, after, size = state.hidden, state.after, pages.page_size
+    assert hidden is not None, "a session whose model has a head keeps hidden states"
+    assert after is not None, "and the tokens after them"
+    rows = behind.shape[0]
+    (waiting,) = jnp.nonzero(behind > 0, size=rows, fill_value=0)
+
+    def catch_up(number: Array, pages: LayerKV) -> LayerKV:
+        row = waiting[number]
+        slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
+        missing = place < behind[row]
+        positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
+        kept = positions % HIDDEN_KEPT
+        lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
+        entries = model.draft_entries(
+            jnp.clip(after[slot, kept], 0, model.whole_vocab_size - 1), hidden[slot, kept], positions, lengths
+        )
+        page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
+        return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))
+
+    caught: LayerKV = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
+    return caught
 
 
 def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:

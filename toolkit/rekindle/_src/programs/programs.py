@@ -261,7 +261,7 @@ class Programs:
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
-            more = (*more, HeadEntries(model.vocab_size))
+            more = (*more, HeadEntries())
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )

@@ -476,6 +476,12 @@ class Decoder(nnx.Module):
         """Compute the hidden states from the last layer's output."""
         return self.norm(x)
 
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        shards = self.precision.shards
+        return self.config.vocab_size if shards is None else shards.vocab_size
+
     def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
         """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
         tables = RopeTables(self.drafter.config, positions, lengths)
