@@ -1,9 +1,10 @@
 """The same tokens with every drafter and with none: 200 prompts, greedy and drawn, with all that a request may ask for.
 
 Each of two models gets a hundred prompts that share beginnings, ten for each combination of options. One model has
-states in most layers and a draft head, the other has windows, an assistant and a head of EAGLE-3. There are fewer pages than the requests
-that run at once may need, so that some wait for room or are preempted. Then the session is opened again from what it
-saved, and serves a few of each kind. Each drafter's own file tests that nothing is compiled while serving.
+states in most layers and a draft head, the other has windows, an assistant and a head of EAGLE-3. There are fewer pages
+than the requests that run at once may need, so that some wait for room or are preempted. Then the session is opened
+again from what it saved, and serves a few of each kind. Each drafter's own file tests that nothing is compiled while
+serving.
 """
 
 from __future__ import annotations

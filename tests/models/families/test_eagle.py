@@ -91,7 +91,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
             checkpoint.describe(eagle.write(tmp_path / key, raw | {key: value}, state))
     without = {name: value for name, value in state.items() if name != "d2t"}
     with pytest.raises(
-        UnsupportedModel, match="draft_vocab_size=60 is not vocab_size=160, and .* lacks the tensor d2t"
+        UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"
     ):
         checkpoint.describe(eagle.write(tmp_path / "map", raw, without))
     with pytest.raises(UnsupportedModel, match="model_type='qwen3' of an EAGLE-3 head"):
@@ -103,7 +103,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         source = CheckpointSource(model, checkpoint.describe(model, dtype="float32"))
         own = drafter_for(source, config)
         assert own is not None
-        with pytest.raises(CheckpointError, match="the tensor d2t of .* names"):
+        with pytest.raises(CheckpointError, match=r"the tensor d2t of .* names"):
             HeadSource(source, own).load(source.placed(config)[1])
 
 
