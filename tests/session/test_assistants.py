@@ -175,5 +175,5 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
         drafter_for(divided, EngineConfig(drafts=assistant))
     with pytest.raises(ConfigError, match="attends to this model's pages: several devices have a part of them each"):
         rekindle.open_sync(model, **OPTIONS, drafts=assistant, mesh=jax.make_mesh((1,), ("model",)))
-    with pytest.raises(UnsupportedModel, match=r"which drafts for a Gemma 4 model.*Open that model, with drafts="):
+    with pytest.raises(UnsupportedModel, match=r"which drafts for another model.*Open that model, with drafts="):
         rekindle.open_sync(assistant, **OPTIONS)

@@ -32,7 +32,7 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
-    from rekindle._src.models.nn.decoders import DraftEntries
+    from rekindle._src.models.nn.draft_heads import DraftEntries, DraftScores
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
@@ -61,12 +61,20 @@ class Model(Protocol):
         """The tokens of the whole model, of which a device of a mesh has a part."""
         ...
 
+    def draft_state(self, read: Array) -> Array:
+        """Compute the draft head's hidden states [T, D], of what it reads [T, F]; see `ModelConfig.reads`."""
+        ...
+
     def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
-        """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
+        """Compute what the draft head keeps of its hidden states [T, D] and of the tokens [T] that follow them."""
         ...
 
     def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
-        """Compute the hidden states [N, E] whose logits draft a token each, from the head's `DraftEntries`."""
+        """Compute the draft head's hidden states [N, D] that draft a token each, from its `DraftEntries`."""
+        ...
+
+    def draft_scores(self, hidden: Array, count: Array | None = None) -> DraftScores:
+        """Compute the scores of the tokens that the draft head can draft, from its hidden states [N, D]."""
         ...
 
     def __call__(

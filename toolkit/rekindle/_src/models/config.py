@@ -129,6 +129,7 @@ _LATER = (
     "draft_head",
     "assists",
     "reads",
+    "eagle",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -152,6 +153,21 @@ class AssistantSpec:
     hidden_size: int  # of that model
     centroids: int = 0  # clusters of the vocabulary, all alike in size; 0: it has none
     nearest: int = 0  # how many of them have logits
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EagleSpec:
+    """How an EAGLE-3 head drafts for a model: what it has of its own, and the order of its norms."""
+
+    hidden_size: int  # of that model
+    inputs: int = 3  # layers of that model whose inputs it reads
+    vocab_size: int  # tokens that it can draft
+    own_embedding: bool  # or it has that of the model
+    own_head: bool
+    maps: bool  # its tokens are some of the model's, which a tensor of the checkpoint names
+    absolute: bool = False  # that tensor has their ids, and not the distances to their own places
+    norm_before_residual: bool = False
+    norm_before_join: bool = False  # the inputs of all layers are normed together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +210,7 @@ class ModelConfig:
     # Of a draft head: the layers whose inputs in the residual stream of its model it reads, where `num_layers` of that
     # model is the output of the last one. None: it reads the final hidden state.
     reads: tuple[int, ...] = ()
+    eagle: EagleSpec | None = None  # it is an EAGLE-3 head
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 

@@ -190,6 +190,14 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         limits,
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
+        head=_head(plan),
         draft_positions=0 if plan.drafter is None else plan.drafter.positions,
         assists=plan.drafter is not None and plan.drafter.shapes.assists,
     )
+
+
+def _head(plan: Blueprint) -> str:
+    """Return the name of the drafter of the model's head; empty if none drafts."""
+    if plan.config.drafts != "mtp" or plan.model.draft_head is None:
+        return ""
+    return "mtp" if plan.model.draft_head.eagle is None else "eagle3"

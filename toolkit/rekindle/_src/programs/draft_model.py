@@ -196,8 +196,25 @@ class DraftChoice(NamedTuple):
         choice = choice_of(floats.reshape(len(columns), -1), columns[:, 3], columns[:, 4:6], columns[:, 1])
         return cls(choice, flags, vocab_size, implementation)
 
-    def tokens(self, logits: Array, lengths: Array, shaped: Callable[[Array], Array] | None = None) -> Array:
-        """Return tokens [N], drawn with the noise of the positions `lengths` [N] from `shaped` logits, if any are."""
+    def tokens(
+        self,
+        logits: Array,
+        lengths: Array,
+        shaped: Callable[[Array], Array] | None = None,
+        ids: Array | None = None,
+    ) -> Array:
+        """Return tokens [N], drawn with the noise of the positions `lengths` [N] from `shaped` logits, if any are.
+
+        The logits [N, D] are those of the tokens `ids` [D], or of the first D.
+        """
+        if ids is not None:
+            ids, few = jnp.clip(ids, 0, self.vocab_size - 1), logits
+            others = int(RowFlag.DRAWS) | (0 if shaped is None else int(LogitShaping.changing))
+            return branch(
+                self.flags & others == 0,
+                lambda: ids[greedy(few, implementation=self.implementation)],
+                lambda: self.tokens(_spread(few, ids, self.vocab_size), lengths, shaped),
+            )
         fitted, at = _fitted(logits, self.vocab_size), self.choice._replace(position=lengths)
 
         def chosen(logits: Array) -> Array:
@@ -376,6 +393,11 @@ class _Pass(NamedTuple):
         return cls(
             tokens, jnp.maximum(lengths - 1, 0), lengths > 0, rows, table, lengths, none[None], none, len(tokens)
         )
+
+
+def _spread(logits: Array, ids: Array, vocab_size: int) -> Array:
+    """Return logits over the model's vocabulary, of those of the tokens `ids`: no others are drafted."""
+    return jnp.full((len(logits), vocab_size), -jnp.inf, logits.dtype).at[:, ids].set(logits)
 
 
 def _fitted(logits: Array, vocab_size: int) -> Array:

@@ -31,6 +31,8 @@ _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _ASSISTANT_KEYS = (
     "model_type", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k",
 )  # fmt: skip
+# Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
+_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
@@ -112,6 +114,9 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
+    if any(name in _EAGLE for name in _architectures(raw)):
+        headers = tuple(_renamed(header, eagle_name) for header in headers)
+        return StoredCheckpoint(path, eagle_keys(raw, headers), headers, fingerprint)
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
     if len(found) == 1:
@@ -141,6 +146,44 @@ def text_config(raw: Mapping[str, object]) -> dict[str, object]:
         own |= {name: raw[name] for name in _ASSISTANT_KEYS if name in raw}
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
+
+
+def _architectures(raw: Mapping[str, object]) -> list[object]:
+    found = raw.get("architectures")
+    return found if isinstance(found, list) else []
+
+
+def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
+    """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has.
+
+    The config of a "speculator" has the keys of its layer apart.
+    """
+    layer = raw.get("transformer_layer_config")
+    layer = layer if isinstance(layer, Mapping) else {}
+    kind = layer.get("model_type", "llama") if layer else raw.get("model_type", "llama")
+    if kind != "llama":
+        raise UnsupportedModel(
+            f"model_type={str(kind)[:80]!r} of an EAGLE-3 head is not implemented: it has to be llama."
+        )
+    nested = raw.get("eagle_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    own = {name: value for name, value in (nested | raw).items() if value is not None or name not in layer}
+    names = {entry.name for header in headers for entry in header.entries}
+    optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
+    present = [key for key, name in optional.items() if name in names]
+    keys = {name: value for name, value in {**layer, **own}.items() if name not in _ADDED}
+    return {**keys, "model_type": "eagle3", "tensors": present}
+
+
+def eagle_name(name: str) -> str:
+    """Return the name of a tensor of an EAGLE-3 head in one form, whoever wrote it."""
+    name = name.removeprefix(OWN)
+    name = name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
+
+
+def _renamed(header: Header, rename: Callable[[str], str]) -> Header:
+    return header._replace(entries=tuple(entry._replace(name=rename(entry.name)) for entry in header.entries))
 
 
 def _with_projector(

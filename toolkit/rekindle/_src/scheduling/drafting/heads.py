@@ -1,7 +1,7 @@
-"""Drafts that continue the model's hidden state before the latest token: of its own head, and of an assistant.
+"""Drafts that continue the model's hidden state before the latest token: of a head, and of an assistant.
 
 That state exists once the token does, in a request that was computed since its admission. An assistant attends to the
-model's own pages, so it misses nothing of a text and keeps nothing of it. The model's own head has entries in the
+model's own pages, so it misses nothing of a text and keeps nothing of it. A head has entries in the
 pages, which steps make (`programs.draft_head`): it drafts where none is missing.
 """
 
@@ -31,8 +31,15 @@ class AssistantDrafts(HeadDrafts):
     words = "drafts of the assistant"
 
 
+class EagleDrafts(HeadDrafts):
+    """How the drafts of an EAGLE-3 head for one request fared."""
+
+    __slots__ = ()
+    words = "drafts of the EAGLE-3 head"
+
+
 class HeadDrafter(WeightsDrafter):
-    """Plans the work of the model's own head."""
+    """Plans the work of a head with entries in the model's pages: of the model's own one."""
 
     name = "mtp"
 
@@ -68,6 +75,15 @@ class HeadDrafter(WeightsDrafter):
                 last = sequence.known - 1
                 tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
         return tuple(tasks)
+
+
+class EagleDrafter(HeadDrafter):
+    """Plans the work of an EAGLE-3 head."""
+
+    name = "eagle3"
+
+    def begin(self, sequence: Sequence) -> RequestDrafts:
+        return EagleDrafts(self)
 
 
 class AssistantDrafter(HeadDrafter):
