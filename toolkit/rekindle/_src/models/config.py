@@ -130,6 +130,7 @@ _LATER = (
     "assists",
     "reads",
     "eagle",
+    "block",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -168,6 +169,14 @@ class EagleSpec:
     absolute: bool = False  # that tensor has their ids, and not the distances to their own places
     norm_before_residual: bool = False
     norm_before_join: bool = False  # the inputs of all layers are normed together
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """How a head drafts a block of tokens at once: the last token of a text, and masks after it."""
+
+    size: int  # tokens of a block, the last one of the text included
+    mask: int  # the token that stands for each of the others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +220,7 @@ class ModelConfig:
     # model is the output of the last one. None: it reads the final hidden state.
     reads: tuple[int, ...] = ()
     eagle: EagleSpec | None = None  # it is an EAGLE-3 head
+    block: BlockSpec | None = None  # it is a head that drafts a block of tokens at once
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
