@@ -32,6 +32,7 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
+    from rekindle._src.models.nn.block_head import ContextEntry
     from rekindle._src.models.nn.draft_heads import DraftEntries, DraftScores
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
@@ -59,6 +60,14 @@ class Model(Protocol):
     @property
     def whole_vocab_size(self) -> int:
         """The tokens of the whole model, of which a device of a mesh has a part."""
+        ...
+
+    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
+        ...
+
+    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
         ...
 
     def draft_state(self, read: Array) -> Array:

@@ -49,6 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
+from rekindle._src.programs.draft_block import BlockEntries, BlockRecipes
 from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
@@ -261,16 +262,19 @@ class Programs:
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         if config.drafts == "mtp":
-            more = (*more, HeadEntries())
+            own = model.draft_head
+            blocks = own is not None and own.block is not None
+            more = (*more, BlockEntries(own.num_layers) if own is not None and blocks else HeadEntries())
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | None = None
+        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | BlockRecipes | None = None
         if config.drafts == "mtp":
-            self.drafting = HeadRecipes(config, self._recipes)
+            recipes = BlockRecipes if blocks else HeadRecipes
+            self.drafting = recipes(config, self._recipes)
         elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:

@@ -80,8 +80,9 @@ def block_config(keys: ConfigKeys) -> ModelConfig:
 
 def block_module(config: ModelConfig, precision: Precision) -> BlockHead:
     from rekindle._src.models.nn.block_head import BlockHead
+    from rekindle._src.models.nn.decoders import QkNormBlock
 
-    return BlockHead(config, precision)
+    return BlockHead(config, precision, QkNormBlock)
 
 
 def block_manifest(config: ModelConfig) -> Manifest:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax import Array
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.nn.decoders import QkNormBlock
 from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
@@ -29,15 +29,15 @@ class BlockHead(nnx.Module):
     pass drafts them all. Keys and values of the text are made of the inputs of some of the model's layers, and of
     nothing else: they are computed once. Embedding and logits are the model's.
 
-    T tokens, E hidden size, F numbers that it reads of a token.
+    T tokens, E hidden size, F numbers that it reads of a token, K kv heads, D head dim.
     """
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., Any]) -> None:
         E, eps = config.hidden_size, config.norm_eps
         self.config = config
         self.join = Linear(E, len(config.reads) * E, precision)
         self.context_norm = RMSNorm(E, eps, precision)
-        self.layers = nnx.List([QkNormBlock(config, layer, precision) for layer in range(config.num_layers)])
+        self.layers = nnx.List([block(config, layer, precision) for layer in range(config.num_layers)])
         self.norm = RMSNorm(E, eps, precision)
 
     def context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
