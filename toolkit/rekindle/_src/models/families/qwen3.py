@@ -94,7 +94,7 @@ def block_manifest(config: ModelConfig) -> Manifest:
         "norm.weight": one("model.norm.weight", E),
     }
     # Some checkpoints have copies of the model's own.
-    return Manifest(sources, ignored=(r"model\.embed_tokens\.weight", r"lm_head\.weight"))
+    return Manifest(sources, ignored=(r"(model\.)?embed_tokens\.weight", r"lm_head\.weight"))
 
 
 MOST_BLOCK = 64  # tokens

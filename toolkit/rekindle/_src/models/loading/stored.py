@@ -181,14 +181,14 @@ def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str
 
 
 def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Return the keys of a DFlash head in one form: its own may be apart, and those of a "speculator" are named otherwise.
+    """Return the keys of a DFlash head in one form: its own may be apart, as those of its layers in a "speculator" are.
 
     Raise UnsupportedModel for a mask with an embedding of its own.
     """
     if (path / _MASK_FILE).exists():
         raise UnsupportedModel(
-            f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a head "
-            "whose mask is a token of the model."
+            f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
+            "head whose mask is a token of the model."
         )
     layer, own = (
         value if isinstance(value, Mapping) else {}

@@ -444,7 +444,7 @@ class Decoder(nnx.Module):
         return self.config.vocab_size if shards is None else shards.vocab_size
 
     def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
-        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads [T, F] of the model."""
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
         entries: list[ContextEntry] = self.drafter.context(read, positions, lengths)
         return entries
 
