@@ -1,5 +1,5 @@
-"""Drafts of heads, the model's own, EAGLE-3's and DFlash's: they are those of the head over the whole text, and no token
-depends on them."""
+"""Drafts of heads, the model's own, EAGLE-3's and DFlash's: they are those of the head over the whole text, and no
+token depends on them."""
 
 from __future__ import annotations
 
