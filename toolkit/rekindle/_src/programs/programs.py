@@ -261,10 +261,10 @@ class Programs:
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
+        head = model.draft_head
+        blocks = head is not None and head.block is not None
         if config.drafts == "mtp":
-            own = model.draft_head
-            blocks = own is not None and own.block is not None
-            more = (*more, BlockEntries(own.num_layers) if own is not None and blocks else HeadEntries())
+            more = (*more, HeadEntries() if head is None or not blocks else BlockEntries(head.num_layers))
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
@@ -273,8 +273,7 @@ class Programs:
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
         self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | BlockRecipes | None = None
         if config.drafts == "mtp":
-            recipes = BlockRecipes if blocks else HeadRecipes
-            self.drafting = recipes(config, self._recipes)
+            self.drafting = BlockRecipes(config, self._recipes) if blocks else HeadRecipes(config, self._recipes)
         elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:

@@ -194,7 +194,8 @@ def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
         value if isinstance(value, Mapping) else {}
         for value in (raw.get("transformer_layer_config"), raw.get("dflash_config"))
     )
-    keys = {name: value for name, value in {**layer, **raw, **own}.items() if name not in _ADDED}
+    given = {name: value for name, value in {**raw, **own}.items() if value is not None or name not in layer}
+    keys: dict[str, object] = {name: value for name, value in {**layer, **given}.items() if name not in _ADDED}
     inputs = keys.get("aux_hidden_state_layer_ids")
     if isinstance(inputs, list) and all(type(one) is int for one in inputs):
         keys.setdefault("target_layer_ids", [one - 1 for one in inputs])
