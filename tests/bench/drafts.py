@@ -40,7 +40,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "suffix": {"drafts": "suffix"},
 }
 KINDS = ("edits", "json", "prose", "random", "own")
-PEER_DRAFTS = 0, 4, 7, 10, 16
+PEER_DRAFTS = 0, 5, 10
 
 
 class Texts:
