@@ -90,9 +90,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=key):
             checkpoint.describe(eagle.write(tmp_path / key, raw | {key: value}, state))
     without = {name: value for name, value in state.items() if name != "d2t"}
-    with pytest.raises(
-        UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"):
         checkpoint.describe(eagle.write(tmp_path / "map", raw, without))
     with pytest.raises(UnsupportedModel, match="model_type='qwen3' of an EAGLE-3 head"):
         checkpoint.describe(eagle.write(tmp_path / "kind", raw | {"model_type": "qwen3"}, state))
