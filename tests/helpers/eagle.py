@@ -14,8 +14,11 @@ from safetensors.numpy import save_file
 
 from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.hooks import STREAM_SITES, keeping
+from rekindle._src.models.loading.gguf.blocks import BY_NAME, F32
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.plain import PlainAttention
 
+I64 = BY_NAME["I64"]
 Arrays = Mapping[str, NDArray[Any]]
 FORMS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
 _OWN = (  # the keys of a speculator that are no keys of its layer
@@ -83,6 +86,45 @@ def write(folder: Path, raw: Mapping[str, Any], state: Arrays | None = None) -> 
     state = tensors(raw) if state is None else state
     save_file({name: np.ascontiguousarray(value) for name, value in state.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+def write_file(file: Path, raw: Mapping[str, Any], state: Arrays) -> str:
+    """A head as llama.cpp's converter writes it: rotated pairs side by side, and the ids of tokens."""
+    keys = flat(raw)
+    names = {
+        "fc.weight": "fc.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+        "embed_tokens.weight": "token_embd.weight", "input_norm.weight": "enc.output_norm.weight", "d2t": "d2t",
+    }  # fmt: skip
+    inner = {
+        "input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    names |= {f"midlayer.{name}.weight": f"blk.0.{other}.weight" for name, other in inner.items()}
+    stored: dict[str, NDArray[Any]] = {}
+    for name, value in state.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            halves = value.reshape(-1, 2, keys["head_dim"] // 2, value.shape[1])
+            stored[names[name]] = halves.swapaxes(1, 2).reshape(value.shape)
+        elif name != "t2d":
+            stored[names[name]] = value + np.arange(len(value)) if name == "d2t" else value
+    values: dict[str, Any] = {
+        "block_count": 1, "embedding_length": keys["hidden_size"], "vocab_size": keys["vocab_size"],
+        "attention.head_count": keys["num_attention_heads"], "attention.head_count_kv": keys["num_key_value_heads"],
+        "attention.key_length": keys["head_dim"], "attention.value_length": keys["head_dim"],
+        "context_length": keys["max_position_embeddings"], "feed_forward_length": keys["intermediate_size"],
+        "attention.layer_norm_rms_epsilon": keys["rms_norm_eps"], "rope.freq_base": keys["rope_theta"],
+        "target_layers": keys["eagle_aux_hidden_state_layer_ids"], "target_hidden_size": keys["hidden_size"],
+        "norm_before_residual": keys.get("norm_before_residual", False),
+        "norm_before_fc": keys.get("norm_before_fc", False),
+    }  # fmt: skip
+    metadata = {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in values.items()}}
+    kinds = {name: I64 if name == "d2t" else F32 for name in stored}
+    tensors = [OutgoingTensor(name, kinds[name], value.shape) for name, value in stored.items()]
+    pieces = (value.astype(np.int64 if name == "d2t" else np.float32) for name, value in stored.items())
+    write_gguf(file, metadata, tensors, pieces)
+    return str(file)
 
 
 def streams(model: LoadedModel, text: list[int], layers: tuple[int, ...]) -> NDArray[Any]:

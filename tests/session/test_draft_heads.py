@@ -17,6 +17,7 @@ from helpers import block_heads, checkpoints, eagle
 from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
 from helpers.thorough import by_default
+from programs.test_layered import many_layers
 from rekindle import Session
 from rekindle._src.execution.draft_model import OwnHead
 from rekindle._src.models.base import LoadedModel, merge
@@ -56,16 +57,30 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return with_eagle(tmp_path_factory.mktemp("head"))
     if request.param == "dflash":
         return with_blocks(tmp_path_factory.mktemp("head"))
-    raw = with_head(request.param) | {"max_position_embeddings": 512}
-    model = checkpoints.model(raw, checkpoints.tensors(raw))
+    return with_head_of_its_own(request.param)
+
+
+def with_head_of_its_own(name: str, attention: float = 1.0) -> Pair:
+    """A model and its own head, whose attention has values and outputs that many times as large."""
+    raw = with_head(name) | {"max_position_embeddings": 512}
+    state = checkpoints.tensors(raw)
+    strengthen(state, "mtp.", attention)
+    model = checkpoints.model(raw, state)
     return Pair(model, HEAD, "mtp", lambda text, places, count: chains(model, text, places, count))
 
 
-def with_eagle(folder: Path, **changes: Any) -> Pair:
+def strengthen(state: dict[str, NDArray[Any]], prefix: str, factor: float) -> None:
+    for name in state:
+        if name.startswith(prefix) and name.endswith(("v_proj.weight", "o_proj.weight")):
+            state[name] = (factor * state[name]).astype(np.float32)
+
+
+def with_eagle(folder: Path, attention: float = 1.0, **changes: Any) -> Pair:
     """A Llama and an EAGLE-3 head, whose drafts are computed by the formulas."""
     raw = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
     state, own = checkpoints.tensors(raw), eagle.raw_of(raw, **changes)
     model, head = checkpoints.model(raw, state), eagle.tensors(own)
+    strengthen(head, "midlayer.", attention)
 
     def drafts(text: list[int], places: list[int], count: int) -> Mapping[int, Sequence[NDArray[Any]]]:
         read = eagle.streams(model, text, own["eagle_aux_hidden_state_layer_ids"])
@@ -74,11 +89,12 @@ def with_eagle(folder: Path, **changes: Any) -> Pair:
     return Pair(model, {**HEAD, "drafts": eagle.write(folder, own, head)}, "eagle3", drafts)
 
 
-def with_blocks(folder: Path, form: str = block_heads.FORMS[0], **changes: Any) -> Pair:
+def with_blocks(folder: Path, attention: float = 1.0, form: str = block_heads.FORMS[0], **changes: Any) -> Pair:
     """A Llama and a DFlash head, whose drafts are computed by the formulas."""
     raw = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
     own = block_heads.raw_of(raw, form, **changes)
     model, head = checkpoints.model(raw, checkpoints.tensors(raw)), block_heads.tensors(own)
+    strengthen(head, "layers.", attention)
     keys, module = block_heads.flat(own), cast(Any, merge(model.graph, model.leaves))
 
     def drafts(text: list[int], places: list[int], count: int) -> Mapping[int, Sequence[NDArray[Any]]]:
@@ -155,7 +171,7 @@ def test_drafts_of_each_form_of_dflash(
 ) -> None:
     """One of the layers has a window."""
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12, "causal": causal}
-    check_drafts(with_blocks(tmp_path, form, **layers), monkeypatch)
+    check_drafts(with_blocks(tmp_path, form=form, **layers), monkeypatch)
 
 
 def check_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +196,18 @@ def check_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["own", "eagle3", "eagle3 in parts", "dflash"])
+def test_a_head_that_rested_drafts_as_if_it_had_not(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps of a head that rests are those without one, and what it missed is made up for before it drafts again, or
-    when there is little room for more of it. The head's attention is made so strong that each entry counts."""
-    raw = with_head("qwen3.5") | {"max_position_embeddings": 512}
-    state = checkpoints.tensors(raw)
-    for name in ("mtp.layers.0.self_attn.v_proj.weight", "mtp.layers.0.self_attn.o_proj.weight"):
-        state[name] = 20.0 * state[name]
-    model = checkpoints.model(raw, state)
+    when there is little room for more of it. The head's attention is made so strong that each entry counts.
+    Steps of parts keep for an EAGLE-3 head what whole ones do."""
+    if case == "own":
+        pair = with_head_of_its_own("qwen3.5", attention=20.0)
+    else:
+        pair = (with_blocks if case == "dflash" else with_eagle)(tmp_path, attention=20.0)
+    if case == "eagle3 in parts":
+        many_layers(monkeypatch)
+    model, options = pair.model, pair.options | {"precompile": "background" if "parts" in case else "lazy"}
     first = tokens(40, seed=8)
     whole = [*first, *plain_loop(model, first, 200)]
     seen = recorded(monkeypatch, OwnHead, whole)
@@ -195,11 +215,11 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(monkeypatch: pytest.MonkeyPa
     planned = HeadDrafter.planned
     monkeypatch.setattr(HeadDrafter, "planned", lambda self, step: (steps.append(step), planned(self, step))[1])
     monkeypatch.setattr(HeadDrafter, "awake", property(lambda self: steps[-1:] > [80] and steps[-1] % 45 > 40))
-    with rekindle.open_sync(model, **HEAD) as session:
+    with rekindle.open_sync(model, **options) as session:
         assert [*first, *session.generate_sync(first, **LONG | {"max_tokens": 200}).token_ids] == whole
         ran = session.stats().programs
     assert 2 < len(seen) < 20
-    assert_likeliest(seen, chains(model, whole, [place for place, _ in seen], DRAFTS))
+    assert_likeliest(seen, pair.chains(whole, [place for place, _ in seen], DRAFTS))
     plain, others = ran["r1t0"], sum(count for name, count in ran.items() if name.endswith("+drafts"))
     assert plain > 90 > others > 0
 

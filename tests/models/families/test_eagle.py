@@ -38,6 +38,24 @@ def test_all_forms_are_the_same_head(form: str, tmp_path: Path) -> None:
     assert known_models.decode_graph(json.loads(kept)) == found.graph
 
 
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 160, "norm_before_fc": True}])
+def test_a_head_is_read_from_gguf(changes: dict[str, Any], tmp_path: Path) -> None:
+    raw = eagle.raw_of(RAW, **changes)
+    state = eagle.tensors(raw, embedding=bool(changes))
+    expected = checkpoint.load(eagle.write(tmp_path / "folder", raw, state), dtype="float32")
+    found = checkpoint.load(eagle.write_file(tmp_path / "head.gguf", raw, state), dtype="float32")
+    wanted, own = expected.config.eagle, found.config.eagle
+    assert wanted is not None
+    assert own == dataclasses.replace(wanted, absolute=True)
+    assert (found.config.reads, found.config.attention) == (expected.config.reads, expected.config.attention)
+    ours, theirs = checkpoints.leaves(found), checkpoints.leaves(expected)
+    if wanted.maps:
+        theirs["tokens"] = theirs["tokens"] + np.arange(wanted.vocab_size)
+    assert [*ours] == [*theirs]
+    for path, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
+
+
 def test_optional_parts(tmp_path: Path) -> None:
     raw = eagle.raw_of(RAW, draft_vocab_size=160, norm_before_fc=True, eagle_aux_hidden_state_layer_ids=None)
     folder = eagle.write(tmp_path, raw, eagle.tensors(raw, embedding=True))
@@ -90,9 +108,7 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=key):
             checkpoint.describe(eagle.write(tmp_path / key, raw | {key: value}, state))
     without = {name: value for name, value in state.items() if name != "d2t"}
-    with pytest.raises(
-        UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"):
         checkpoint.describe(eagle.write(tmp_path / "map", raw, without))
     with pytest.raises(UnsupportedModel, match="model_type='qwen3' of an EAGLE-3 head"):
         checkpoint.describe(eagle.write(tmp_path / "kind", raw | {"model_type": "qwen3"}, state))

@@ -94,7 +94,7 @@ def stream_at(streams: dict[int, Array], layers: Container[int]) -> Listener:
     layer is the input of one more."""
 
     def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
-        place = {"residual_before": 0, "residual": layer + 1}.get(site)
+        place = {"residual_before": 0, "residual": layer + 1}.get(site, -1)
 
         def keep(array: Array) -> Array:
             streams[place] = array

@@ -34,7 +34,7 @@ T = TypeVar("T")
 Leaves = tuple[jax.ShapeDtypeStruct, ...]
 Kinds = tuple[tuple[str, str], ...]  # of matrices, by their paths
 HEAD_PATH = "drafter."  # what paths of a draft head begin with
-HEAD_MARK = "+"  # in the fingerprint of a model, before that of a head of another checkpoint
+HEAD_MARK = "-with-head-"  # in the fingerprint of a model, before that of a head of another checkpoint
 Brought = Callable[[Path], MappedWeights | None]
 
 

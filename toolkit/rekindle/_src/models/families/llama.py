@@ -258,6 +258,34 @@ def eagle_config(keys: ConfigKeys) -> ModelConfig:
     return dataclasses.replace(own, reads=tuple(layers or ()), eagle=spec)
 
 
+def read_eagle_gguf(model: GgufModel) -> dict[str, Any]:
+    optional = {"embed_tokens": "token_embd.weight", "lm_head": "output.weight", "d2t": "d2t"}
+    present = [key for key, name in optional.items() if model.has(name)]
+    draft = model.tensors["output.weight"].shape[0] if "lm_head" in present else model.integer("vocab_size")
+    return (
+        model.decoder()
+        | model.rope()
+        | {
+            "target_hidden_size": model.integer("target_hidden_size"),
+            "draft_vocab_size": draft,
+            "eagle_aux_hidden_state_layer_ids": [*map(int, model.metadata.numbers(f"{model.prefix}.target_layers"))],
+            "norm_before_residual": model.get("norm_before_residual", False),
+            "norm_before_fc": model.get("norm_before_fc", False),
+            "tensors": [*present, "absolute"],
+        }
+    )
+
+
+EAGLE_GGUF = GgufForm(
+    architecture="eagle3",
+    read=read_eagle_gguf,
+    paired=True,
+    names={"hidden_norm": "attn_norm_2"},
+    tensors={"d2t": "d2t", "fc.weight": "fc.weight", "input_norm.weight": "enc.output_norm.weight"},
+    reads_only="rekindle writes no heads",
+)
+
+
 def eagle_module(config: ModelConfig, precision: Precision) -> EagleHead:
     from rekindle._src.models.nn.draft_heads import EagleHead
 
@@ -288,5 +316,5 @@ read_gguf = with_biases(attention_bias="attn_q", mlp_bias="ffn_gate")
 GGUF = GgufForm(architecture="llama", read=read_gguf, variant=gguf_variant, paired=True)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", config, module, manifest, gguf=GGUF),
-    "eagle3": Family("LlamaForCausalLMEagle3", eagle_config, eagle_module, eagle_manifest),
+    "eagle3": Family("LlamaForCausalLMEagle3", eagle_config, eagle_module, eagle_manifest, gguf=EAGLE_GGUF),
 }

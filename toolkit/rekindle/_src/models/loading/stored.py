@@ -172,7 +172,7 @@ def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str
         )
     nested = raw.get("eagle_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    own = {name: value for name, value in (nested | raw).items() if value is not None or name not in layer}
+    own = {name: value for name, value in {**nested, **raw}.items() if value is not None or name not in layer}
     names = {entry.name for header in headers for entry in header.entries}
     optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
     present = [key for key, name in optional.items() if name in names]
