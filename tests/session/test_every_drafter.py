@@ -81,8 +81,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {
         "assistant": assistants.write(root / "assistant", assistants.raw_of(RAW["windows"])),
         "eagle3": eagle.write(root / "eagle3", eagle.raw_of(RAW["windows"], draft_vocab_size=1500)),
-        "dflash": eagle.write(root / "dflash", blocks := block_heads.raw_of(RAW["windows"]), block_heads.tensors(blocks)),
     }
+    blocks = block_heads.raw_of(RAW["windows"])
+    found["dflash"] = eagle.write(root / "dflash", blocks, block_heads.tensors(blocks))
     for name, raw in {**RAW, "model": {**checkpoints.CASES["llama"], **SIZES}}.items():
         stored = {key: value for key, value in raw.items() if key != "draft_head"}
         found[name] = str(checkpoints.write(root / name, stored, checkpoints.tensors(raw)))
