@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -151,12 +151,13 @@ class CompiledPrograms:
 
 
 @pytest.fixture
-def short_turns() -> Iterator[None]:
+def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """A thread that takes turns during the test never waits for long: nothing holds the interpreter meanwhile."""
     from helpers import turns
 
     with turns.neighbour() as neighbour:
         yield
+    record_property("longest_turn", neighbour.longest)  # for tests/bench/neighbour.py
     assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 
 
