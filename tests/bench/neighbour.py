@@ -98,7 +98,7 @@ def uses(session: Session) -> dict[str, Callable[[], Awaitable[Any]]]:
 
 
 async def all_of(requests: Any) -> None:
-    await asyncio.gather(*(one.result() for one in requests))
+    await asyncio.gather(*requests)
 
 
 async def firsts(model: str, precompile: str) -> None:
