@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast, get_args
@@ -226,7 +227,7 @@ class HeadSource(ModelSource):
 def with_head(model: Graph, config: ModelConfig, head: Graph) -> Graph:
     """Return the graph of a model with a head of its own, from both. `config` is the head's, as it reads this model."""
     kinds = model.precision.kinds, head.precision.kinds
-    if any(kinds):
+    if any(kinds) or model.precision.quantize != head.precision.quantize:
         kinds = kinds_in(model), kinds_in(head)
     precision = dataclasses.replace(
         model.precision,
@@ -313,13 +314,16 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         refuse_drafter(name, "is another model, which can't be divided over several devices yet", "Use one device")
     if model.is_bidirectional:
         refuse_drafter(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
-    plan = describe(
+    described = functools.partial(
+        describe,
         folder,
-        dtype=config.dtype,
         quantize=config.quantize,
         cache_dir=config.cache_folder,
         device_memory=config.device_memory,
     )
+    plan, dtype = described(dtype=config.dtype), source.graph.precision.weights
+    if plan.graph.config.eagle is not None and plan.graph.precision.weights != dtype:  # they are one model then
+        plan = described(dtype=dtype)
     return CheckpointSource(name, plan)
 
 
