@@ -1,25 +1,26 @@
-"""Drafts of heads, the model's own and EAGLE-3's: they are those of the head over the whole text, and no token depends
-on them."""
+"""Drafts of heads, the model's own, EAGLE-3's and DFlash's: they are those of the head over the whole text, and no
+token depends on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import rekindle
-from helpers import checkpoints, eagle
+from helpers import block_heads, checkpoints, eagle
 from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
 from helpers.thorough import by_default
 from programs.test_layered import many_layers
 from rekindle import Session
 from rekindle._src.execution.draft_model import OwnHead
-from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
@@ -50,10 +51,12 @@ class Pair(NamedTuple):
     chains: Callable[[list[int], list[int], int], Mapping[int, Sequence[NDArray[Any]]]]
 
 
-@pytest.fixture(scope="module", params=by_default(["qwen3.5", "eagle3", "qwen3.5-moe", "glm4-moe-lite"], 2))
+@pytest.fixture(scope="module", params=by_default(["qwen3.5", "eagle3", "dflash", "qwen3.5-moe", "glm4-moe-lite"], 2))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     if request.param == "eagle3":
         return with_eagle(tmp_path_factory.mktemp("head"))
+    if request.param == "dflash":
+        return with_blocks(tmp_path_factory.mktemp("head"))
     return with_head_of_its_own(request.param)
 
 
@@ -84,6 +87,26 @@ def with_eagle(folder: Path, attention: float = 1.0, **changes: Any) -> Pair:
         return eagle.drafts(own, head, state["model.embed_tokens.weight"], read, text, places, count)
 
     return Pair(model, {**HEAD, "drafts": eagle.write(folder, own, head)}, "eagle3", drafts)
+
+
+def with_blocks(folder: Path, attention: float = 1.0, form: str = block_heads.FORMS[0], **changes: Any) -> Pair:
+    """A Llama and a DFlash head, whose drafts are computed by the formulas."""
+    raw = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
+    own = block_heads.raw_of(raw, form, **changes)
+    model, head = checkpoints.model(raw, checkpoints.tensors(raw)), block_heads.tensors(own)
+    strengthen(head, "layers.", attention)
+    keys, module = block_heads.flat(own), cast(Any, merge(model.graph, model.leaves))
+
+    def drafts(text: list[int], places: list[int], count: int) -> Mapping[int, Sequence[NDArray[Any]]]:
+        read = eagle.streams(model, text, tuple(layer + 1 for layer in keys["target_layer_ids"]))
+        found = {}
+        for place in places:
+            block = jnp.array([text[place], *[keys["mask_token_id"]] * (keys["block_size"] - 1)])
+            hidden = block_heads.hidden(own, head, read[:place], np.asarray(module.embedded(block)))[1:]
+            found[place] = list(np.asarray(module.logits(jnp.asarray(hidden, jnp.float32))))
+        return found
+
+    return Pair(model, {**HEAD, "drafts": eagle.write(folder, own, head)}, "dflash", drafts)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +145,8 @@ def test_tokens_are_those_without_drafts(pair: Pair, expected: dict[str, list[in
         assert {*stats.drafters} == {pair.drafter}
         handle = session.submit(prompt("repeating"), **LONG | REQUESTS["repeating"])
         handle.result_sync()
-        words = "drafts of the EAGLE-3 head" if pair.drafter == "eagle3" else "drafts of the model's own head"
-        assert f"{words} were accepted" in str(session.explain(handle))
+        names = {"mtp": "the model's own head", "eagle3": "the EAGLE-3 head", "dflash": "the DFlash head"}
+        assert f"drafts of {names[pair.drafter]} were accepted" in str(session.explain(handle))
 
 
 @pytest.mark.thorough
@@ -138,6 +161,17 @@ def test_drafts_are_those_of_the_head(pair: Pair, monkeypatch: pytest.MonkeyPatc
 )
 def test_drafts_of_each_form_of_eagle(changes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_drafts(with_eagle(tmp_path, **changes), monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", block_heads.FORMS)
+@pytest.mark.parametrize("causal", [None, False, True])
+def test_drafts_of_each_form_of_dflash(
+    form: str, causal: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the layers has a window."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12, "causal": causal}
+    check_drafts(with_blocks(tmp_path, form=form, **layers), monkeypatch)
 
 
 def check_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +196,15 @@ def check_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", ["own", "eagle3", "eagle3 in parts"])
+@pytest.mark.parametrize("case", ["own", "eagle3", "eagle3 in parts", "dflash"])
 def test_a_head_that_rested_drafts_as_if_it_had_not(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps of a head that rests are those without one, and what it missed is made up for before it drafts again, or
     when there is little room for more of it. The head's attention is made so strong that each entry counts.
     Steps of parts keep for an EAGLE-3 head what whole ones do."""
-    pair = with_head_of_its_own("qwen3.5", attention=20.0) if case == "own" else with_eagle(tmp_path, attention=20.0)
+    if case == "own":
+        pair = with_head_of_its_own("qwen3.5", attention=20.0)
+    else:
+        pair = (with_blocks if case == "dflash" else with_eagle)(tmp_path, attention=20.0)
     if case == "eagle3 in parts":
         many_layers(monkeypatch)
     model, options = pair.model, pair.options | {"precompile": "background" if "parts" in case else "lazy"}

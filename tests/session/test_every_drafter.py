@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rekindle
-from helpers import adapters, assistants, checkpoints, eagle
+from helpers import adapters, assistants, block_heads, checkpoints, eagle
 from helpers.draft_heads import with_head
 from helpers.small import LEAST
 from rekindle import Completion, Session, tiny
@@ -63,6 +63,7 @@ DRAFTERS = {
     "model": "windows",
     "assistant": "windows",
     "eagle3": "windows",
+    "dflash": "windows",
 }
 
 
@@ -81,6 +82,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "assistant": assistants.write(root / "assistant", assistants.raw_of(RAW["windows"])),
         "eagle3": eagle.write(root / "eagle3", eagle.raw_of(RAW["windows"], draft_vocab_size=1500)),
     }
+    blocks = block_heads.raw_of(RAW["windows"])
+    found["dflash"] = eagle.write(root / "dflash", blocks, block_heads.tensors(blocks))
     for name, raw in {**RAW, "model": {**checkpoints.CASES["llama"], **SIZES}}.items():
         stored = {key: value for key, value in raw.items() if key != "draft_head"}
         found[name] = str(checkpoints.write(root / name, stored, checkpoints.tensors(raw)))

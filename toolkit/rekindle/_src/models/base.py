@@ -32,6 +32,7 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
+    from rekindle._src.models.nn.block_head import ContextEntry
     from rekindle._src.models.nn.draft_heads import DraftEntries, DraftScores
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
@@ -55,6 +56,19 @@ class Model(Protocol):
 
     config: ModelConfig
     layers: Sequence[Callable[[Array, ForwardPass], Array]]
+
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        ...
+
+    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
+        ...
+
+    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
+        ...
 
     def draft_state(self, read: Array) -> Array:
         """Compute the draft head's hidden states [T, D], of what it reads [T, F]; see `ModelConfig.reads`."""
@@ -189,6 +203,10 @@ class Placement:
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an array that `parts` makes of parts of this shape."""
         return tuple(shape)
+
+    def whole(self, graph: Graph) -> Placement:
+        """Return the placement of another model, all of which lies on each of these devices."""
+        return self
 
     def model(self, model: LoadedModel) -> LoadedModel:
         """Return a loaded model on these devices. The original stays unchanged."""

@@ -18,7 +18,7 @@ from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.base import Graph, LoadedModel, Placement, graph_of, kinds_in
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import BlockSpec, ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.kept_weights import MappedWeights
@@ -243,12 +243,19 @@ def _with_paths(model: Kinds, head: Kinds) -> Kinds:
 
 def _fitted(head: CheckpointSource, model: ModelConfig) -> ModelConfig:
     """Return the config of a head as it reads a model. Raise ConfigError if it was made for another one."""
-    own = head.graph.config
-    spec, fix = own.eagle, "Use the head that was made for this model"
-    assert spec is not None, "the checkpoint is a head"
+    own, fix = head.graph.config, "Use the head that was made for this model"
     if model.draft_head is not None:
         problem = f"is a head, and this {model.model_type} model has one of its own"
         refuse_drafter(head.name, problem, 'Use drafts="mtp"')
+    reads = own.reads or (2, model.num_layers // 2, model.num_layers - 3)
+    if not all(0 <= layer <= model.num_layers for layer in reads):
+        shown = ", ".join(map(str, reads))
+        refuse_drafter(head.name, f"reads the layers {shown}, and this model has {model.num_layers}", fix)
+    if own.block is not None:
+        _check_block(head.name, own, own.block, model)
+        return own
+    spec = own.eagle
+    assert spec is not None, "the checkpoint is a head"
     if spec.hidden_size != model.hidden_size:
         problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
         refuse_drafter(head.name, f"{problem} {model.hidden_size:,}", fix)
@@ -258,11 +265,18 @@ def _fitted(head: CheckpointSource, model: ModelConfig) -> ModelConfig:
     if own.vocab_size != model.vocab_size:
         problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
         refuse_drafter(head.name, problem, fix)
-    reads = own.reads or (2, model.num_layers // 2, model.num_layers - 3)
-    if not all(0 <= layer <= model.num_layers for layer in reads):
-        shown = ", ".join(map(str, reads))
-        refuse_drafter(head.name, f"reads the layers {shown}, and this model has {model.num_layers}", fix)
     return dataclasses.replace(own, reads=reads)
+
+
+def _check_block(name: str, own: ModelConfig, block: BlockSpec, model: ModelConfig) -> None:
+    """Raise ConfigError for a head that drafts blocks and was made for another model."""
+    fix = "Use the head that was made for this model"
+    if own.hidden_size != model.hidden_size:
+        problem = f"drafts for a model whose hidden states have {own.hidden_size:,} numbers, and this one's have"
+        refuse_drafter(name, f"{problem} {model.hidden_size:,}", fix)
+    if block.mask >= model.vocab_size:
+        problem = f"has the mask {block.mask:,}, which is no token of this model, of {model.vocab_size:,}"
+        refuse_drafter(name, problem, fix)
 
 
 def _check_tokens(name: str, head: LoadedModel) -> None:
@@ -288,7 +302,7 @@ def source_of(request: OpenRequest) -> ModelSource:
     else:
         source = CheckpointSource.open(request)
     drafter = drafter_for(source, request.config)
-    if drafter is not None and drafter.graph.config.eagle is not None:
+    if drafter is not None and drafter.graph.config.is_head:
         return HeadSource(source, drafter)
     source.drafter = drafter
     return source
@@ -310,8 +324,9 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
         refuse_drafter(name, "is neither a known source nor a model on this machine", fix)
     config, placement = source.placed(config)
-    if placement.divided or placement.processes > 1:
-        refuse_drafter(name, "is another model, which can't be divided over several devices yet", "Use one device")
+    if placement.data > 1 or placement.processes > 1:
+        problem = "is another model, which can't draft in several data shards or processes"
+        refuse_drafter(name, problem, "Use devices of one process, with one data shard")
     if model.is_bidirectional:
         refuse_drafter(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
     described = functools.partial(
@@ -322,8 +337,10 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         device_memory=config.device_memory,
     )
     plan, dtype = described(dtype=config.dtype), source.graph.precision.weights
-    if plan.graph.config.eagle is not None and plan.graph.precision.weights != dtype:  # they are one model then
+    if plan.graph.config.is_head and plan.graph.precision.weights != dtype:  # they are one model then
         plan = described(dtype=dtype)
+    if plan.graph.config.is_head and placement.divided:
+        refuse_drafter(name, "is a head of another checkpoint, which can't be divided over devices", "Use one device")
     return CheckpointSource(name, plan)
 
 

@@ -88,7 +88,7 @@ class HeadEntries(Feature):
     def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
         inputs, model, own = step.inputs, step.model, step.own
         after = jnp.where(own.following >= 0, own.following, step.tokens)
-        after = _tokens_after(inputs, after, model.config.vocab_size)
+        after = _tokens_after(inputs, after, model.whole_vocab_size)
         state = model.draft_state(step.read)
         entries = model.draft_entries(after, state, inputs.positions, inputs.rope_lengths)
         pages = _caught_up(model, inputs, step.state, own.behind, _pages(kv))
@@ -121,7 +121,7 @@ def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Ar
         positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
         kept = positions % HIDDEN_KEPT
         lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
-        follows = jnp.clip(after[slot, kept], 0, model.config.vocab_size - 1)
+        follows = jnp.clip(after[slot, kept], 0, model.whole_vocab_size - 1)
         entries = model.draft_entries(follows, model.draft_state(hidden[slot, kept]), positions, lengths)
         page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
         return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))

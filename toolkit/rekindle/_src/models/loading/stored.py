@@ -33,6 +33,8 @@ _ASSISTANT_KEYS = (
 )  # fmt: skip
 # Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
+_MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
@@ -114,6 +116,9 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
+    if BLOCK_HEAD in _architectures(raw):
+        headers = tuple(_renamed(header, block_name) for header in headers)
+        return StoredCheckpoint(path, block_keys(raw, path), headers, fingerprint)
     if any(name in _EAGLE for name in _architectures(raw)):
         headers = tuple(_renamed(header, eagle_name) for header in headers)
         return StoredCheckpoint(path, eagle_keys(raw, headers), headers, fingerprint)
@@ -173,6 +178,34 @@ def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str
     present = [key for key, name in optional.items() if name in names]
     keys = {name: value for name, value in {**layer, **own}.items() if name not in _ADDED}
     return {**keys, "model_type": "eagle3", "tensors": present}
+
+
+def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
+    """Return the keys of a DFlash head in one form: its own may be apart, as those of its layers in a "speculator" are.
+
+    Raise UnsupportedModel for a mask with an embedding of its own.
+    """
+    if (path / _MASK_FILE).exists():
+        raise UnsupportedModel(
+            f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
+            "head whose mask is a token of the model."
+        )
+    layer, own = (
+        value if isinstance(value, Mapping) else {}
+        for value in (raw.get("transformer_layer_config"), raw.get("dflash_config"))
+    )
+    given = {name: value for name, value in {**raw, **own}.items() if value is not None or name not in layer}
+    keys: dict[str, object] = {name: value for name, value in {**layer, **given}.items() if name not in _ADDED}
+    inputs = keys.get("aux_hidden_state_layer_ids")
+    if isinstance(inputs, list) and all(type(one) is int for one in inputs):
+        keys.setdefault("target_layer_ids", [one - 1 for one in inputs])
+    return {**keys, "model_type": "dflash"}
+
+
+def block_name(name: str) -> str:
+    """Return the name of a tensor of a DFlash head in one form, whoever wrote it."""
+    name = name.removeprefix(OWN)
+    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
 
 
 def eagle_name(name: str) -> str:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.hooks import Listener, heard
+from rekindle._src.models.nn.block_head import BlockHead, ContextEntry
 from rekindle._src.models.nn.draft_heads import DraftEntries, DraftHead, DraftScores, EagleHead
 from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import (
@@ -387,7 +388,9 @@ class Decoder(nnx.Module):
         )
         self.drafter: Any = nnx.data(None if config.draft_head is None else self._head(config.draft_head, block))
 
-    def _head(self, own: ModelConfig, block: Callable[..., nnx.Module]) -> DraftHead | EagleHead:
+    def _head(self, own: ModelConfig, block: Callable[..., nnx.Module]) -> DraftHead | EagleHead | BlockHead:
+        if own.block is not None:
+            return BlockHead(own, self.precision, QkNormBlock)
         if own.eagle is not None:
             return EagleHead(own, self.precision)
         return DraftHead(own, self.precision, cast(Any, block))
@@ -433,6 +436,22 @@ class Decoder(nnx.Module):
     def end(self, x: Array) -> Array:
         """Compute the hidden states from the last layer's output."""
         return self.norm(x)
+
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        shards = self.precision.shards
+        return self.config.vocab_size if shards is None else shards.vocab_size
+
+    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
+        entries: list[ContextEntry] = self.drafter.context(read, positions, lengths)
+        return entries
+
+    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
+        hidden: Array = self.drafter(self.embedded(tokens), positions, attend)
+        return hidden
 
     def draft_state(self, read: Array) -> Array:
         """Compute the hidden states [T, D] from which the draft head drafts, of what it reads [T, F] of the model."""

@@ -48,6 +48,7 @@ class Drafter:
     """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
 
     name = ""
+    reach = 0  # positions after a request's known tokens that have to have pages while it drafts, however few
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
         """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""

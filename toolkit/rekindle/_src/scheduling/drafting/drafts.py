@@ -20,7 +20,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
-from rekindle._src.scheduling.drafting.heads import AssistantDrafter, EagleDrafter, HeadDrafter
+from rekindle._src.scheduling.drafting.heads import AssistantDrafter, BlockDrafter, EagleDrafter, HeadDrafter
 from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
@@ -45,7 +45,8 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
         past = (LookupDrafter(),)
     if limits.head:
         head = EagleDrafter if limits.head == EagleDrafter.name else HeadDrafter
-        past = (*past, head(limits.max_model_len))
+        own = BlockDrafter(limits.max_model_len, limits.block) if limits.block else head(limits.max_model_len)
+        past = (*past, own)
     if limits.draft_positions:
         positions = limits.draft_positions
         past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))
@@ -94,7 +95,8 @@ class Drafts:
                 sequence.drafting[drafter.name].declined()
                 continue
             room = self._ledger.sides.draft_room(counts.get(sequence, 0))
-            if count := self._within_pages(sequence, room):
+            reached = self._within_pages(sequence, max(room, drafter.reach))
+            if count := min(room, reached) if reached >= drafter.reach else 0:
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
                 drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)

@@ -50,13 +50,17 @@ class HeadDrafter(WeightsDrafter):
         """True if all that a draft after a request's latest token reads is on the device."""
         return sequence.has_hidden and sequence.entered >= sequence.known - 1
 
+    def _room(self, sequence: Sequence) -> int:
+        """Return how many tokens it can draft after a request's known ones."""
+        return self._positions - sequence.known
+
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         if not self.awake:
             return [None] * len(rows)
         proposals: list[Proposal | None] = []
         for sequence, skip, most in rows:
             drafts = sequence.drafting[self.name]
-            count = min(most, DRAFTS, self._positions - sequence.known)
+            count = min(most, DRAFTS, self._room(sequence))
             if skip or count <= 0 or not isinstance(drafts, HeadDrafts) or not self.can_draft(sequence):
                 proposals.append(None)
             else:
@@ -70,11 +74,35 @@ class HeadDrafter(WeightsDrafter):
             if not isinstance(drafts, HeadDrafts):
                 continue
             self._note_request(drafts, has_drafts=bool(chain))
-            drafts.near = self.awake and sequence.known < self._positions
+            drafts.near = self.awake and self._room(sequence) > 0
             if chain:
                 last = sequence.known - 1
                 tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
         return tuple(tasks)
+
+
+class BlockDrafts(HeadDrafts):
+    """How the drafts of a DFlash head for one request fared."""
+
+    __slots__ = ()
+    words = "drafts of the DFlash head"
+
+
+class BlockDrafter(HeadDrafter):
+    """Plans the work of a head that drafts a block of tokens at once."""
+
+    name = "dflash"
+
+    def __init__(self, positions: int, size: int) -> None:
+        """`size` is that of a block, the last token of the text included."""
+        super().__init__(positions)
+        self.reach = size - 1
+
+    def begin(self, sequence: Sequence) -> RequestDrafts:
+        return BlockDrafts(self)
+
+    def _room(self, sequence: Sequence) -> int:
+        return self.reach if super()._room(sequence) >= self.reach else 0
 
 
 class EagleDrafter(HeadDrafter):
