@@ -186,10 +186,6 @@ class HeadSource(ModelSource):
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
         """The head is then the model's own."""
         config, placement = self._model.placed(config)
-        if placement.divided or placement.processes > 1:
-            refuse_drafter(
-                self._head.name, "is a head of EAGLE-3, which can't be divided over devices", "Use one device"
-            )
         return dataclasses.replace(config, drafts="mtp"), placement
 
     def leaves(self, placement: Placement) -> Leaves:
