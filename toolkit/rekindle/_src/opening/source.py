@@ -334,7 +334,7 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
     )
     plan, dtype = described(dtype=config.dtype), source.graph.precision.weights
     if plan.graph.config.is_head and plan.graph.precision.weights != dtype:  # they are one model then
-        plan = described(dtype=dtype)
+        plan = described(dtype=cast(DType, dtype))
     if plan.graph.config.is_head and placement.divided:
         refuse_drafter(name, "is a head of another checkpoint, which can't be divided over devices", "Use one device")
     return CheckpointSource(name, plan)
