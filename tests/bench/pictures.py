@@ -217,11 +217,16 @@ class Peer:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         import torch
+        from safetensors.torch import load_file
         from transformers import Qwen3VLForConditionalGeneration
 
         self._torch, self._dtype = torch, getattr(torch, dtype)
-        load = Qwen3VLForConditionalGeneration.from_pretrained
-        self._model: Any = load(folder, dtype=self._dtype, attn_implementation="sdpa").eval()
+        load: Any = Qwen3VLForConditionalGeneration.from_pretrained
+        options = {"attn_implementation": "sdpa", "ignore_mismatched_sizes": True}
+        self._model: Any = load(folder, dtype=self._dtype, **options).eval()
+        patches = self._model.model.visual.patch_embed.proj.weight  # which the folder has as a matrix
+        stored = load_file(folder / "model.safetensors")["model.visual.patch_embed.proj.weight"]
+        patches.data.copy_(stored.reshape(patches.shape))
 
     def _inputs(self, patches: Any) -> tuple[Any, Any]:
         view = patches.plan.views[0]
