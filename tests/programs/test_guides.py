@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -51,3 +52,14 @@ def test_a_guide_answers_for_its_own_processor_time(monkeypatch: pytest.MonkeyPa
         wall, cpu = wall + waits + works, cpu + works
         found.append(laps.lap())
     assert found == pytest.approx([1e-5, 2e-5, 1.0, 1e-5])
+
+
+def test_a_collection_of_garbage_amid_a_guide_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(guides, "time", SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now))
+    laps = guides._Clock()
+    gc.collect()
+    now += 1.0
+    assert laps.lap() == guides.QUICK
+    now += 1.0
+    assert laps.lap() == 1.0, "none ran since"
