@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def hf_config(shape: str) -> dict[str, Any]:
+def hf_config(shape: str) -> dict[str, object]:
     if shape not in SHAPES:
         raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}

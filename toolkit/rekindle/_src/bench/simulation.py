@@ -18,12 +18,12 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack
 
 import anyio
 import numpy as np
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import LoopTurn
@@ -518,10 +518,11 @@ class SessionPace(NamedTuple):
     spread: tuple[float, ...]  # see `StepCost.spread`
 
 
-def measure_model(model: str, **options: Any) -> SessionPace:
+def measure_model(model: str, **options: Unpack[OpenOptions]) -> SessionPace:
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
-    with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
+    pace: OpenOptions = {"quiet": True, "disk_memory": 0, **options}
+    with open_sync(model, **pace) as session:
         return measure(session)
 
 

@@ -133,12 +133,12 @@ class Placement:
         return 1
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
         return []
 
     @property
-    def local_devices(self) -> list[Any]:
+    def local_devices(self) -> list[jax.Device]:
         """The devices that this process has of those."""
         return jax.local_devices()[:1]
 
@@ -197,7 +197,7 @@ class Placement:
         # To jax.jit, an array that is committed to its device where the old one was not means another program.
         return jax.device_put(new, old.sharding if old.committed else None)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[Any]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[object]:
         """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
         return leaves
 

@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     """The arrays of one layer: of its pages, and of each side cache that has some here."""
 
     pages: LayerKV | None = None  # None: it has `windows`, or attends to the pages of another layer, or to none
-    states: tuple[Any, ...] = ()  # [slots, …] for each part of its state, scratch slot first
+    states: tuple[Array, ...] = ()  # [slots, …] for each part of its state, scratch slot first
     windows: LayerKV | None = None  # its pages, if it gives back those that its window has passed
 
 

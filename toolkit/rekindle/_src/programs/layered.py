@@ -11,7 +11,6 @@ compiles in a fraction of the time.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import threading
@@ -156,7 +155,7 @@ def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
     return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
 
 
-class LayeredProgram(abc.ABC):
+class LayeredProgram:
     """A program that runs its parts one after the other.
 
     To its callers it is like a compiled one: it has the same arguments and results, and donates the same arguments.
@@ -175,10 +174,6 @@ class LayeredProgram(abc.ABC):
         other steps, and `has_rest` is True if it is ready."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
         self._has_rest = has_rest
-
-    @abc.abstractmethod
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run it."""
 
     def lacks(self, flags: int) -> bool:
         """True if a step whose rows have these flags would have to make the closing first."""

@@ -83,7 +83,7 @@ class DevicePlan(SidePlan, ABC):
 
     @classmethod
     @abstractmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, int | tuple[LeafSpec, ...]]:
         """Return the fields of the plan that only this kind has, for a model that has it."""
 
     @classmethod
@@ -170,7 +170,7 @@ class RecurrentStates(DevicePlan):
         return paged.state_bytes(local)
 
     @classmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, int | tuple[LeafSpec, ...]]:
         assert config.page_size is not None, "resolved"
         numbers = paged.state_bytes(model) // 4
         return {
@@ -222,7 +222,7 @@ def _spare(config: EngineConfig) -> int:
     return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if drafts else 0
 
 
-class StateSlots(Feature):
+class StateSlots(Feature[tuple[Array, Array], tuple[()]]):
     """The slots that a step reads and writes, two integers in each row, where an entry stands for all tokens before.
 
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
@@ -311,7 +311,7 @@ class WindowPages(DevicePlan):
         return sum(leaf.nbytes for leaf in _window_page(local, config.page_size, config.kv_dtype))
 
     @classmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
+    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, int | tuple[LeafSpec, ...]]:
         size = config.page_size
         assert size is not None, "resolved"
         assert config.max_model_len is not None, "resolved"
@@ -360,7 +360,7 @@ class RowPages(NamedTuple):
         return jnp.where((places >= 0) & (places < most), taken, 0)
 
 
-class PageTables(Feature):
+class PageTables(Feature[RowPages, tuple[()]]):
     """The pages of each row, and for layers the page of each token, and a table of all places."""
 
     side = "windows"

@@ -46,7 +46,7 @@ class StepOutput(NamedTuple):
     """The results that the host reads."""
 
     rows: Array  # int32 [N, 1 + …]: the token or NOT_FINITE, and the columns of features
-    extra: tuple[Any, ...]  # of each feature with an output; None where the program does not contain it
+    extra: tuple[object, ...]  # of each feature with an output; None where the program does not contain it
 
 
 class ModelOutput(NamedTuple):

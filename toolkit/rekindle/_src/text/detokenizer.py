@@ -10,7 +10,7 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import Tokenizer
@@ -226,7 +226,7 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
+def real_detokenizer(tokenizer: Tokenizer) -> Callable[..., Detokenizer]:
     """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
 
     def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:

@@ -226,7 +226,7 @@ class Tokenizer:
         return self._text.parts
 
     @property
-    def decoder(self) -> dict[str, Any]:
+    def decoder(self) -> dict[str, object]:
         """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
         return self._text.parts.decoder or {}
 
