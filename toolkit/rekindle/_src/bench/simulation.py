@@ -24,6 +24,7 @@ import anyio
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import LoopTurn
@@ -88,7 +89,8 @@ class SimulatedDevice:
         rows = tuple(RowResult(row.request.id, row.epoch, _TOKEN if row.samples else None) for row in plan.rows)
         return StepResult(plan, rows)
 
-    def fetch(self, in_flight: StepResult) -> StepResult:
+    def fetch(self, in_flight: InFlightLike) -> StepResult:
+        assert isinstance(in_flight, StepResult), "its own"
         return in_flight
 
     def program(self, plan: StepPlan) -> str:

@@ -270,6 +270,7 @@ class ChatLike(Protocol):
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **variables: object,
     ) -> Callable[[], str]:

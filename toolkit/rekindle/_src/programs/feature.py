@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -31,18 +31,9 @@ from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import SMALL_TOP_K, Choice
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    Own = TypeVar("Own", default=Any)
-    Operands = TypeVar("Operands", default=Any)
-else:
-    from typing import TypeVar
-
-    Own = TypeVar("Own")  # a feature's inputs in a step, a pytree
-    Operands = TypeVar("Operands")  # its arrays in addition to the weights, a pytree
-
 T = TypeVar("T")
+Own = TypeVar("Own")  # a feature's inputs in a step, a pytree
+Operands = TypeVar("Operands")  # its arrays in addition to the weights, a pytree
 
 
 class RowFlag(enum.IntFlag):

@@ -72,7 +72,9 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
 
     def layer(cache: Cache, windowed: bool) -> Layer:
         shapes = () if cache.state is None else cache.state.shapes
-        states = tuple(jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes)
+        states: tuple[Any, ...] = tuple(
+            jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes
+        )
         own = cache.pages
         if not isinstance(own, Pages):
             return Layer(states=states)

@@ -272,7 +272,7 @@ class LayeredPrograms:
         inside = any(feature.inside for feature in self._recipes.layout(key).compiled)
         return not inside and not self._recipes.parts.divided
 
-    def load(self, key: Bucket) -> LayeredProgram:
+    def load(self, key: Bucket) -> LayeredStep | LayeredForward:
         """Return a program of stored parts, without compiling. Raise `StoreError` if one is not stored."""
         parts = {}
         for part in self._first(key):
@@ -285,7 +285,7 @@ class LayeredPrograms:
             parts[part.name] = future.result()
         return self._assembled(key, parts)
 
-    def make(self, key: Bucket) -> LayeredProgram:
+    def make(self, key: Bucket) -> LayeredStep | LayeredForward:
         """Return a program whose parts are loaded or compiled now. Raise any error of tracing or compiling."""
         return self._assembled(key, self._made(self._first(key)))
 
@@ -306,7 +306,7 @@ class LayeredPrograms:
     def _cut(self) -> Cut:
         return Cut.of(self._recipes.graph, self._recipes.leaves)
 
-    def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredProgram:
+    def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredStep | LayeredForward:
         kind = LayeredForward if key.part is StepPart.FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))

@@ -148,6 +148,7 @@ class Pictures(Feature["Array | None", PictureRows]):
         return Hooks(listener if tokens else None, coordinates=coordinates, sees=sees, tokens=embedded)
 
     def _coordinates(self, inputs: StepInputs, own: Array | None, operands: PictureRows, tokens: int) -> Array:
+        assert own is not None, "rows of a model whose coordinates turn have an offset"
         rows = inputs.decode_rows
         decoded = inputs.positions[:rows] + own[:rows]
         prefilled = lax.slice_in_dim(operands.coordinates, 0, tokens)

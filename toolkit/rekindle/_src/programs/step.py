@@ -204,7 +204,7 @@ def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) ->
     needed = jnp.max(numbers, initial=0, where=inputs.flag(RowFlag.CHOOSES))  # 0 where no row samples
     last = computed.hidden[inputs.last]
     scores = ChoiceInputs(computed.model.logits(last, needed), last)
-    outputs: dict[Feature, Array] = {}
+    outputs: dict[Feature, object] = {}
     for (feature, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
         if feature.has_output:
             outputs[feature] = feature.output(computed.model, computed.hidden, inputs, own, kept)

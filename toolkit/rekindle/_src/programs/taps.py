@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Row, StepPlan
 from rekindle._src.core.report_kinds import CAPTURED
@@ -30,7 +31,6 @@ from rekindle._src.core.tapped import (
     MAX_RUNS,
     MAX_VECTORS,
     STREAM,
-    CapturedPart,
     Edit,
     RequestTaps,
     TapFacts,
@@ -193,7 +193,7 @@ class Steering(Feature[None, Edits]):
         self._operands: Edits | None = None
 
     @property
-    def operands(self) -> Edits:
+    def operands(self) -> Edits:  # type: ignore[override]
         """The changes of the step that was prepared last; before any, none."""
         if self._operands is None:
             self._operands = self._none(self._shards, self._vectors())

@@ -134,8 +134,7 @@ def _stream(tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[
     if not tokenizer.has_text:
         return _NoText()
     skipped = tokenizer.hidden_ids(visible) if skip_special_tokens else frozenset()
-    decoder = tokenizer.decoder
-    kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
+    kinds = tokenizer.decoder_kinds
     if kinds in ({"ByteLevel"}, {"ByteLevel", "Fuse"}):
         return _ByteLevelStream(tokenizer, skipped)
     return _WindowStream(tokenizer, skipped, bytewise="ByteLevel" in kinds)
@@ -261,5 +260,4 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 @cache
 def _kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    decoder = tokenizer.decoder
-    return frozenset(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
+    return tokenizer.decoder_kinds
