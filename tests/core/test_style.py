@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import NamedTuple
 
 import pytest
 
+from helpers.front_ends import PAGES, Page
 from rekindle._src.core import html, style, svg
 
 Colour = tuple[float, float, float]
 
 
-class Page(NamedTuple):
-    """A front end's ground and text."""
-
-    ground: str
-    ink: str
-
-
-PAGES = {
-    "JupyterLab, light": Page("#ffffff", "#212121"),
-    "JupyterLab, dark": Page("#111111", "#ffffff"),
-    "a dark cell of JupyterLab": Page("#212121", "#e0e0e0"),
-    "VS Code, light": Page("#ffffff", "#3b3b3b"),
-    "VS Code, dark": Page("#1f1f1f", "#cccccc"),
-    "Colab, dark": Page("#383838", "#e3e3e3"),
-    "GitHub, dark": Page("#0d1117", "#e6edf3"),
-    "a bare page": Page("#ffffff", "#000000"),
-}
 page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from helpers import browsing
+from helpers import browsing, shown
 from helpers.browsing import SHOTS, cell, printed, run
+from helpers.front_ends import faint
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -122,6 +123,53 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     chat.get_by_text("Who is Tom?").wait_for()
     answered(page, 24)
     page.screenshot(path=page.shots / "chat.png")
+
+
+@pytest.mark.parametrize(
+    ("application", "theme", "width"),
+    [("jupyterlab", "JupyterLab Dark", 1100), ("notebook", "JupyterLab Light", 620)],
+)
+def test_objects_and_figures_are_shown(tmp_path: Path, application: str, theme: str, width: int) -> None:
+    """Each says what it is to a screen reader, can be read, and fits, in a light and a dark theme."""
+    if importlib.util.find_spec(application) is None:
+        pytest.skip(f"{application} is not installed")
+    shots = SHOTS / application
+    shots.mkdir(parents=True, exist_ok=True)
+    cells = (shown.FIRST, *shown.CELLS.values())
+    with (
+        sync_api.sync_playwright() as playwright,
+        browsing.served(tmp_path, cells, application=application, theme=theme) as address,
+        browsing.opened(playwright, address, width=width) as page,
+    ):
+        printed(page, 0, "session ready", seconds=300)
+        for index, name in enumerate(shown.CELLS, 1):
+            output = run(page, index).locator(".jp-OutputArea-output").last
+            output.wait_for()
+            looked_at(page, output, name)
+            output.screenshot(path=shots / f"{name}-{width}.png")
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(2000)
+        saved = {name: browsing.outputs(tmp_path, index)[-1] for index, name in enumerate(shown.CELLS, 1)}
+        assert all(len(kinds["text/html"]) > 50 for kinds in saved.values())
+
+
+def looked_at(page: Any, output: Any, name: str) -> None:
+    for _ in range(100):
+        lines = [line.strip().removeprefix("- ").removeprefix("'") for line in output.aria_snapshot().splitlines()]
+        missing = [role for role in shown.ROLES.get(name, []) if not any(line.startswith(role) for line in lines)]
+        if not missing:
+            break
+        page.wait_for_timeout(100)
+    assert missing == [], (name, lines)
+    assert faint(page, within=output) == [], name
+    right = output.evaluate("(one) => one.getBoundingClientRect().right")
+    past = output.evaluate(
+        """(one, right) => [...one.querySelectorAll("button, input, summary, svg")]
+        .filter((part) => part.checkVisibility() && part.getBoundingClientRect().right > right + 1)
+        .map((part) => part.outerHTML.slice(0, 100))""",
+        right,
+    )
+    assert past == [], name
 
 
 DYING = (

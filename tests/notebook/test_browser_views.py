@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from helpers import browsing
+from helpers import browsing, shown
+from helpers.front_ends import PAGES, dress, faint
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.core.icicle import icicle
-from rekindle._src.evaluation.attention import AttentionMap, AttentionMaps
-from rekindle._src.evaluation.lens import Lens
 from rekindle._src.notebook import bubbles, figures, live
 from rekindle._src.session.cache_view import NodeView
 from rekindle._src.text.chat import ChatTemplate
@@ -65,26 +63,9 @@ def session() -> Iterator[Session]:
     scheduler, runner = parts()
     made = Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake", chat=ChatTemplate.load(tiny.folder()))
     with made:
-        for prompt in ("a" * 64 + "b" * 40, "a" * 64 + "c" * 40, "d" * 70):
+        for prompt in shown.PROMPTS:
             made.generate_sync(prompt, max_tokens=4)
         yield made
-
-
-def lens() -> Lens:
-    ids = np.arange(5, dtype=np.int32)[None, None].repeat(4, 0).repeat(12, 1)
-    texts = tuple(tuple(tuple(f" word{token}" for token in row) for row in layer) for layer in ids.tolist())
-    shares, entropies = np.full((4, 12, 5), 0.2, np.float32), np.ones((4, 12), np.float32)
-    names = ("layer 0", "layer 1", "layer 2", "layer 3: the answer")
-    return Lens(
-        tuple(f" t{at}" for at in range(12)), np.arange(12, dtype=np.int32), names, texts, ids, shares, entropies
-    )
-
-
-def attention() -> AttentionMaps:
-    weights = np.tril(np.random.default_rng(0).random((3, 12, 12), np.float32))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    tokens, positions = tuple(f" t{at}" for at in range(12)), np.arange(12, dtype=np.int32)
-    return AttentionMaps([AttentionMap(tokens, layer, weights, positions) for layer in range(2)])
 
 
 @pytest.fixture(scope="module")
@@ -99,29 +80,18 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
     chat.refresh()
     dashboard.refresh()
     done = session.generate_sync("hello", max_tokens=12, logprobs=2)
-    logits = np.random.default_rng(1).normal(size=session.tokenizer.vocab_size)
     with session.paused():
         stream = session.view.stream("hello", max_tokens=24)
         for _ in range(4):
             session.step_sync()
         stream.refresh()
-        shown = {"stream": Mounted(state_of(stream), stream.picture)}
+        made = {"stream": Mounted(state_of(stream), stream.picture)}
         stream.stop()
     panels = {"chat": chat, "tree": tree, "dashboard": dashboard}
-    pages = {
-        "attention": attention()._repr_html_(),
-        "lens": lens()._repr_html_(),
-        "distribution": session.view.distribution(logits).saved(),
-        "prefixes": session.view.prefixes(["the boy went to the park", "the boy went home"]).saved(),
-        "run": dashboard.recorded().saved(),
-        "completion": done._repr_html_(),
-        "session": session._repr_html_(),
-        "cache": session.cache._repr_html_(),
-        "explain": session.explain(done.id)._repr_html_(),
-    }
-    shown |= {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
-    shown |= {name: Mounted(None, page) for name, page in pages.items()}
-    yield shown
+    pages = shown.saved(session, dashboard, done)
+    made |= {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
+    made |= {name: Mounted(None, page) for name, page in pages.items()}
+    yield made
     for view in (chat, dashboard):
         view.stop()
         view.join(10)
@@ -141,11 +111,8 @@ def show(page: Any, view: Mounted) -> None:
         page.evaluate(MOUNT, {"script": live._SCRIPT, "css": live._STYLE, "state": view.state})
 
 
-NAMES = (
-    *("stream", "chat", "tree", "dashboard", "attention", "lens", "distribution"),
-    *("prefixes", "run", "completion", "session", "cache", "explain"),
-)
-ROLES = {
+NAMES = ("stream", "chat", "tree", "dashboard", *shown.CELLS)
+ROLES = shown.ROLES | {
     "stream": ['log "Text of r', 'button "Stop"'],
     "chat": [
         'log "Conversation"',
@@ -156,13 +123,6 @@ ROLES = {
     ],
     "tree": ['group "the prefix cache', 'textbox "What would this prompt hit?"', 'button "Pin"'],
     "dashboard": ['img "the last', 'button "Close"'],
-    "attention": ['slider "layer"', 'checkbox "position 0"', 'button "head 1"', 'img "attention of layer 0'],
-    "lens": ["table", 'rowheader "layer 0"', 'columnheader "·t1"'],
-    "distribution": ['slider "temperature"', 'checkbox "logarithmic"', "list"],
-    "prefixes": ['textbox "a prompt"', 'slider "words in a page"'],
-    "run": ['slider "time in ms"', 'img "'],
-    "cache": ['img "the prefix cache', "table"],
-    "explain": ['img "timeline'],
 }
 ACTIVE = "button|textbox|slider|checkbox|link|img|combobox"
 
@@ -264,6 +224,16 @@ def test_stop_keeps_its_place_and_its_focus_while_a_long_text_comes(page: Any, v
     assert log.evaluate("(one) => one === document.activeElement")
     page.keyboard.press("Home")
     page.wait_for_function("() => document.querySelector('[role=log]').scrollTop === 0")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_texts_can_be_read_on_light_and_dark(page: Any, views: dict[str, Mounted], name: str) -> None:
+    """As they are painted: shades below them, what is quiet or has a colour, in the colours of eight front ends."""
+    show(page, views[name])
+    page.evaluate("() => document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    for host, colours in PAGES.items():
+        dress(page, colours)
+        assert faint(page) == [], host
 
 
 @pytest.mark.parametrize("width", [620, 320])  # a narrow output, and a window of 1,280 pixels at 400 %

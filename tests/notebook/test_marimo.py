@@ -36,6 +36,16 @@ CELLS = {
     "stream": ("stream", '    stream = session.view.stream("hello", max_tokens=400)\n    stream\n'),
     "chat": ("chat", "    chat = session.view.chat(max_tokens=20)\n    chat\n"),
     "tree": ("tree", "    tree = session.view.tree()\n    tree\n"),
+    "shown": ("shown", "    from helpers import shown\n    shown\n"),
+    "attention": ("attention", "    attention = shown.attention()\n    attention\n"),
+    "lens": ("lens", "    lens = shown.lens()\n    lens\n"),
+    "distribution": (
+        "distribution",
+        "    distribution = session.view.distribution(shown.logits(session))\n    distribution\n",
+    ),
+    "prefixes": ("prefixes", '    prefixes = session.view.prefixes(["the boy went", "the boy ran"])\n    prefixes\n'),
+    "cache": ("cache", "    cache = done, session.cache\n    cache[1]\n"),
+    "explained": ("explained", "    explained = session.explain(done.id)\n    explained\n"),
 }
 VIEWS = ("dashboard", "stream", "chat", "tree")
 
@@ -43,7 +53,9 @@ VIEWS = ("dashboard", "stream", "chat", "tree")
 def notebook() -> str:
     cells = []
     for name, (made, source) in CELLS.items():
-        takes = ", ".join(word for word in ("session", "done") if re.search(rf"\b{word}\b", source) and word != made)
+        takes = ", ".join(
+            word for word in ("session", "done", "shown") if re.search(rf"\b{word}\b", source) and word != made
+        )
         takes = "" if name == "session" else takes
         gives = f"    return ({made},)\n" if name != "views" else "    return\n"
         cells.append(f"@app.cell\n{'async ' * ('await' in source)}def _({takes}):\n{source}{gives}")
@@ -78,6 +90,10 @@ def outputs(executed: Path) -> dict[str, Any]:
         ("handle", "<div"),
         ("stats", "Session over fake"),
         ("views", "session.view.chat"),
+        ("attention", "position 0"),
+        ("lens", "layer 3: the answer"),
+        ("cache", "tokens on the device"),
+        ("explained", "timeline"),
     ],
 )
 def test_objects_show_themselves(outputs: dict[str, Any], name: str, word: str) -> None:
@@ -89,8 +105,8 @@ def test_a_list_of_completions_shows_its_texts(outputs: dict[str, Any]) -> None:
     assert "2 completions · 40 tokens" in outputs["list"]["data"].get("text/html", ""), outputs["list"]
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_views_are_widgets(outputs: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", [*VIEWS, "distribution", "prefixes"])
+def test_views_and_figures_are_widgets(outputs: dict[str, Any], name: str) -> None:
     assert "<marimo-anywidget" in outputs[name]["data"]["text/html"], outputs[name]
 
 

@@ -143,6 +143,19 @@ def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: S
     assert "shares a bar" not in view.picture
 
 
+def test_the_cache_begins_with_what_it_keeps_and_what_was_found(session: Session) -> None:
+    """Its figures come before its picture, and its table, whose rows may all be 0, is folded."""
+    stats = session.cache.stats()
+    shown, alone = session.cache._repr_html_(), stats._repr_html_()
+    for one in (shown, alone):
+        assert one.index("tokens on the device") < one.index("not computed again") < one.index("<details")
+        assert f">{stats.hits} of {stats.lookups}</div>" in one and "<table" not in one[: one.index("<details")]
+        assert "in host memory" not in one[: one.index("<details")], "nothing is there"
+    assert shown.index("shares a bar") < shown.index("<svg") < shown.index("bytes and hits by tier")
+    session.cache.clear().result_sync()
+    assert "Nothing is cached now." in session.cache._repr_html_() and "<svg" not in session.cache._repr_html_()
+
+
 def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
     view = session.view.tree()
     assert "the typed prompt" not in view.picture

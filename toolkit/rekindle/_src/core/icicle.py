@@ -14,6 +14,7 @@ WIDTH, MOST = 620, 480  # pixels: of the picture, and of its height unless that 
 THICK, THIN = 24.0, 3.0  # pixels of a line
 LETTER, SPACING = 6.5, 14.0  # pixels, about: of a letter, and between two lines of text
 ROWS = 50  # of the table
+HOW = "what begins alike shares a bar, and parts to the right"
 # How strong a bar's shade is when it was used that many seconds ago. Text on the strongest one can be read.
 AGES = ((60.0, 1.0), (600.0, 0.7), (3600.0, 0.45), (float("inf"), 0.25))
 
@@ -43,12 +44,39 @@ class RunLike(Protocol):
     def left_out(self) -> int: ...
 
 
+class HitCounts(Protocol):
+    """What a cache was good for so far; see `CacheStats`."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def saved_tokens(self) -> int: ...
+
+
 class Bar(NamedTuple):
     """The lines of a run of pages; those from `more` on are of branches without bars of their own."""
 
     first: int
     more: int
     stop: int
+
+
+def summary(kept: Mapping[str, int], stats: HitCounts) -> Markup:
+    """Return how many tokens are kept, by where, and how much was found; of an empty cache, what fills it."""
+    if not any(kept.values()):
+        size = html.count(stats.page_size, "token")
+        return html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
+    if not stats.saved_tokens:
+        return Markup(html.tiles(kept) + html.line("no prompt has begun like an earlier one yet"))
+    found = {
+        "prompt tokens found here, not computed again": stats.saved_tokens,
+        "prompts began like an earlier one": f"{stats.hits:,} of {stats.lookups:,}",
+    }
+    return html.tiles(kept | found)
 
 
 def icicle(

@@ -201,7 +201,7 @@ def _names(frame: MapGrid, cell: float, *, first: bool) -> Iterator[Markup]:
         yield svg.words(left - 5, top + cell * (row + 0.5) + size * 0.35, name, anchor="end", size=size)
     for column, name in enumerate(frame.column_names):
         x, y = left + cell * (column + 0.5) + size * 0.3, top - 5
-        faint = 1 if first or column else 0.55
+        faint = 1 if first or column else style.QUIET
         yield svg.words(x, y, name, size=size, transform=f"rotate(-60 {x:.1f} {y:.1f})", opacity=faint)
     width, height = cell * len(frame.columns), cell * len(frame.rows)
     yield _outline(left, top, width, height)

@@ -25,7 +25,7 @@ import traitlets
 from rekindle._src.core import html, style
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.icicle import RunLike
+from rekindle._src.core.icicle import HitCounts, RunLike
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.notebook.bubbles import Action
@@ -91,13 +91,9 @@ class TreeLike(Protocol):
     def rest(self) -> Sequence[str]: ...
 
 
-class TierSizes(Protocol):
+class TierSizes(HitCounts, Protocol):
     """Cached pages by tier, and what they were good for; see `CacheStats`."""
 
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def saved_tokens(self) -> int: ...
     @property
     def page_bytes(self) -> int: ...
     @property

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rekindle._src.core import html
-from rekindle._src.core.icicle import facts, icicle, rows
+from rekindle._src.core.icicle import HOW, facts, icicle, rows, summary
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, button, field
 from rekindle.errors import RekindleError
 
 _CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
 _PRESS = html.Markup('<span class="rekindle-live" style="display:none"> · press a bar for its text</span>')
+_READ = html.line(html.Markup(f"{HOW}{_PRESS}"))
 _TEXT = 1200  # characters of a node's text, its end
 
 
@@ -107,6 +106,7 @@ class TreeView(Live):
         self.widget.controls = [*_CONTROLS, *acts]
 
     def draw(self) -> str:
+        stats = self._cache.stats()
         tree = self._cache.tree(limit=self._limit, restored=self._restored)
         self._nodes = tuple(tree.nodes)
         keys = [node.key for node in self._nodes]
@@ -115,27 +115,14 @@ class TreeView(Live):
             marked = keys.index(self._marked.key)
             self._marked = self._nodes[marked]
         return html.block(
-            *self._summary(tree.total_pages),
+            summary({"tokens kept": tree.total_pages * stats.page_size}, stats),
+            _READ if tree.total_pages else "",
             icicle(self._nodes, pressed=True, marked=marked, hits=self._hits()),
             "" if marked is None else _detail(self._nodes[marked], self._text),
             *map(html.line, tree.rest()),
             rows(self._nodes),
             title="Prefix cache",
         )
-
-    def _summary(self, pages: int) -> Iterator[html.Markup]:
-        """Yield what the cache has done so far, and how its picture is read; in an empty one, what fills it."""
-        stats = self._cache.stats()
-        if not pages:
-            size = html.count(stats.page_size, "token")
-            yield html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
-            return
-        kept = {"tokens kept": pages * stats.page_size}
-        saved = {"prompt tokens found here, not computed again": stats.saved_tokens} if stats.saved_tokens else {}
-        yield html.tiles(kept | saved)
-        if not saved:
-            yield html.line("no prompt has begun like an earlier one yet")
-        yield html.line(html.Markup(f"what begins alike shares a bar, and parts to the right{_PRESS}"))
 
     def __repr__(self) -> str:
         return f"<TreeView of {self._model}>"

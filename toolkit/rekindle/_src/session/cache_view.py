@@ -16,7 +16,7 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.pictures import MARKER
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
-from rekindle._src.core.icicle import icicle, rows
+from rekindle._src.core.icicle import HOW, icicle, rows, summary
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
@@ -184,18 +184,29 @@ class CacheStats:
         return f"<CacheStats: {self.hits} of {self.lookups} requests hit, {self.saved_tokens} tokens saved>"
 
     def _repr_html_(self) -> str:
-        rows = [
-            (tier, getattr(self, f"{tier}_bytes") / 2**20, getattr(self, f"{tier}_hit_tokens"))
-            for tier in ("device", "host", "disk")
+        return str(html.block(self._foremost(), self._by_tier()))
+
+    def _foremost(self) -> html.Markup:
+        """Return how many tokens each tier keeps, and how much was found; of an empty cache, what fills it."""
+        host = self.host.pages if self.host is not None else 0
+        disk = self.disk.pages if self.disk is not None else 0
+        pages = {"on the device": self.device_pages, "in host memory": host, "on disk": disk}
+        return summary({f"tokens {place}": count * self.page_size for place, count in pages.items() if count}, self)
+
+    def _by_tier(self) -> html.Markup:
+        """Return sizes and hits of each tier as a table that a click unfolds."""
+        rows = [(tier, getattr(self, f"{tier}_bytes") / 2**20, getattr(self, f"{tier}_hit_tokens")) for tier in TIERS]
+        moved = html.line(
+            f"{html.count(self.evicted_pages, 'page')} left the device",
+            f"{self.offloaded_pages:,} of them for host memory",
+            f"{self.refused_copies:,} copies were not made, since computing was expected to be faster",
+        )
+        table = html.table(["", "MiB", "tokens hit"], rows)
+        sides = [
+            html.line(f"{side.name}: {side.entries:,} on the device", html.mebibytes(side.entries * side.bytes))
+            for side in self.sides
         ]
-        return str(html.block(
-            html.line(f"{self.hits} of {self.lookups} requests hit", f"{self.saved_tokens:,} tokens were not computed"),
-            html.table(["", "MiB", "tokens hit"], rows),
-            html.line(
-                f"{self.evicted_pages} pages left the device", f"{self.offloaded_pages} of them for host memory",
-                f"{self.refused_copies} copies were slower than computing",
-            ),
-        ))  # fmt: skip
+        return html.details("bytes and hits by tier", table, moved, *sides, key="tiers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -500,7 +511,9 @@ class CacheView:
     def _repr_html_(self) -> str:
         if self._client.host.closing:
             return str(html.line("cache of a closed session"))
-        return str(html.block(self.stats()._repr_html_(), self.tree(limit=50)._repr_html_(), title="Prefix cache"))
+        stats, tree = self.stats(), self.tree(limit=50)
+        parts = (stats._foremost(), html.line(HOW) if tree.nodes else "", tree._repr_html_(), stats._by_tier())
+        return str(html.block(*parts, title="Prefix cache"))
 
     # -- inside
 

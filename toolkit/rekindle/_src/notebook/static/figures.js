@@ -282,7 +282,7 @@ function attention(el, { layers, heads, rows, columns, left: LEFT, top: TOP, rea
     }
     paint(picture, head, scaleOf(head));
     image.setAttribute("href", picture.toDataURL());
-    above[0].setAttribute("opacity", first ? 1 : 0.55);
+    above[0].setAttribute("opacity", first ? 1 : 0.75);
     title.textContent = `attention of layer ${layers[layer]}, ${head < 0 ? "mean of its heads" : nameOf(head)}`;
     svg.setAttribute("aria-label", `${title.textContent}. Arrow keys move over its cells.`);
     describe();

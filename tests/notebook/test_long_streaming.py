@@ -1,0 +1,68 @@
+"""A kernel's memory while views stream, as fast as they can be drawn. The page's is in test_browser_views."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from helpers.sessions import opened
+from rekindle import Session
+from rekindle._src.notebook import Dashboard
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+
+# Six minutes at ten pictures a second: enough to see one object more for each picture. 36,000 are an hour.
+PICTURES = int(os.environ.get("REKINDLE_PICTURES", "3600"))
+ANSWER = 120  # tokens, each with a picture of its own
+# Before these the cache, its records of requests and steps, and the interpreter's own caches are not full yet.
+FIRST = 2400
+
+
+class Memory(NamedTuple):
+    """What Python holds, after its collector ran."""
+
+    blocks: int
+    resident: int  # bytes
+
+    @classmethod
+    def now(cls) -> Memory:
+        for _ in range(3):
+            gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(sys.getallocatedblocks(), pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def streamed(session: Session, dashboard: Dashboard, pictures: int) -> None:
+    """Draw answers after each of their tokens until there are so many pictures, and the dashboard after each answer."""
+    for _ in range(pictures // ANSWER):
+        view = session.view.stream("hello " * 8, max_tokens=ANSWER, ignore_eos=True)
+        while not view.handle.done:
+            session.step_sync()
+            view.refresh()
+        dashboard.refresh()
+        view.join(60)
+        assert len(view.handle.token_ids) == ANSWER
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_streaming_leaves_the_kernels_memory_as_it_was() -> None:
+    with opened() as session:
+        dashboard = session.watch()
+        try:
+            with session.paused():
+                streamed(session, dashboard, FIRST)
+                before = Memory.now()
+                streamed(session, dashboard, PICTURES)
+                after = Memory.now()
+        finally:
+            dashboard.stop()
+            dashboard.join(60)
+    more = Memory(after.blocks - before.blocks, after.resident - before.resident)
+    print(f"{PICTURES:,} pictures: {more.blocks:+,} blocks, {more.resident / 1e6:+.2f} MB resident")
+    assert more.blocks < PICTURES / 4, (before, after)
+    assert more.resident < 16e6, (before, after)
