@@ -40,7 +40,8 @@ def points() -> None:
     tests = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", rows, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+        command.append(f"--junitxml={report}")
         done = subprocess.run([*command, *(f"{path}::{name}" for _, path, name in tests)], cwd=ROOT, check=False)
         longest: dict[str, list[float]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
@@ -98,7 +99,7 @@ def uses(session: Session) -> dict[str, Callable[[], Awaitable[Any]]]:
 
 
 async def all_of(requests: Any) -> None:
-    await asyncio.gather(*(one.result() for one in requests))
+    await asyncio.gather(*requests)
 
 
 async def firsts(model: str, precompile: str) -> None:

@@ -1,14 +1,16 @@
 """What a picture costs: a neighbour's longest pause while a large one is encoded, first tokens, and seconds to encode.
 
     python tests/bench/pictures.py [--side 4096] [--seconds 60] [--ask 512] [--dtype bfloat16] [--layers 24]
-                                   [--encode 512] [--peer] [--repeat 3] [--work FOLDER]
+                                   [--encode 512] [--peer] [--many 50] [--repeat 3] [--work FOLDER]
 
 The model has random weights: an encoder as large as that of Qwen3-VL 2B (1,024 wide, 24 layers, patches of 16
 pixels), and a small text model, whose own steps take a few milliseconds. Pauses are the times between two tokens of a
 stream of text that runs along with a picture of `--side` pixels, for `--seconds`, or until it is encoded; they are
 compared with those of the same stream alone, before and after it. First tokens are those of a first and a second
-question about a picture of `--ask` pixels. `--encode` are the sides of pictures whose encoding is timed alone; with
-`--peer`, in turns with transformers' encoder of the same weights in this process (float32; needs torch).
+question about a picture of `--ask` pixels. `--encode` are the sides of pictures whose encoding is timed alone, and
+`--many` the number of pictures of different sizes over which compilations are counted. With `--peer`, encoding takes
+turns with transformers' encoder of the same weights and dtype in this process (needs torch), and so do whole prompts:
+from a picture that is new to the first token.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import statistics
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,58 +145,115 @@ def first_tokens(session: rekindle.Session, side: int, repeat: int) -> dict[str,
     }
 
 
-def encoding(session: rekindle.Session, folder: Path, sides: list[int], repeat: int, *, peer: bool) -> list[Any]:
+def encoding(session: rekindle.Session, sides: list[int], repeat: int, peer: Peer | None) -> list[Any]:
     """Seconds to encode pictures, from patches to rows; with a peer, in turns."""
     from rekindle._src.images.picture import open_picture
 
     pictures: Any = session._front.pictures
     encoder, processor = pictures._encoder, pictures._processor
-    theirs = peer_of(folder) if peer else None
     lines = []
     for side in sides:
         patches = processor.patches(open_picture(png(side)).decode())
-        ours, others = list[float](), list[float]()
-        for number, name in harness.turns(("ours", "theirs") if theirs else ("ours",), repeat):
-            start = time.perf_counter()
-            if name == "ours":
-                encoder(patches, lambda: True)
-            else:
-                theirs(patches)  # type: ignore[misc]
-            if number >= 0:
-                (ours if name == "ours" else others).append(time.perf_counter() - start)
-        line = {"side": side, "patches": len(patches.codes), "seconds": harness.spread(ours)}
-        if theirs:
-            line |= {"transformers": harness.spread(others), "ratio": harness.spread(harness.ratios(others, ours))}
-        lines.append(line)
+        runs: dict[str, Callable[[], object]] = {"ours": partial(encoder, patches, lambda: True)}
+        if peer is not None:
+            runs["theirs"] = partial(peer.encode, patches)
+        lines.append({"side": side, "patches": len(patches.codes), **in_turns(runs, repeat)})
     return lines
 
 
-def peer_of(folder: Path) -> Any:
-    """Transformers' encoder with the same weights, on as many cores."""
-    import torch
-    from safetensors.torch import load_file
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+def in_turns(runs: dict[str, Callable[[], object]], repeat: int) -> dict[str, Any]:
+    """Seconds, and seconds of processor time, of what runs in turns; ratios are theirs to ours."""
+    clocks = {"seconds": time.perf_counter, "processor": time.process_time}
+    spent: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in runs} for clock in clocks}
+    for number, name in harness.turns(tuple(runs), repeat):
+        starts = {clock: read() for clock, read in clocks.items()}
+        runs[name]()
+        if number >= 0:
+            for clock, read in clocks.items():
+                spent[clock][name].append(read() - starts[clock])
+    report: dict[str, Any] = {}
+    for clock, by_name in spent.items():
+        report[clock] = {name: harness.spread(values) for name, values in by_name.items()}
+        if len(runs) > 1:
+            report[f"ratio of {clock}"] = harness.spread(harness.ratios(by_name["theirs"], by_name["ours"]))
+    return report
 
-    raw = json.loads((folder / "config.json").read_text())["vision_config"]
-    model = Qwen3VLVisionModel(Qwen3VLVisionConfig(**raw, attn_implementation="sdpa")).eval().float()
-    state = load_file(folder / "model.safetensors")
-    named = model.state_dict()
-    kept = {name.removeprefix("model.visual."): value for name, value in state.items() if ".visual." in name}
-    model.load_state_dict({name: value.reshape(named[name].shape) for name, value in kept.items()})
 
-    def run(patches: Any) -> None:
+def prompts(session: rekindle.Session, sides: list[int], repeat: int, peer: Peer) -> list[Any]:
+    """Seconds from a new picture to the first token, in turns with transformers' model for the same tokens."""
+    from rekindle._src.images.picture import open_picture
+
+    pictures: Any = session._front.pictures
+    seeds, lines = itertools.count(1000), []
+    for side in sides:
+        ids = list[int]()
+
+        def ours(side: int = side, ids: list[int] = ids) -> None:
+            picture = png(side, next(seeds))
+            done = session.generate_sync(QUESTION, images=picture, max_tokens=1, temperature=0.0)
+            ids[:] = done.prompt_token_ids
+
+        def theirs(side: int = side, ids: list[int] = ids) -> None:
+            peer.first_token(ids, pictures._processor.patches(open_picture(png(side, next(seeds))).decode()))
+
+        ours()
+        lines.append({"side": side, "tokens": len(ids), **in_turns({"ours": ours, "theirs": theirs}, repeat)})
+    return lines
+
+
+def compiled_over(session: rekindle.Session, count: int) -> dict[str, int]:
+    """Count what is compiled while questions about pictures of different sizes are answered."""
+    sizes = np.random.default_rng(0).integers(20, 700, (count, 2))
+    pictures: Any = session._front.pictures
+    before = session.stats().compilations + pictures.compilations
+    for width, height in sizes:
+        pixels = np.random.default_rng(int(width)).integers(0, 256, (height, width, 3), np.uint8)
+        session.generate_sync(QUESTION, images=pixels, max_tokens=2)
+    return {"pictures": count, "compiled": session.stats().compilations + pictures.compilations - before}
+
+
+class Peer:
+    """Transformers' model with the same weights, in a dtype, on as many cores."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        import torch
+        from safetensors.torch import load_file
+        from transformers import Qwen3VLForConditionalGeneration
+
+        self._torch, self._dtype = torch, getattr(torch, dtype)
+        load: Any = Qwen3VLForConditionalGeneration.from_pretrained
+        options = {"attn_implementation": "sdpa", "ignore_mismatched_sizes": True}
+        self._model: Any = load(folder, dtype=self._dtype, **options).eval()
+        patches = self._model.model.visual.patch_embed.proj.weight  # which the folder has as a matrix
+        stored = load_file(folder / "model.safetensors")["model.visual.patch_embed.proj.weight"]
+        patches.data.copy_(stored.reshape(patches.shape))
+
+    def _inputs(self, patches: Any) -> tuple[Any, Any]:
         view = patches.plan.views[0]
-        with torch.inference_mode():
-            model(torch.from_numpy(patches.floats()), grid_thw=torch.tensor([[1, view.rows, view.columns]]))
+        pixels = self._torch.from_numpy(patches.floats()).to(self._dtype)
+        return pixels, self._torch.tensor([[1, view.rows, view.columns]])
 
-    return run
+    def encode(self, patches: Any) -> None:
+        pixels, grid = self._inputs(patches)
+        with self._torch.inference_mode():
+            self._model.model.visual(pixels, grid_thw=grid)
+
+    def first_token(self, ids: list[int], patches: Any) -> None:
+        """Encode a picture and compute the prompt's last logits."""
+        torch, (pixels, grid) = self._torch, self._inputs(patches)
+        tokens = torch.tensor([ids])
+        places = tokens == small.CASES["qwen3-vl"].id_of(small.CASES["qwen3-vl"].token)
+        with torch.inference_mode():
+            self._model(
+                input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=places.int(),
+                logits_to_keep=1,
+            )  # fmt: skip
 
 
 def main() -> None:
     arguments = harness.options(
         __doc__, side=4096, seconds=60.0, ask=512, dtype="bfloat16", layers=24, hidden=1024, encode=[512],
-        peer=False, repeat=3, work="/tmp/rekindle-pictures",
+        peer=False, repeat=3, many=0, work="/tmp/rekindle-pictures",
     )  # fmt: skip
     folder = Path(arguments.work) / f"qwen3-vl-{arguments.hidden}x{arguments.layers}"
     if not (folder / "config.json").exists():
@@ -209,8 +271,13 @@ def main() -> None:
             print(json.dumps(report), flush=True)
         if arguments.ask:
             report["first_tokens"] = first_tokens(session, arguments.ask, arguments.repeat)
+        if arguments.many:
+            report["many"] = compiled_over(session, arguments.many)
+        peer = Peer(folder, arguments.dtype) if arguments.peer else None
         if any(arguments.encode):
-            report["encoding"] = encoding(session, folder, arguments.encode, arguments.repeat, peer=arguments.peer)
+            report["encoding"] = encoding(session, arguments.encode, arguments.repeat, peer)
+        if peer is not None:
+            report["prompts"] = prompts(session, arguments.encode, arguments.repeat, peer)
         statistics_of = session.stats()
         report["stats"] = statistics_of.pictures and statistics_of.pictures._asdict()
         report["compilations"] = statistics_of.compilations

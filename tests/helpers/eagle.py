@@ -192,8 +192,9 @@ def drafts(
             gate = product(inner, "midlayer.mlp.gate_proj")
             inner = gate / (1 + np.exp(-gate)) * product(inner, "midlayer.mlp.up_proj")
             g = x + product(inner, "midlayer.mlp.down_proj")
-            logits = np.full(keys["vocab_size"], -np.inf)
-            logits[ids] = product(norm(g, "norm"), "lm_head")
+            own = product(norm(g, "norm"), "lm_head")
+            logits = np.full(keys["vocab_size"], own.min() - 1.0)
+            logits[ids] = own
             found[place].append(logits)
             token = int(logits.argmax())
     return found

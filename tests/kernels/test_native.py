@@ -92,6 +92,40 @@ def test_many_rows_times_a_matrix(dtype: str) -> None:
         np.testing.assert_allclose(got, wide @ meaning.T, rtol=1e-5, atol=1e-3, err_msg=f"{len(x)} rows")
 
 
+@pytest.mark.usefixtures("either_way")
+def test_many_rows_times_a_float32_matrix_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are split into three bfloat16 lose nothing: errors are those of sums of float32."""
+    if not cpu.multiplies_many("float32"):
+        pytest.skip("XLA multiplies them on this processor")
+    monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
+    monkeypatch.setattr(products, "SPLIT_ROWS", 1)
+    shapes = [(1, 16, 16), (33, 48, 80), (40, 304, 1040), (530, 32, 32)]
+    inputs = [(weights("float32", N, K)[0], RANDOM.standard_normal((R, K), np.float32)) for R, N, K in shapes]
+    inputs += [(weight * 1e-20, x * 1e25) for weight, x in inputs[:2]]
+    inputs[1][1][4, 7] = np.nan
+    results = jax.jit(lambda inputs: [products.multiply(x, weight) for weight, x in inputs])(inputs)
+    for (weight, x), got in zip(inputs, results, strict=True):
+        wide, matrix = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+        most = np.abs(wide) @ np.abs(matrix).T  # NaN in the rows that have one
+        assert np.isnan(most).any(axis=1).sum() == np.isnan(got).all(axis=1).sum()
+        np.testing.assert_array_less(np.nan_to_num(np.abs(got - wide @ matrix.T) / most), 6e-7)
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_float32_product_takes_norm_gate_and_residual_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu.multiplies_many("float32"):
+        pytest.skip("XLA multiplies them on this processor")
+    monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
+    monkeypatch.setattr(products, "SPLIT_ROWS", 1)
+    weight, _, _ = weights("float32", 96, 128)
+    x, residual = (RANDOM.standard_normal((70, width), np.float32) for width in (128, 48))
+    norm, count = jnp.asarray(RANDOM.random(128, np.float32)), jnp.int32(67)
+    got = jax.jit(partial(products.multiply, eps=1e-6, gated=True))(x, weight, None, residual, count, norm)
+    y = plain_linear.multiply(plain_linear.rms_norm(x, norm, 1e-6), weight, None, None, jnp.float32)
+    right = residual + plain_linear.gated(y, None, "silu")
+    np.testing.assert_allclose(got[:67], right[:67], rtol=1e-5, atol=2e-4)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_with_and_without_amx_a_product_is_the_same(dtype: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:

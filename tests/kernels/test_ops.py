@@ -145,7 +145,7 @@ def test_few_rows_times_any_matrix_are_native(rows: int, weight: str, quantize: 
 @pytest.mark.parametrize(
     ("weight", "quantize", "multiplied"),
     [("bfloat16", None, "bfloat16"), ("int8", "int8", "int8"), ("int8", "int8-weight", ""),
-     ("float32", None, "float32"), ("float16", None, "float16")],
+     ("float32", None, ""), ("float16", None, "float16")],
 )  # fmt: skip
 def test_many_rows_are_native_where_the_processor_has_the_instruction(
     weight: str, quantize: str | None, multiplied: str
@@ -154,6 +154,15 @@ def test_many_rows_are_native_where_the_processor_has_the_instruction(
     assert not native or multiplied in ("bfloat16", "int8")
     assert chosen(LINEAR, product(64, weight, quantize=quantize)) == ("native" if native else "xla")
     assert chosen(LINEAR, product(64, weight, inputs=96, quantize=quantize)) == "xla", "no multiple of a vector"
+
+
+@NUMBA
+def test_hundreds_of_rows_times_a_large_float32_matrix_are_split_where_the_processor_has_amx() -> None:
+    native = "native" if cpu.has_amx() else "xla"
+    large = replace(product(512, "float32"), weight=SHAPE((1024, 528), jnp.float32), x=SHAPE((512, 528), jnp.float32))
+    assert chosen(LINEAR, large) == native
+    assert chosen(LINEAR, replace(large, x=SHAPE((64, 528), jnp.float32))) == "xla", "too few to split a matrix for"
+    assert chosen(LINEAR, replace(large, weight=SHAPE((1000, 528), jnp.float32))) == "xla", "no multiple of a vector"
 
 
 @NUMBA

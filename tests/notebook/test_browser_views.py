@@ -183,9 +183,10 @@ def test_keys_act(page: Any, views: dict[str, Mounted]) -> None:
 def test_a_saved_picture_does_not_say_what_only_a_live_one_can_do(page: Any, views: dict[str, Mounted]) -> None:
     show(page, views["tree"])
     hint = page.get_by_text("press a bar for its text")
-    assert hint.is_visible()
+    assert hint.is_visible() and page.get_by_role("button", name="aaa").count() == 1
     page.set_content(views["tree"].html)
     assert hint.count() == 1 and not hint.is_visible()
+    assert page.get_by_role("button").count() == 0 and page.locator("[tabindex]").count() == 0
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

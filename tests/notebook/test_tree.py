@@ -136,7 +136,7 @@ def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: S
     assert "what begins alike shares a bar" in view.picture
     with opened() as fresh:
         fresh.generate_sync(SHARED + "x", max_tokens=1)
-        assert "no prompt has begun like an earlier one yet" in fresh.view.tree().picture
+        assert "no prompt has found a whole page here yet" in fresh.view.tree().picture
     session.cache.clear().result_sync()
     event(view, event="press", name="refresh")
     assert f"Nothing is cached now. What requests compute stays here, in whole pages of {SIZE} tokens" in view.picture

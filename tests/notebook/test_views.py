@@ -102,6 +102,18 @@ def test_the_stop_button_frees_the_slot(slow: Session) -> None:
     eventually(lambda: slow.stats().running == 0)
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_view_that_nothing_shows_is_forgotten_when_it_ends(slow: Session, shown: bool) -> None:
+    """ipywidgets keeps each widget until it is closed, and this one knows its view and all tokens of its request."""
+    view = slow.view.stream("hello", max_tokens=400)
+    if shown:
+        view._repr_mimebundle_()
+    view.stop()
+    view.join(10)
+    assert (view.widget.comm is None) is not shown
+    assert "stopped" in view.widget.html and "stopped" in view._repr_mimebundle_()[0]["text/html"]
+
+
 def test_pictures_are_coalesced() -> None:
     with opened(step_seconds=0.002) as session:
         view = session.view.stream("hello", max_tokens=300)

@@ -41,12 +41,16 @@ class Programs:
     wanted: tuple[Program, ...] = ()
     rows: int = 0  # the most decode rows of a step that was asked about
     drafting: bool = True
+    ahead: bool = True
+    most: int = 64  # decode rows of those that are ready
 
     def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> str:
         return "plain" if request.sampling.logprobs is None else f"{request.sampling.logprobs} logprobs"
 
     def fit(self, needs: frozenset[str], size: StepSize) -> Fit:
         program, self.rows = Program(needs, size.prefills > 0), max(self.rows, size.rows)
+        if size.rows > self.most:
+            program = Program(needs | {"larger"}, program.prompts)
         return Fit(True) if program in self.made else Fit(False, (program,))
 
     def drafts(self) -> bool:
@@ -123,6 +127,18 @@ def test_where_nothing_else_runs_the_step_waits_for_its_program() -> None:
     assert not programs.wanted and not loop.scheduler.held
     loop.run()
     exact(loop, request)
+
+
+def test_further_rows_of_the_same_kind_do_not_wait() -> None:
+    """They need a larger program, which the step makes where none are made ahead."""
+    programs = Programs(ahead=False)
+    loop, stream = started(programs)
+    programs.made = {Program(frozenset({"plain"}), False)}  # none with prompts
+    loop.submit(other := make_request("another", max_tokens=5))
+    loop.step()
+    assert explained(loop, other).timeline[-1].kind is PhaseKind.PREFILL
+    loop.run()
+    exact(loop, stream, other)
 
 
 def test_a_stream_goes_on_while_a_larger_program_of_its_own_kind_is_made() -> None:
@@ -288,4 +304,23 @@ def test_nothing_is_drafted_before_the_programs_of_drafts_are_ready() -> None:
     programs.drafting = True
     loop.run()
     assert any(plan.drafted for plan in loop.runner.plans)
+    exact(loop, stream)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_drafts_make_no_step_larger_than_the_programs_that_are_ready(ahead: bool) -> None:
+    """Where none are made ahead, the step makes its program."""
+    programs = Programs(most=2, ahead=ahead)
+    programs.make("plain")
+    loop = Loop(programs=programs, model=EchoModel(surprises=0.0), prompt_lookup=3)
+    stream = make_request("again and again and ", max_tokens=60)
+    loop.submit(stream)
+    for _ in range(20):
+        loop.step()
+    largest = max(len(plan.decode) for plan in loop.runner.plans[4:])  # its first tokens keep nobody waiting
+    assert largest == 2 if ahead else largest > 2
+    assert (Program(frozenset({"plain", "larger"}), False) in programs.wanted) == ahead
+    programs.make("plain", "larger")
+    loop.run()
+    assert max(len(plan.decode) for plan in loop.runner.plans[4:]) > 2
     exact(loop, stream)

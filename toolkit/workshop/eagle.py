@@ -159,7 +159,7 @@ def initial(model: LoadedModel, ids: NDArray[Any], reads: tuple[int, ...], seed:
     own, config, rng = values(model), model.config, np.random.default_rng(seed)
     last, E, inner = f"layers.{config.num_layers - 1}", config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv, gate_up = np.asarray(own[f"{last}.attention.qkv.weight"]), np.asarray(own[f"{last}.mlp.gate_up.weight"])
+    qkv, gate_up = (np.asarray(own[f"{last}.{name}.weight"], np.float32) for name in ("attention.qkv", "mlp.gate_up"))
     parts = np.split(qkv, [queries, queries + keys])
     head = own["embed.weight"] if config.tie_embeddings else own["head.weight"]
     weights = {

@@ -110,7 +110,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
         if spec in kernel_table.ADAPTERS:
             dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:
-            dtypes = tuple(cpu.DOT_PRODUCTS)
+            dtypes = cpu.MULTIPLIED
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
             for rank, dtype in enumerate(dtypes):
                 attention += [(rank, at, spec.variant(dtype, size).name) for at, size in enumerate(head_dims)]

@@ -28,6 +28,7 @@ from rekindle_kernels.native.kernels import (
     adapter,
     decode,
     gemm,
+    gemm_split,
     heads,
     int4,
     matvec,
@@ -223,6 +224,8 @@ def make(name: str) -> Kernel | ChainRunner:
 
 
 def _gemm(kernel: Variant) -> Kernel:
+    if kernel.dtype == "float32":
+        return gemm_split.kernel()
     add = dot_products.add_pairs if kernel.dtype == "bfloat16" else dot_products.add_quads
     return gemm.kernel(STORAGE[kernel.dtype].size, add)
 

@@ -31,6 +31,7 @@ DOT_PRODUCTS = {
     "bfloat16": ("avx512bf16", "bf16"),
     "int8": ("avx512vnni", "dotprod"),
 }  # features, any of which has them
+MULTIPLIED = (*DOT_PRODUCTS, "float32")  # dtypes of matrices that a native kernel multiplies many rows by, somewhere
 
 
 class Prefetch(NamedTuple):
@@ -178,6 +179,8 @@ def has_amx() -> bool:
 
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
+    if dtype == "float32":  # by AMX, as bfloat16; code for a level has it where that can round to bfloat16
+        return has_amx() if level is None else "avx512bf16" in level.features
     features = _used() if level is None else level.features
     return dtype in DOT_PRODUCTS and (not features.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(dtype, features))
 

@@ -43,6 +43,8 @@ from rekindle_kernels.xla import linear as plain
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
+# Rows, and numbers of a float32 matrix, for which splitting them into bfloat16 is worth it.
+SPLIT_ROWS, SPLIT_NUMBERS = 256, 1 << 18
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
 Described = Array | jax.ShapeDtypeStruct
@@ -59,6 +61,8 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
     number of rows has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
+    if weight.dtype == jnp.float32 and not deterministic and _splits(rows, weight):
+        return GEMM.variant("float32")
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
     widened = multiplies_widened(weight.dtype.name)
     few = SOME_ROWS if weight.dtype == jnp.bfloat16 and widened else FEW_ROWS
@@ -71,7 +75,14 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
 
 def _has_gemm(weight: Described) -> bool:
     N, K = weight.shape
-    return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
+    return weight.dtype != jnp.float32 and K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
+
+
+def _splits(rows: int, weight: Described) -> bool:
+    """True if so many rows times a float32 matrix are faster as products of bfloat16 by AMX."""
+    N, K = weight.shape
+    enough = rows >= SPLIT_ROWS and N * K >= SPLIT_NUMBERS
+    return enough and K % LANES == 0 and N % LANES == 0 and multiplies_many("float32")
 
 
 def multiplies_int4(weight: Array, scale: str, group: int) -> bool:

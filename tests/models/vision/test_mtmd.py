@@ -29,13 +29,18 @@ from rekindle._src.models.vision.weights import read_tower
 
 pytestmark = pytest.mark.slow
 NORM = {"clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3, "clip.use_gelu": True}
-SIZES = {"qwen3_vl": (24, 40), "qwen3_5": (40, 24), "smolvlm": None, "idefics3": None, "gemma3": None}
+SIZES = {
+    "qwen3_vl": (24, 40), "qwen3_5": (40, 24), "smolvlm": None, "idefics3": None, "gemma3": None, "gemma4": (24, 36),
+    "gemma4-clipped": (36, 12), "lfm2_vl": (24, 40),
+}  # fmt: skip
+BY_PIXEL = ("gemma4", "lfm2_vl")  # whose patches have the channels of a pixel together
 
 
-def patches_of(pixels: NDArray[np.float32], size: int, merge: int) -> ImagePatches:
+def patches_of(pixels: NDArray[np.float32], size: int, merge: int, *, by_pixel: bool = False) -> ImagePatches:
     """Cut normed pixels into patches, channel by channel; with `merge`, in Qwen's order and with two equal frames."""
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-    cut = pixels.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
+    order = (0, 2, 1, 3, 4) if by_pixel else (0, 2, 4, 1, 3)
+    cut = pixels.reshape(rows, size, columns, size, 3).transpose(order)
     if merge:
         cut = np.repeat(cut[:, :, :, None], 2, axis=3)
         cut = cut.reshape(rows // merge, merge, columns // merge, merge, -1).transpose(0, 2, 1, 3, 4)
@@ -50,11 +55,14 @@ def test_llama_cpp_computes_the_same_rows(name: str, tmp_path: Path) -> None:
         pytest.skip("$REKINDLE_MTMD names no program")
     vision: dict[str, Any] = MODELS[name]["vision_config"]
     height, width = SIZES[name] or (vision["image_size"],) * 2
-    pixels = np.random.default_rng(0).uniform(-1, 1, (height, width, 3)).astype(np.float32)
+    model = str(MODELS[name]["model_type"])
+    lowest = 0 if model == "gemma4" else -1  # its encoder norms them
+    pixels = np.random.default_rng(0).uniform(lowest, 1, (height, width, 3)).astype(np.float32)
     path = converted(name, random_tensors(config_of(name)), tmp_path / "mmproj.gguf", **NORM)
     stored = read_mmproj(path)
     tower = abstract_tower(stored.config)
-    image = patches_of(pixels, vision["patch_size"], 2 if name.startswith("qwen") else 0)
+    merge = 2 if model.startswith("qwen") else 0
+    image = patches_of(pixels, vision["patch_size"], merge, by_pixel=model in BY_PIXEL)
     batch = pack_images([image], stored.config).cut(0, image.grid.patches)
     tokens, levels = encoder_of(tower.graph)(read_tower(tower, stored), batch)
     ours = np.concatenate([tokens, *levels], axis=1)

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 from rekindle_kernels.native.cpu import on_arm
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.jit import emits
+from rekindle_kernels.native.language.memory import widen_bf16
 from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, BFloat, llvm_call
 
 _INTS = ir.VectorType(ir.IntType(32), LANES)
@@ -65,13 +66,23 @@ def _quads(builder: Any, *args: Any) -> Any:
 @emits(types.void, types.int64, types.int64, VECTOR)
 def store_rounded(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Return `store_bf16` in one instruction, which on x86 flushes denormal numbers to zero, as `add_pairs` does."""
+    narrowed = _narrowed(builder, value)
+    pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
+    builder.store(narrowed, builder.bitcast(pointer, narrowed.type.as_pointer()), align=1)
+
+
+@emits(VECTOR, VECTOR)
+def rounded(builder: Any, value: Any) -> Any:
+    """Return numbers rounded to bfloat16, as float32; on x86 denormal ones become zero."""
+    halves = ir.VectorType(ir.IntType(16), LANES)
+    return widen_bf16(builder, builder.bitcast(_narrowed(builder, value), halves))
+
+
+def _narrowed(builder: Any, value: Any) -> Any:
     narrow = ir.VectorType(BFloat(), LANES)
     if on_arm():
-        rounded = builder.fptrunc(value, narrow)
-    else:
-        rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, value)
-    pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
-    builder.store(rounded, builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        return builder.fptrunc(value, narrow)
+    return llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, value)
 
 
 @emits(VECTOR, VECTOR, VECTOR)

@@ -194,7 +194,12 @@ def mebibytes(value: float) -> str:
 
 def count(amount: int, noun: str) -> str:
     """Return a count with its noun: `1 token`, `2 tokens`."""
-    return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
+    return f"{amount:,} {plural(amount, noun)}"
+
+
+def plural(amount: int, noun: str) -> str:
+    """Return a noun as it follows a count."""
+    return noun if amount == 1 else f"{noun}s"
 
 
 def bar(

@@ -71,12 +71,12 @@ def summary(kept: Mapping[str, int], stats: HitCounts) -> Markup:
         size = html.count(stats.page_size, "token")
         return html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
     if not stats.saved_tokens:
-        return Markup(html.tiles(kept) + html.line("no prompt has begun like an earlier one yet"))
-    found = {
+        return Markup(html.tiles(kept) + html.line("no prompt has found a whole page here yet"))
+    found: dict[str, object] = {
         "prompt tokens found here, not computed again": stats.saved_tokens,
-        "prompts began like an earlier one": f"{stats.hits:,} of {stats.lookups:,}",
+        "prompts found pages here": f"{stats.hits:,} of {stats.lookups:,}",
     }
-    return html.tiles(kept | found)
+    return html.tiles({**kept, **found})
 
 
 def icicle(
@@ -86,7 +86,7 @@ def icicle(
     marked: int | None = None,
     hits: Mapping[int, int] = MappingProxyType({}),
 ) -> Markup:
-    """Return the picture of a tree, its nodes depth first. With `pressed`, its bars are buttons of a panel.
+    """Return the picture of a tree, its nodes depth first. With `pressed`, a panel makes buttons of its bars.
 
     `hits` are the tokens of each bar that a prompt would hit, from the bar's beginning.
     """
@@ -105,8 +105,7 @@ def icicle(
         parts.append(_hit(nodes[index], bars[index], tokens, line, WIDTH / most))
     parts += _axis(most, line * lines)
     label = f"the prefix cache: {html.count(len(nodes), 'run')} of pages, {html.count(most, 'token')} at most"
-    role = "group" if pressed else "img"  # parts of an image are nothing that can be pressed
-    return Markup(svg.picture(WIDTH, line * lines + 18, parts, label=label, role=role) + _legend(nodes, bool(hits)))
+    return Markup(svg.picture(WIDTH, line * lines + 18, parts, label=label) + _legend(nodes, bool(hits)))
 
 
 def _bars(nodes: Sequence[RunLike]) -> list[Bar]:
@@ -151,8 +150,6 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
         act = {
             "data_row": "bar",
             "data_token": index,
-            "tabindex": 0,
-            "role": "button",
             "aria_label": f"{name}, {facts(node)}",
         }
     yield svg.shape("rect", title=f"{name}\n{facts(node)}", fill=shade, rx=2, **frame, **edge, **act)

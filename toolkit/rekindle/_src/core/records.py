@@ -660,6 +660,7 @@ class Completion:
             "queued for": html.seconds(timings.queued) if timings.queued >= 0.001 else "",
             "compiling": html.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
             "grammar": f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
+            "shade": "the more orange, the less likely; point at a token for others" if self.logprobs else "",
             "seed": "" if self.sampling.greedy or self.sampling.seed is None else str(self.seed),
             "request": self.id,
         }

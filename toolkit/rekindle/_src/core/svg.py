@@ -66,17 +66,12 @@ def group(parts: Iterable[str], **attributes: object) -> Markup:
     return Markup(f"<g{_attributes(attributes)}>{''.join(parts)}</g>")
 
 
-def picture(
-    width: Number, height: Number, parts: Iterable[str], *, label: str, wide: bool = False, role: str = "img"
-) -> Markup:
-    """Return the picture; `label` says what it shows to those who don't see it. A wide one takes all of the width.
-
-    One with parts that can be pressed has another `role` than an image.
-    """
+def picture(width: Number, height: Number, parts: Iterable[str], *, label: str, wide: bool = False) -> Markup:
+    """Return the picture; `label` says what it shows to those who don't see it. A wide one takes all of the width."""
     look = "display:block;max-width:100%;height:auto;font-family:inherit" + (";width:100%" if wide else "")
     frame = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "height": height}
     return Markup(
-        f'<svg role="{role}" aria-label="{escape(label)}"{_attributes({**frame, "style": look})}>{"".join(parts)}</svg>'
+        f'<svg role="img" aria-label="{escape(label)}"{_attributes({**frame, "style": look})}>{"".join(parts)}</svg>'
     )
 
 

@@ -138,14 +138,15 @@ def _bar(entropy: float, most: float) -> str:
 
 def _legend(mean: str) -> Markup:
     """Return what shades and lines mean."""
-    sample = "display:inline-block;padding:0 6px"
+    sample = "padding:0 6px;white-space:nowrap"
     shades = "".join(
         f'<span style="{sample};background:{_shade(0, share)};{_FIRST}">{share:.0%}</span>' for share in _SHARES
     )
-    other = f'<span style="{sample};margin-left:12px;background:{_shade(None, 0.5)}">another token</span>'
-    among = f'<span style="{sample};margin-left:12px;{_AMONG}">the answer is among the {TOP} likeliest</span>'
+    other = f'<span style="{sample};background:{_shade(None, 0.5)}">another token</span>'
+    among = f'<span style="{sample};{_AMONG}">the answer is among the {TOP} likeliest</span>'
+    row = f"display:flex;flex-wrap:wrap;gap:4px 12px;font-size:{style.TINY}"
     return Markup(
-        f'<div style="font-size:80%;margin:6px 2px">probability of the answer {shades}{other}{among}</div>'
+        f'<div style="{row};margin:6px 2px"><span>probability of the answer {shades}</span>{other}{among}</div>'
         + (html.line(mean) if mean else "")
     )
 

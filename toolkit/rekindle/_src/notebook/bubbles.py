@@ -177,12 +177,16 @@ class Alternative(NamedTuple):
     chosen: bool = False
 
 
+_PRESS = '<span class="rekindle-live" style="display:none"> · press one to write it into the field</span>'
+
+
 def choices(entries: Sequence[Alternative]) -> html.Markup:
     """Return the alternatives at a token as bars. A page with scripts takes the text of one that is pressed."""
     rows = "".join(_choice(place, entry) for place, entry in enumerate(entries))
     look = "display:grid;grid-template-columns:max-content 12em max-content;gap:2px 8px;align-items:center"
-    look += f";margin:8px 0 12px;font-size:{style.SMALL}"
-    return html.Markup(f'<div aria-label="What could stand here" style="{look}">{rows}</div>')
+    look += f";margin:4px 0 12px;font-size:{style.SMALL}"
+    head = html.line(html.Markup(f"what could stand at the marked token, and how likely each was{_PRESS}"))
+    return html.Markup(f'{head}<div aria-label="What could stand here" style="{look}">{rows}</div>')
 
 
 def _choice(place: int, entry: Alternative) -> str:

@@ -621,11 +621,11 @@ class ChatView(Live):
             self.widget.controls = controls  # an answer began, or ended
         if not rows:
             return html.line("Nothing was said yet")
-        if self._keeps:
-            hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
-            rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
         if self._marked is not None and (choices := self._choices(self._marked)):
             rows.append(bubbles.choices(choices))  # next to the field for what should come there instead
+        elif self._keeps:
+            hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
+            rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
         look = f'role="log" aria-label="Conversation" aria-busy="{str(self.answering).lower()}"'
         return html.Markup(f'<div {look} style="max-width:52em">{"".join(rows)}</div>')
 

@@ -282,6 +282,7 @@ class Live:
         self._thread: threading.Thread | None = None
         self._shown: list[tuple[Any, Any]] = []  # display handles, of a widget and of its static copy
         self._timer: threading.Timer | None = None  # until the next update of the copies
+        self._bundled = False  # a front end has the widget
         self._left = False  # the last picture has been drawn
         self._lock = threading.Lock()  # a view may be displayed or redrawn while it ends
         self.picture: str = ""  # the latest one
@@ -406,16 +407,17 @@ class Live:
             for handle, copy in self._shown:
                 handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
                 copy.update({"text/html": "", "text/plain": ""}, raw=True)
-            if self._shown:
-                self.widget.close()  # it is no longer shown, and the kernel would keep it for ever
-            else:
+            if not self._shown:
                 self.widget.html, self.widget.controls = self.picture, []
+            if self._shown or not self._bundled:
+                self.widget.close()  # nothing shows it any more, and the kernel would keep it and its request for ever
         self.keep()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}
         if self._left:
             return bundle, {}
+        self._bundled = True
         # Colab reads in the metadata how to show third-party widgets.
         data, metadata = self.widget._repr_mimebundle_() or ({}, {})
         return {**data, **bundle}, metadata

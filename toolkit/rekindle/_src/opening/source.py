@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast, get_args
@@ -185,10 +186,6 @@ class HeadSource(ModelSource):
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
         """The head is then the model's own."""
         config, placement = self._model.placed(config)
-        if placement.divided or placement.processes > 1:
-            refuse_drafter(
-                self._head.name, "is a head of EAGLE-3, which can't be divided over devices", "Use one device"
-            )
         return dataclasses.replace(config, drafts="mtp"), placement
 
     def leaves(self, placement: Placement) -> Leaves:
@@ -226,7 +223,7 @@ class HeadSource(ModelSource):
 def with_head(model: Graph, config: ModelConfig, head: Graph) -> Graph:
     """Return the graph of a model with a head of its own, from both. `config` is the head's, as it reads this model."""
     kinds = model.precision.kinds, head.precision.kinds
-    if any(kinds):
+    if any(kinds) or model.precision.quantize != head.precision.quantize:
         kinds = kinds_in(model), kinds_in(head)
     precision = dataclasses.replace(
         model.precision,
@@ -328,13 +325,16 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
         refuse_drafter(name, problem, "Use devices of one process, with one data shard")
     if model.is_bidirectional:
         refuse_drafter(name, f"drafts tokens, and this {model.model_type} model makes none", 'Use drafts="auto"')
-    plan = describe(
+    described = functools.partial(
+        describe,
         folder,
-        dtype=config.dtype,
         quantize=config.quantize,
         cache_dir=config.cache_folder,
         device_memory=config.device_memory,
     )
+    plan, dtype = described(dtype=config.dtype), source.graph.precision.weights
+    if plan.graph.config.is_head and plan.graph.precision.weights != dtype:  # they are one model then
+        plan = described(dtype=cast(DType, dtype))
     if plan.graph.config.is_head and placement.divided:
         refuse_drafter(name, "is a head of another checkpoint, which can't be divided over devices", "Use one device")
     return CheckpointSource(name, plan)

@@ -138,6 +138,7 @@ class StepPrograms:
     def __init__(self, programs: Programs, demand: Demand, *, background: bool = False) -> None:
         """`background` says that all programs are being made, while steps run in those that are ready."""
         self._programs, self._demand, self._features = programs, demand, programs.features
+        self.ahead = background
         self._for_drafts = [
             bucket
             for bucket in (programs.lattice if background else ())

@@ -25,15 +25,16 @@ from rekindle_kernels import current_platform, traits
 # Additions and multiplications of a step, and its most patches. On a CPU a twentieth of a second of one core, in which
 # other programs wait for its cores; elsewhere a few milliseconds, so that starting a step costs little. Products of a
 # Xeon's core, 1,024 × 4,096: of 64 rows 97 GFLOP/s in float32 and 350 to 460 in bfloat16, of 256 rows 130 and 530, of
-# 512 rows 132 and 540. An encoder of that size took 0.7 times as long as with steps of 64 rows.
-CPU_STEP, AMX_STEP, OTHER_STEP = (8e9, 512), (16e9, 512), (1e11, 2048)
+# 512 rows 132 and 540, and with AMX 160 in float32. An encoder of that size took 0.7 times as long as with 64 rows.
+CPU_STEP, AMX_STEP, OTHER_STEP = (8e9, 512), (17e9, 512), (1e11, 2048)
 
 
 def _bounds(graph: TowerGraph) -> tuple[float, int]:
     """Return the work of a step, and its most patches."""
     if current_platform() != "cpu":
         return OTHER_STEP
-    return AMX_STEP if graph.precision.weights == "bfloat16" and traits().fast_bfloat16 else CPU_STEP
+    fast = graph.precision.weights in ("bfloat16", "float32") and traits().fast_bfloat16
+    return AMX_STEP if fast else CPU_STEP
 
 
 class Cancellation(Exception):

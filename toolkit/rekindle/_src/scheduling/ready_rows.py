@@ -2,8 +2,9 @@
 
 A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
 rows of the step before come first: a stream never waits because of a row that came later, and needs what it doesn't,
-such as log-probabilities, or makes the step larger than every program that is ready. Where no stream runs, the step
-waits for its program.
+such as log-probabilities. Where programs are made ahead, in the background, it does not wait either for a row or for
+drafts that make the step larger than every program that is ready; elsewhere the step makes its program then. Where no
+stream runs, the step waits for its program.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class FitLike(Protocol):
 
 class StepProgramsLike(Protocol):
     """The programs of steps: `programs.demand.StepPrograms`, or a fake."""
+
+    @property
+    def ahead(self) -> bool:
+        """True if programs of all sizes are made in the background, so that no step has to make its own."""
 
     def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> Any:
         """Return what a row needs of its step's program, an object that equal needs share."""
@@ -79,6 +84,10 @@ class EveryRow:
         """True if the step may have drafts."""
         return True
 
+    def room(self, rows: int) -> int:
+        """Return how many of `rows` drafts the step has a program for."""
+        return rows
+
     def end(self) -> None:
         """End a step: its rows are planned."""
 
@@ -102,8 +111,8 @@ class ReadyRows(EveryRow):
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
         self._now = self._making = self._stuck = False
-        self._needs: frozenset[Any] = frozenset()  # of the step
-        self._size = StepSize()
+        self._usual: frozenset[Any] = frozenset()  # the needs of the streams
+        self._needs, self._size = self._usual, StepSize()  # of the step
         self._decoding: set[Sequence] = set()  # that joined it
         self._wanted: tuple[Any, ...] = ()  # for the rows that joined it
         self._held: list[_Row] = []
@@ -119,9 +128,9 @@ class ReadyRows(EveryRow):
         if now:
             self._decoding.update(sequences)
             return sequences
+        self._usual = frozenset({_decoding(self._programs, one) for one in sequences if one in self._streams})
         if self._streams.issuperset(sequences):  # as in most steps
-            self._needs = frozenset({_decoding(self._programs, one) for one in sequences})
-            self._size = StepSize(len(sequences))
+            self._needs, self._size = self._usual, StepSize(len(sequences))
             self._decoding.update(sequences)
             return sequences
         rows = [_Row(sequence, _decoding(self._programs, sequence), 0) for sequence in sequences]
@@ -152,6 +161,18 @@ class ReadyRows(EveryRow):
     def drafts(self) -> bool:
         return self._programs.drafts()
 
+    def room(self, rows: int) -> int:
+        if self._now or not self._programs.ahead:
+            return rows
+        size, prefills, tokens = self._size
+        while rows:
+            fit = self._programs.fit(self._needs, StepSize(size + rows, prefills, tokens))
+            if fit.ready:
+                return rows
+            self._wanted = fit.wanted + self._wanted  # the smallest first
+            rows //= 2
+        return 0
+
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()
         if not wanted:  # the program of all of them together may be ready, and those of each of them not
@@ -176,11 +197,15 @@ class ReadyRows(EveryRow):
 
     def _join(self, rows: Items[_Row]) -> bool:
         """Add rows to the step if it can run with them."""
-        fit = self._programs.fit(*self._with(rows))
-        if not fit.ready:
-            return False
+        needs, size = self._with(rows)
+        wanted: tuple[Any, ...] = ()
+        if self._programs.ahead or not needs <= self._usual:  # else the step makes its program itself, of a new size
+            fit = self._programs.fit(needs, size)
+            if not fit.ready:
+                return False
+            wanted = fit.wanted
         self._add(rows)
-        self._wanted = fit.wanted
+        self._wanted = wanted
         return True
 
     def _add(self, rows: Items[_Row]) -> None:

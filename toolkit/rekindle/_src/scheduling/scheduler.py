@@ -251,7 +251,7 @@ class Scheduler:
             decode = [sequence for sequence in decode if self._ready_rows.takes(sequence, 1)]
             decode_rows = [self._row(sequence, 1) for sequence in decode]
         if decode and self._ready_rows.drafts():
-            self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
+            self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill), ready=self._ready_rows.room)
         tasks = self._drafts.tasks(decode, decode_rows)
         self._ready_rows.end()
         if not decode and not prefill:

@@ -118,7 +118,8 @@ class KeptItems:
 
     def get(self, key: bytes, name: str, path: str) -> Mapping[str, Any]:
         """Return an item by its id. Raise `ApiError` (404) if it is not kept, or belongs to another sender."""
-        entry = self._items.get(key, {}).get(name)
+        own = self._items.get(key)
+        entry = None if own is None else own.get(name)
         if entry is None:
             raise ApiError(
                 404,

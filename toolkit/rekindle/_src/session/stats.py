@@ -528,11 +528,12 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
     """Show the figures that summarise a session, six at most; zeros say nothing, and the others are folded."""
     prompted, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
     generated, busy = figures.get("generated_tokens", 0), figures.get("device_seconds", 0.0)
+    running, finished = figures.get("running", 0), figures.get("finished", 0)
     pairs = {
-        "requests running": figures.get("running", 0),
+        f"{html.plural(running, 'request')} running": running,
         "waiting": figures.get("waiting", 0),
-        "requests finished": figures.get("finished", 0),
-        "tokens generated": generated,
+        f"{html.plural(finished, 'request')} finished": finished,
+        f"{html.plural(generated, 'token')} generated": generated,
         "tokens/s while it computed": generated / busy if busy else 0,
         f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if cached else 0,
     }

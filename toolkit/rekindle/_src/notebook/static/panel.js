@@ -196,7 +196,11 @@ function render({ model, el }) {
       const whole = made.closest(".rekindle-turn, .rekindle-code");
       if (copied.at === at && copied.text === whole?.querySelector("[data-said], pre")?.textContent) made.dataset.label = "Copied";
     });
-    for (const row of root.querySelectorAll("[data-row]")) row.tabIndex = 0, row.setAttribute("role", "button");
+    for (const row of root.querySelectorAll("[data-row]")) {
+      row.setAttribute("tabindex", "0");
+      row.setAttribute("role", "button");
+      row.closest("svg")?.setAttribute("role", "group"); // parts of an image are nothing that can be pressed
+    }
     for (const tokens of root.querySelectorAll("[data-tokens]")) {
       tokens.tabIndex = 0;
       tokens.setAttribute("role", "group");

@@ -12,7 +12,7 @@ the host once, and the drafts have to gain more than that wait costs every row o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import HIDDEN_KEPT, MOST_BEHIND, DraftTask, Row, StepPlan, StepResult
@@ -71,8 +71,19 @@ class Drafts:
         self.drafted: Counter[str] = Counter()  # drafts of committed steps, by drafter
         self.accepted: Counter[str] = Counter()
 
-    def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
-        """Insert draft rows after some of a step's decode rows, within `budget` tokens and the pages that are free."""
+    def extend(
+        self,
+        sequences: list[Sequence],
+        rows: list[Row],
+        budget: int,
+        *,
+        mixed: bool,
+        ready: Callable[[int], int] = lambda rows: rows,
+    ) -> None:
+        """Insert draft rows after some of a step's decode rows, within `budget` tokens and the pages that are free.
+
+        `ready` returns how many of so many further rows the step has a program for.
+        """
         if not self._drafters:
             return
         for sequence in sequences:
@@ -89,7 +100,7 @@ class Drafts:
         proposals = self._proposals(sequences)
         if not proposals:
             return
-        counts = self._counts(proposals, len(rows), room, mixed=mixed)
+        counts = self._counts(proposals, len(rows), ready(room), mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
             if not counts[sequence]:
                 sequence.drafting[drafter.name].declined()
