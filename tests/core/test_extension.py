@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 
+from rekindle._src.core.captured import Backlog
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.extensions import PromptPooling, PromptScoring
 from rekindle._src.core.records import RowResult, TokenEvent, TokenLogprobs
 from rekindle._src.core.report import NO_REPORTS
 from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
-from rekindle._src.core.tapped import Backlog, RequestTaps
+from rekindle._src.core.tapped import RequestTaps
 
 
 def test_their_answers_are_those_of_all() -> None:

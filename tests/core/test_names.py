@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle._src.core.names import MAX_NAME, checked_name, checked_path, name_of_model, name_problem, path_problem
+from rekindle._src.core.names import (
+    MAX_NAME,
+    checked_name,
+    checked_path,
+    name_of_model,
+    name_problem,
+    nearest,
+    path_problem,
+)
 from rekindle.errors import ConfigError
 
 
@@ -28,6 +36,14 @@ def test_what_looks_like_another_name_is_none(name: object) -> None:
         with pytest.raises(ConfigError, match="adapter=") as caught:
             checked_name("adapter", name, colons=colons)
         assert len(str(caught.value)) < 400
+
+
+def test_a_misspelled_name_is_near_to_a_known_one() -> None:
+    known = ("temperature", "top_k", "top_p")
+    assert nearest("temprature", known) == "temperature"
+    assert nearest("banana", known) is None
+    assert nearest("top", ["top_k"], 0.9) is None
+    assert nearest("x" * MAX_NAME + "y" * 10**6, ["x" * MAX_NAME]) == "x" * MAX_NAME, "no more of it is compared"
 
 
 def test_only_models_have_colons() -> None:

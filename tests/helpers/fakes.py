@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
 from rekindle._src.core.claims import Claim
+from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.extension import Extension, Extensions
 from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
 from rekindle._src.core.records import (
@@ -324,7 +325,8 @@ class FakeRunner:
             rows.append(RowResult(row.request.id, row.epoch, None, error=refused) if refused else self.run(row, mask))
         in_flight.rows = tuple(rows)
 
-    def fetch(self, in_flight: FakeInFlight) -> StepResult:
+    def fetch(self, in_flight: InFlightLike) -> StepResult:
+        assert isinstance(in_flight, FakeInFlight), "a step of this runner"
         if self.gate is not None:
             self.gate.wait()
         if self.step_seconds:

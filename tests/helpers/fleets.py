@@ -18,7 +18,7 @@ from rekindle._src.replicas.fleet import Fleet, FleetOpening
 from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica, _info_of
 from rekindle._src.replicas.routing import Role, roles_of
-from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, RequestMessage
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, RequestMessage, SessionChange
 from rekindle._src.session.session import Session
 
 _names = itertools.count()
@@ -39,8 +39,8 @@ class LocalReplica:
         self.poisoned = False  # dies of every request, before it tells of a token
         self.deadly: Callable[[RequestMessage], bool] = lambda sent: False  # dies of taking in such a request
         self.after: int | None = None  # dies by itself before it tells of more tokens than these
-        self.refuses: Exception | None = None  # raised when it is given other weights
-        self.fragile = 0  # times that it dies of being given other weights
+        self.refuses: Exception | None = None  # raised when its session is changed
+        self.fragile = 0  # times that it dies of such a change
 
     @property
     def name(self) -> str:
@@ -79,23 +79,15 @@ class LocalReplica:
             raise ReplicaGone("died of a request")
         await self._alive(lambda: self._now.send(sender, requests, ended))
 
-    async def swap_weights(self, weights: str) -> None:
+    async def change(self, change: SessionChange) -> None:
         if self.refuses is not None:
             raise self.refuses
         if self.fragile:
             self.fragile -= 1
             self.die()
-            raise ReplicaGone("died of the weights")
-        await self._alive(lambda: self._now.swap_weights(weights))
-
-    async def load_adapter(self, entry: Any) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-        entry = pickle.loads(pickle.dumps(entry))
-        await self._alive(lambda: self._now.load_adapter(entry))
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._alive(lambda: self._now.unload_adapter(name))
+            raise ReplicaGone("died of the change")
+        made = pickle.loads(pickle.dumps(change))
+        await self._alive(lambda: self._now.change(made))
 
     async def mail(self, sender: str, patience: float) -> Mail:
         await self._alive(lambda: self._now._look())

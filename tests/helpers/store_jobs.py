@@ -19,11 +19,11 @@ from helpers.stored_pages import IDENTITY, chain, payload_of, same
 from rekindle._src.core import atomic_checkpoint
 from rekindle._src.core.atomic_checkpoint import is_finished
 from rekindle._src.core.capture_files import CaptureFiles
+from rekindle._src.core.captured import Captured, CapturedPart
 from rekindle._src.core.json_lines import JsonLines
 from rekindle._src.core.shared_cache import FolderPlace, SharedCache
 from rekindle._src.core.store import Store
-from rekindle._src.core.tapped import CapturedPart, RequestTaps
-from rekindle._src.core.taps import Captured
+from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers import disk as disk_module

@@ -187,18 +187,10 @@ CALLS: dict[str, dict[str, Text]] = {
         "shlex.split": US("the option --linker", "a line"),
     },
     "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
-    "toolkit/rekindle/__init__.py": {
-        "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
-    },
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
     "toolkit/rekindle/_src/calls/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
-    "toolkit/rekindle/_src/calls/rows.py": {
-        "difflib.get_close_matches": STRANGER(
-            "names of columns", "the template's name; difflib passes over those of another length"
-        ),
-    },
     "toolkit/rekindle/_src/calls/tool_functions.py": {
         "inspect.getdoc": USER("a function's docstring", "a docstring"),
         "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
@@ -207,29 +199,20 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/channels/channel.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/cli/cache.py": {
         "json.loads": US("descriptions in the cache folder", "a file"),
-        "difflib.get_close_matches": USER("a model's name that is typed", "a name"),
-    },
-    "toolkit/rekindle/_src/cli/chat.py": {
-        "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
     },
     "toolkit/rekindle/_src/cli/completion.py": {"shlex.split": USER("a command line", "an argument")},
     "toolkit/rekindle/_src/cli/screen.py": {
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },
-    "toolkit/rekindle/_src/cli/usage.py": {
-        "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
-    },
     "toolkit/rekindle/_src/core/capture_files.py": {
         "json.loads": USER("the header of a file of vectors", "LONGEST_HEADER")
     },
-    "toolkit/rekindle/_src/core/dtypes.py": {
-        "difflib.get_close_matches": USER("a dtype", "a name; those compared with it are ours"),
-    },
+    "toolkit/rekindle/_src/core/captured.py": {"json.loads": US("the header of captures", "HEADER")},
     "toolkit/rekindle/_src/core/json_lines.py": {"json.loads": USER("a file of answers that is named", "a line")},
+    "toolkit/rekindle/_src/core/names.py": {
+        "difflib.get_close_matches": STRANGER("a misspelled name", "MAX_NAME; names of another length are passed over"),
+    },
     "toolkit/rekindle/_src/core/options.py": {
-        "difflib.get_close_matches": STRANGER(
-            "an option's name or value", "names of ours; difflib passes over those of another length"
-        ),
         "inspect.cleandoc": US("a docstring", "a docstring"),
     },
     "toolkit/rekindle/_src/core/reply.py": {"json.loads": STRANGER("a call that was read", "max_model_len, MAX_DEPTH")},
@@ -237,29 +220,16 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("the header of a blob, signed", "_MOST_HEADER"),
         "datetime.datetime.fromisoformat": STRANGER("a store's time", "a time"),
     },
-    "toolkit/rekindle/_src/core/taps.py": {"json.loads": US("the header of captures", "HEADER")},
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
     "toolkit/rekindle/_src/models/loading/gguf/grids.py": {"zlib.decompress": US("the grids", "a constant")},
-    "toolkit/rekindle/_src/models/loading/hub.py": {
-        "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
-    },
     "toolkit/rekindle/_src/models/loading/known_models.py": {"json.loads": US("a kept description", "a file")},
     "toolkit/rekindle/_src/models/loading/prepared.py": {"json.loads": US("checksums of kept weights", "a file")},
-    "toolkit/rekindle/_src/models/loading/stores/known.py": {
-        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
-    },
-    "toolkit/rekindle/_src/models/loading/stores/model_store.py": {
-        "difflib.get_close_matches": STRANGER("names in a store", "MAX_NAME"),
-    },
     "toolkit/rekindle/_src/models/loading/tensor_files.py": {
         "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
     },
     "toolkit/rekindle/_src/notebook/transcripts.py": {"json.loads": US("a kept conversation", "a file")},
-    "toolkit/rekindle/_src/opening/source.py": {
-        "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
-    },
     "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
     "toolkit/rekindle/_src/processes/facts.py": {"json.loads": US("the facts of this process", "a line")},
     "toolkit/rekindle/_src/programs/store.py": {"json.loads": US("the description of a program", "a file")},
@@ -283,9 +253,6 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_network": US("networks", "a constant"),
         "ipaddress.IPv6Network": US("a network", "a constant"),
     },
-    "toolkit/rekindle/_src/session/views.py": {
-        "difflib.get_close_matches": USER("an attribute that is typed", "a name; those compared with it are ours"),
-    },
     "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/compilers.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/endings.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
@@ -295,7 +262,6 @@ CALLS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/text/backends.py": {"json.loads": STRANGER("a tokenizer, or a part of one", "MAX_FILE")},
     "toolkit/rekindle/_src/text/chat.py": {
-        "difflib.get_close_matches": STRANGER("a role", "names of ours; difflib passes over those of another length"),
         "json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS"),
     },
     "toolkit/rekindle/_src/text/gguf/writing.py": {"json.loads": STRANGER("a tokenizer", "MAX_FILE")},

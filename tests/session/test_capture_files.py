@@ -21,8 +21,9 @@ from helpers.sessions import eventually
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
+from rekindle._src.core.captured import Backlog, CapturedPart
 from rekindle._src.core.pictures import PictureRun, TokenGrid
-from rekindle._src.core.tapped import Backlog, CapturedPart, RequestTaps
+from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.dispatch import captures
 from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed

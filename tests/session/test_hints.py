@@ -13,8 +13,8 @@ import rekindle
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.calls import embedding
+from rekindle._src.core.captured import Captured
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.taps import Captured
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import InvalidRequest
 

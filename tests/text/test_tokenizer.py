@@ -115,15 +115,20 @@ def test_only_panics_are_translated() -> None:
         assert not is_panic(error)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "bytes", "none"])
-def test_how_ids_are_decoded_is_read_without_the_vocabulary(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "kinds"),
+    [("byte level", {"ByteLevel"}), ("bytes", {"ByteFallback", "Fuse"}), ("none", {"None"})],
+)
+def test_how_ids_are_decoded_is_read_without_the_vocabulary(kind: str, kinds: set[str]) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     if kind == "byte level":
         made.decoder = tokenizers.decoders.ByteLevel()
     elif kind == "bytes":
         parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
         made.decoder = tokenizers.decoders.Sequence(parts)
-    assert vocabularies.over(made).decoder == (json.loads(made.to_str())["decoder"] or {})
+    tokenizer = vocabularies.over(made)
+    assert (tokenizer.parts.decoder or {}) == (json.loads(made.to_str())["decoder"] or {})
+    assert tokenizer.decoder_kinds == kinds
 
 
 def test_a_decoder_that_panics_is_a_typed_error() -> None:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from rekindle._src.calls.rows import RowAnswer, RowAnswers, RowMap
     from rekindle._src.calls.tool_functions import ToolLike
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
+    from rekindle._src.core.captured import Captured
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.repetition import Repetition
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
         ToolCallDropped,
         ToolCallStarted,
     )
-    from rekindle._src.core.taps import Capture, Captured, Steer
+    from rekindle._src.core.taps import Capture, Steer
     from rekindle._src.evaluation.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.evaluation.scoring import Score, Scores, ScoreTable, Scoring
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
@@ -110,7 +111,8 @@ _LAZY = {
             "ContentDelta", "ReasoningDelta", "Reply", "ReplyEvent", "ToolCall", "ToolCallArguments",
             "ToolCallDropped", "ToolCallStarted",
         ),
-        "core.taps": ("Capture", "Captured", "Steer"),
+        "core.captured": ("Captured",),
+        "core.taps": ("Capture", "Steer"),
         "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
@@ -168,14 +170,13 @@ def __getattr__(name: str) -> object:
 
 def _hint(name: str) -> str:
     """Return what may have been meant by a name that is not there, as the end of a sentence."""
-    import difflib
-
+    from rekindle._src.core.names import nearest
     from rekindle._src.session.session import Session
 
     if hasattr(Session, name):
         return f": it is a session's. Write session = await rekindle.open(…), then session.{name}"
-    close = difflib.get_close_matches(name, __all__, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
+    close = nearest(name, __all__)
+    return f". Did you mean {close}?" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,8 @@ from golden.make import PROMPT
 from helpers import checkpoints
 from helpers.tapping import difference
 from rekindle import Capture
-from rekindle._src.core.taps import SITES, Captured
+from rekindle._src.core.captured import Captured
+from rekindle._src.core.taps import SITES
 from rekindle._src.models.base import LoadedModel
 
 pytest.importorskip("torch")

@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def hf_config(shape: str) -> dict[str, Any]:
+def hf_config(shape: str) -> dict[str, object]:
     if shape not in SHAPES:
         raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}
@@ -80,7 +80,7 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
     if (folder / DONE).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    raw = hf_config(shape)
+    raw: dict[str, Any] = hf_config(shape)
     save_file(_tensors(raw), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(raw["vocab_size"])))

@@ -18,12 +18,13 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack
 
 import anyio
 import numpy as np
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import LoopTurn
@@ -88,7 +89,8 @@ class SimulatedDevice:
         rows = tuple(RowResult(row.request.id, row.epoch, _TOKEN if row.samples else None) for row in plan.rows)
         return StepResult(plan, rows)
 
-    def fetch(self, in_flight: StepResult) -> StepResult:
+    def fetch(self, in_flight: InFlightLike) -> StepResult:
+        assert isinstance(in_flight, StepResult), "its own"
         return in_flight
 
     def program(self, plan: StepPlan) -> str:
@@ -518,10 +520,11 @@ class SessionPace(NamedTuple):
     spread: tuple[float, ...]  # see `StepCost.spread`
 
 
-def measure_model(model: str, **options: Any) -> SessionPace:
+def measure_model(model: str, **options: Unpack[OpenOptions]) -> SessionPace:
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
-    with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
+    pace: OpenOptions = {"quiet": True, "disk_memory": 0, **options}
+    with open_sync(model, **pace) as session:
         return measure(session)
 
 

@@ -43,11 +43,12 @@ class Call(html.Line, Coroutine[object, object, T_co], Generic[T_co]):
             self._running = self._result()
         return self._running.send(value)
 
-    def throw(self, *error: Any) -> object:
+    def throw(self, *error: object) -> object:
         """Raise an exception where it waits; event loops do this."""
         if self._running is None:
             self._running = self._result()
-        return self._running.throw(*error)
+        throw: Callable[..., object] = self._running.throw
+        return throw(*error)
 
     def close(self) -> None:
         """End it where it waits, if it was started."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.calls.prompts import Prompt
@@ -124,7 +125,11 @@ def _effort(code: TemplateLike, effort: str | None) -> dict[str, Any]:
     raise _unread("reasoning_effort", effort)
 
 
-_ARGUMENTS = ("tools", "documents", "template", "continue_final_message", "messages")
+def _arguments(function: Callable[..., object]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+_ARGUMENTS = _arguments(chat_prompt) & _arguments(ChatTemplate.prepare)  # those of a chat that every template is given
 
 
 def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -135,8 +140,8 @@ def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise InvalidRequest(
             "template_options", options, "are not variables by name", 'Pass {"enable_thinking": False}'
         )
-    for name in _ARGUMENTS:
-        if name in options:
+    for name in options:
+        if name in _ARGUMENTS:
             raise InvalidRequest("template_options", name, "is an argument of its own", f"Pass {name}=… in its place")
     return options
 

@@ -13,12 +13,12 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
+from rekindle._src.core.captured import Captured
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.backend import Submission
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host, wait

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.json_lines import Entry, JsonLines
+from rekindle._src.core.names import nearest
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.pictures import PictureLike
@@ -176,9 +176,9 @@ class Rows:
             return
         for name in names:
             if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1)
+                similar = nearest(name, known)
                 listed = ", ".join(map(repr, known)) or "none"
-                fix = f"Did you mean {similar[0]!r}?" if similar else f"The columns are {listed}"
+                fix = f"Did you mean {similar!r}?" if similar else f"The columns are {listed}"
                 raise InvalidRequest(field, shown.format(name), "names a column that no row has", fix)
 
     def __iter__(self) -> Iterator[Any]:

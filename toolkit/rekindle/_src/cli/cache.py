@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.names import printable
+from rekindle._src.core.names import nearest, printable
 from rekindle._src.kvcache.persist.segment import Segment
 from rekindle._src.models.loading.hub import readable_name
 from rekindle.errors import ConfigError, StoreError
@@ -108,9 +107,9 @@ def named(items: Sequence[CacheItem], names: Sequence[str]) -> list[CacheItem]:
         matches = [entry for entry in items if name and name in (entry.model, entry.path.name)]
         if not matches:
             models = sorted({entry.model for entry in items if entry.model})
-            close = difflib.get_close_matches(name, models, n=1, cutoff=0.4)
+            close = nearest(name, models, 0.4)
             known = f"There are: {', '.join(models)}" if models else "Nothing is kept there"
-            raise ConfigError("NAME", name, "has nothing here", f"Did you mean {close[0]}?" if close else known)
+            raise ConfigError("NAME", name, "has nothing here", f"Did you mean {close}?" if close else known)
         chosen += [entry for entry in matches if entry not in chosen]
     return chosen
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import math
 import re
@@ -34,6 +33,7 @@ from rekindle._src.core.answers import (
 from rekindle._src.core.branches import Branch, Branches
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.labels import visible
+from rekindle._src.core.names import nearest
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.repetition import repetition
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
@@ -89,8 +89,8 @@ class Chat:
             elif name in COMMANDS:
                 COMMANDS[name].run(self, (command[2] or "").strip())
             else:
-                matches = difflib.get_close_matches(name, COMMANDS, n=1)
-                advice = f"Did you mean /{matches[0]}?" if matches else "/help lists those that there are"
+                close = nearest(name, COMMANDS)
+                advice = f"Did you mean /{close}?" if close else "/help lists those that there are"
                 self.note(f"there is no command /{name}. {advice}")
 
     def _messages(self) -> Iterator[str]:
@@ -355,8 +355,8 @@ class Chat:
                 return
         elif argument:
             known = [*PRESETS, AS_OPENED, *RANGES, "system"]
-            close = difflib.get_close_matches(name, known, n=1)
-            self.note(f"there is no setting {name!r}. " + (f"Did you mean {close[0]}?" if close else "/settings lists"))
+            close = nearest(name, known)
+            self.note(f"there is no setting {name!r}. " + (f"Did you mean {close}?" if close else "/settings lists"))
             return
         self._show_settings()
 

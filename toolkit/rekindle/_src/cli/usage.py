@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
-from rekindle._src.core.names import checked_name, name_of_model
+from rekindle._src.core.names import checked_name, name_of_model, nearest
 from rekindle._src.core.options import Flag, Place, Real, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import roles_of
@@ -99,8 +98,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {matches[0]}?" if matches else ""
+    close = nearest(name, known)
+    return f". Did you mean {close}?" if close else ""
 
 
 def add_options(command: Parser, record: type, place: Place, special: Mapping[str, Mapping[str, Any]]) -> None:

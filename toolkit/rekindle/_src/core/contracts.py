@@ -117,7 +117,7 @@ class SchedulerLike(Protocol):
     def waits(self, limit: int) -> list[WaitingRequest]:
         """Return the requests that wait and why, the oldest first, at most `limit`."""
 
-    def explain(self, request_id: str) -> Any:
+    def explain(self, request_id: str) -> object:
         """Return why a request is in its state, in words and numbers; None if the scheduler doesn't know it."""
 
     def statistics(self) -> SchedulerFigures:
@@ -170,7 +170,7 @@ class RunnerLike(Protocol):
 
     def dispatch(self, plan: StepPlan) -> InFlightLike: ...
 
-    def fetch(self, in_flight: Any) -> StepResult:
+    def fetch(self, in_flight: InFlightLike) -> StepResult:
         """Wait for the result of a `dispatch` and return it."""
         ...
 
@@ -270,8 +270,9 @@ class ChatLike(Protocol):
         tools: Sequence[Mapping[str, object]] | None = None,
         documents: Sequence[Mapping[str, object]] | None = None,
         template: str | None = None,
+        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        **variables: object,
     ) -> Callable[[], str]:
         """Check a conversation now; return a function that renders its prompt, with special tokens, in any thread."""
         ...

@@ -9,11 +9,11 @@ form for equal plans: `int4`, or `attention=int8,mlp=int4` with parts in the ord
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
+from rekindle._src.core.names import nearest
 from rekindle.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -74,8 +74,8 @@ def checked_dtype(field: str, value: object, known: Sequence[str] = DTYPES) -> s
     if field == "dtype" and name in _FEWER_BITS:
         bits = "int4" if "4" in name else "int8"
         raise ConfigError(field, value, "is no dtype of whole weights", f"Use quantize={bits!r}, an option of its own")
-    close = difflib.get_close_matches(name, (*known, *SHORT), n=1, cutoff=0.8)
-    suggestion = "" if not close else f"Did you mean {SHORT.get(close[0], close[0])!r}? "
+    close = nearest(name, (*known, *SHORT), 0.8)
+    suggestion = "" if not close else f"Did you mean {SHORT.get(close, close)!r}? "
     raise ConfigError(field, value, "is not known", f"{suggestion}Use one of {', '.join(map(repr, known))}")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -55,6 +57,11 @@ class Extension:
     def held(self) -> bool:
         """True while no step may have the request. Asked in every step, if a class overrides it."""
         return False
+
+    @property
+    def elsewhere(self) -> Mapping[str, object]:
+        """Options of the request that have other values in the process that runs it."""
+        return {}
 
     def reusable(self, prompt_length: int) -> int:
         """Return how many leading tokens of the prompt may have pages from the cache: of others, results are read."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import unicodedata
+from collections.abc import Iterable
 from pathlib import Path
 
 from rekindle.errors import ConfigError
@@ -39,6 +41,12 @@ def checked_name(field: str, name: object, *, colons: bool = False) -> str:
         raise ConfigError(field, name, problem, _NAME_FIX)
     assert isinstance(name, str), "it has no problem"
     return name
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Return the known name that a misspelled one is most like; None if none has this `likeness`: 1 is equality."""
+    close = difflib.get_close_matches(name[:MAX_NAME], list(known), n=1, cutoff=likeness)
+    return close[0] if close else None
 
 
 def printable(text: str, width: int = MAX_NAME, *, kept: str = "") -> str:

@@ -14,7 +14,6 @@ far above the needs of applications, and calls within them cost a session's othe
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from rekindle._src.core.foreign_names import Hint
+from rekindle._src.core.names import nearest
 from rekindle.errors import ConfigError, InvalidRequest
 
 T = TypeVar("T")
@@ -107,8 +107,8 @@ class Word(NamedTuple):
     def __call__(self, name: str, value: object, error: Refusal, /) -> str:
         if isinstance(value, str) and value in self.known:
             return value
-        matches = difflib.get_close_matches(value, self.known, n=1) if isinstance(value, str) else []
-        close = f"Did you mean {matches[0]!r}? " if matches else ""
+        nearby = nearest(value, self.known) if isinstance(value, str) else None
+        close = f"Did you mean {nearby!r}? " if nearby else ""
         raise error(name, value, "is not known", f"{close}Use one of {', '.join(map(repr, self.known))}")
 
 
@@ -231,9 +231,9 @@ def _advice(name: str, here: _Door) -> str:
         if other is not here and name in _names(other.record):
             return other.advice.format(name=name)
     known = _names(here.record)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = nearest(name, known)
     return (
-        f"Did you mean {close[0]!r}?"
+        f"Did you mean {close!r}?"
         if close
         else f"help(rekindle.{here.record.__name__}) lists the {len(known)} there are"
     )
@@ -247,8 +247,8 @@ def refuse_keywords(unknown: Mapping[str, object], call: Callable[..., object]) 
             for parameter in inspect.signature(call).parameters.values()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         ]
-        close = difflib.get_close_matches(name, known, n=1)
-        fix = f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(known)}"
+        close = nearest(name, known)
+        fix = f"Did you mean {close!r}?" if close else f"Known are: {', '.join(known)}"
         raise InvalidRequest(name, value, f"is not an option of {call.__name__}", fix)
 
 

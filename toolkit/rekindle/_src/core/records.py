@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.captured import Captured
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.repetition import Repetition, repetition
@@ -33,7 +34,6 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.core.report import NO_REPORTS, Report, Reports, joined
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.taps import Captured
 from rekindle.errors import NotParsed
 
 T = TypeVar("T")

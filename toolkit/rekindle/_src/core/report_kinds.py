@@ -8,7 +8,7 @@ from rekindle._src.core.records import GuideReport, TokenLogprobs, Vector
 from rekindle._src.core.report import Report
 
 if TYPE_CHECKING:
-    from rekindle._src.core.tapped import CapturedPart
+    from rekindle._src.core.captured import CapturedPart
 
 LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
 PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]

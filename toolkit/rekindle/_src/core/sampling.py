@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from rekindle._src.core import foreign_names, html
+from rekindle._src.core.captured import Captured
 from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
@@ -31,7 +32,7 @@ from rekindle._src.core.options import (
     option,
     refuse_unknown,
 )
-from rekindle._src.core.taps import Capture, Captured, Steer, SteerLike
+from rekindle._src.core.taps import Capture, Steer, SteerLike
 from rekindle.errors import InvalidRequest
 
 ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the context may come before

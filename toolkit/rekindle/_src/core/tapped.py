@@ -6,21 +6,20 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.captured import Backlog, Captured
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.taps import (
     END,
     LOGITS,
     Capture,
-    Captured,
     Key,
     Positions,
     Run,
@@ -89,30 +88,6 @@ class TapFacts(NamedTuple):
     keeps: str = ""  # why captures can't be kept
     both_ways: Sequence[int] = ()  # layers in which the tokens of a picture see each other
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
-
-
-BACKLOG = 256 << 20  # bytes of one request's captures that may wait for its disk
-
-
-class Backlog:
-    """The bytes of one request's captures that wait to be written. While it is full, no step computes more of them."""
-
-    __slots__: tuple[str, ...] = ("_lock", "most", "waiting")
-
-    def __init__(self, most: int = BACKLOG) -> None:
-        self.most: int = most
-        self.waiting: int = 0
-        self._lock: threading.Lock = threading.Lock()
-
-    @property
-    def full(self) -> bool:
-        """True once `most` bytes wait."""
-        return self.waiting >= self.most
-
-    def add(self, count: int) -> None:
-        """Count bytes that wait, or with a negative `count` those that no longer do. Safe in every thread."""
-        with self._lock:
-            self.waiting += count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -279,30 +254,6 @@ def _digest(edits: Iterable[Edit], custom: Sequence[str]) -> str:
         state.update(repr((edit.place, edit.factors, edit.runs, edit.each, edit.vectors.shape)).encode())
         state.update(np.ascontiguousarray(edit.vectors).astype("<f4").tobytes())
     return state.hexdigest()
-
-
-class CapturedPart(NamedTuple):
-    """Captured arrays of one row: a line for each of the positions."""
-
-    positions: NDArray[np.int32]
-    arrays: Mapping[Key, NDArray[Any]]
-
-    @classmethod
-    def joined(cls, parts: Sequence[CapturedPart]) -> CapturedPart:
-        """Return the parts of one request, joined one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        arrays = {key: np.concatenate([part.arrays[key] for part in parts]) for key in parts[0].arrays}
-        return cls(np.concatenate([part.positions for part in parts]), arrays)
-
-    def behind(self, position: int) -> CapturedPart | None:
-        """Return the part from a position on; None if it is empty."""
-        first = int(np.searchsorted(self.positions, position))
-        if not first:
-            return self
-        if first == len(self.positions):
-            return None
-        return CapturedPart(self.positions[first:], {key: array[first:] for key, array in self.arrays.items()})
 
 
 def keys_of(capture: Capture, facts: TapFacts) -> tuple[Key, ...]:

@@ -18,8 +18,7 @@ from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.extensions import AdapterLike
+from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics
 from rekindle._src.core.records import (
@@ -177,11 +176,10 @@ class GrammarsLike(Protocol):
 class AdaptersLike(Protocol):
     """The adapters of a session."""
 
-    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
-        """Return the adapter that a request's option means, and the digests that its pages depend on.
-
-        Raises `InvalidRequest` for an unknown name.
-        """
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def use(self, value: str | Mapping[str, float]) -> Extension:
+        """Return what a request with the option carries. Raise `InvalidRequest` for an unknown name."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
-from rekindle._src.core.extensions import AdapterUse, PromptPooling, PromptScoring
+from rekindle._src.core.extensions import PromptPooling, PromptScoring
 from rekindle._src.core.records import (
     EmbeddingResult,
     FinishReason,
@@ -103,14 +103,14 @@ class ProcessorIntake(Capability):
 class AdapterIntake(Capability):
     """Adapters of the session."""
 
-    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> AdapterUse | None:
+    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
         value = submission.sampling.adapter
         if value is None:
             return None
         if front.adapters is None:
             fix = "Use a session of one device, opened with rekindle.open"
             raise InvalidRequest("adapter", value, "can't be used here", fix)
-        return AdapterUse(*front.adapters.find(value))
+        return front.adapters.use(value)
 
 
 class PriorityIntake(Capability):

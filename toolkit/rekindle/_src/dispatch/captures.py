@@ -8,11 +8,11 @@ from typing import Any
 import anyio
 
 from rekindle._src.core.capture_files import CaptureFiles
+from rekindle._src.core.captured import Backlog, Captured, CapturedPart
 from rekindle._src.core.pictures import PictureRun, PictureUse
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
 from rekindle._src.core.report_kinds import CAPTURED
-from rekindle._src.core.tapped import NAME_A_FOLDER, Backlog, CapturedPart, RequestTaps, resolve
-from rekindle._src.core.taps import Captured
+from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps, resolve
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors

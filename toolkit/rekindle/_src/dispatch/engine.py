@@ -235,7 +235,8 @@ class Engine:
         return self.scheduler.status(request_id)
 
     def explain(self, request_id: str) -> Explanation | None:
-        explanation: Explanation | None = self.scheduler.explain(request_id)
+        explanation = self.scheduler.explain(request_id)
+        assert explanation is None or isinstance(explanation, Explanation)
         return explanation
 
     def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:

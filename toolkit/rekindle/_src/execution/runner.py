@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
@@ -150,8 +151,9 @@ class Runner:
         idle = self._idle(start)
         return idle if self._drafter.work(plan.tasks, self._calls) else None
 
-    def fetch(self, in_flight: InFlight) -> StepResult:
+    def fetch(self, in_flight: InFlightLike) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""
+        assert isinstance(in_flight, InFlight), "a step of this runner"
         try:
             return self._fetch(in_flight)
         finally:

@@ -29,6 +29,7 @@ from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
+from rekindle._src.models.roles import LeafParts
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
@@ -155,12 +156,12 @@ class Placement:
         return 1
 
     @property
-    def devices(self) -> list[Any]:
+    def devices(self) -> list[jax.Device]:
         """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
         return []
 
     @property
-    def local_devices(self) -> list[Any]:
+    def local_devices(self) -> list[jax.Device]:
         """The devices that this process has of those."""
         return jax.local_devices()[:1]
 
@@ -223,7 +224,7 @@ class Placement:
         # To jax.jit, an array that is committed to its device where the old one was not means another program.
         return jax.device_put(new, old.sharding if old.committed else None)
 
-    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[Any]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[Array] | Sequence[LeafParts]:
         """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
         return leaves
 

@@ -29,8 +29,8 @@ declare it as `delta`, and `merge` gives a model its deltas by the paths of thes
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Protocol
+from types import EllipsisType, MappingProxyType
+from typing import Protocol
 
 from jax import Array
 
@@ -38,11 +38,21 @@ Listener = Callable[[str, int], Callable[[Array], Array] | None]
 STREAM_SITES = ("residual_before", "residual")
 
 
+class Weight(Protocol):
+    """A parameter of a layer."""
+
+    def __getitem__(self, index: EllipsisType, /) -> Array:
+        """Return its array."""
+        ...
+
+
 class Norm(Protocol):
     """The norm of a layer's input, `RMSNorm`, as a delta takes it."""
 
-    weight: Any
     eps: float
+
+    @property
+    def weight(self) -> Weight: ...
 
     def __call__(self, x: Array) -> Array: ...
 

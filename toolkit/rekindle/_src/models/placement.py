@@ -36,7 +36,18 @@ from rekindle._src.models.base import (
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.partition import Partition, kv_heads_of, roles_of
-from rekindle._src.models.roles import ALL, REPLICATED, Role, Span, column, count_of, cut, join, local_shape, ranges
+from rekindle._src.models.roles import (
+    ALL,
+    REPLICATED,
+    LeafParts,
+    Role,
+    Span,
+    column,
+    count_of,
+    cut,
+    local_shape,
+    ranges,
+)
 from rekindle.errors import ConfigError
 
 
@@ -187,7 +198,7 @@ class MeshPlacement(Placement):
             (place["expert"], place["model"]): np.asarray(by_device[device]) if on_host else by_device[device]
             for device, place in self._places()
         }
-        return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
+        return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition.sizes)
 
     def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> list[LeafParts]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
@@ -288,32 +299,6 @@ class WholePlacement(MeshPlacement):
     @functools.cached_property
     def local(self) -> Graph:
         return self.graph
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LeafParts:
-    """A leaf in parts that reads as one array."""
-
-    parts: Mapping[tuple[int, int], Any]
-    role: Role
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    partition: Partition
-
-    @property
-    def on_host(self) -> bool:
-        """True if the parts are views into host memory, which they keep alive."""
-        return all(isinstance(part, np.ndarray) for part in self.parts.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole leaf."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        parts = {place: np.asarray(part) for place, part in self.parts.items()}
-        array: NDArray[Any] = join(self.role, parts, self.shape, self.partition.sizes)
-        return array if dtype is None else array.astype(dtype)
 
 
 def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement:

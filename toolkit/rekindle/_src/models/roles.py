@@ -199,3 +199,29 @@ def ranges(role: Role, ndim: int, sizes: Sizes, place: Sizes) -> Iterator[tuple[
 
 def _lengths(slices: Slices, shape: tuple[int, ...]) -> list[int]:
     return [len(range(*slice_.indices(size))) for slice_, size in zip(slices, shape, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafParts:
+    """A leaf in parts that reads as one array."""
+
+    parts: Mapping[tuple[int, int], Any]
+    role: Role
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sizes: Mapping[str, int]  # of the mesh, by its axes
+
+    @property
+    def on_host(self) -> bool:
+        """True if the parts are views into host memory, which they keep alive."""
+        return all(isinstance(part, np.ndarray) for part in self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        parts = {place: np.asarray(part) for place, part in self.parts.items()}
+        array: NDArray[Any] = join(self.role, parts, self.shape, self.sizes)
+        return array if dtype is None else array.astype(dtype)

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from rekindle._src.core.extensions import UNIT, AdapterLike, units_for
+from rekindle._src.core.extensions import UNIT, AdapterUse, units_for
 from rekindle._src.core.names import checked_name
 from rekindle._src.models.adapters.adapter import Adapter, combined
 from rekindle._src.models.adapters.reading import read_adapter
@@ -84,14 +84,14 @@ class AdapterShelf:
             old = self._adapters.pop(name)
             return None if self._has(old.digest) else old
 
-    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
+    def use(self, value: str | Mapping[str, float]) -> AdapterUse:
         """Return the adapter that a request's option means, and the digests that its pages depend on."""
         with self._lock:
             if isinstance(value, str):
                 adapter = self._adapters.get(value)
                 if adapter is None:
                     raise self._unknown("adapter", value)
-                return adapter, (adapter.digest,)
+                return AdapterUse(adapter, (adapter.digest,))
             parts: list[tuple[Adapter, float]] = []
             for name, weight in value.items():
                 if name not in self._adapters:
@@ -102,7 +102,7 @@ class AdapterShelf:
             self._sums[key] = whole
             if len(self._sums) > _SUMS:
                 self._sums.popitem(last=False)
-        return whole, tuple(dict.fromkeys((whole.digest, *(adapter.digest for adapter, _ in parts))))
+        return AdapterUse(whole, tuple(dict.fromkeys((whole.digest, *(adapter.digest for adapter, _ in parts)))))
 
     def _has(self, digest: str) -> bool:
         return any(adapter.digest == digest for adapter in self._adapters.values())

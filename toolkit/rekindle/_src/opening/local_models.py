@@ -129,7 +129,7 @@ def kept_models(cache: Path, names: Collection[str]) -> list[LocalModel]:
     models = []
     for path in children(cache / _WEIGHTS)[:MAX_MODELS]:
         with contextlib.suppress(Exception):  # a damaged entry is made again when its model is opened
-            fields = known_models.checked(read_plain(path / ITEM / "model.json", MAX_DESCRIPTION))
+            fields: dict[str, Any] = known_models.checked(read_plain(path / ITEM / "model.json", MAX_DESCRIPTION))
             config, size = fields["graph"]["config"], sum(file.stat().st_size for file in (path / ITEM).iterdir())
             precision = _short(fields["graph"]["precision"].get("quantize") or fields["dtype"])
             name, family = _short(fields["name"]), _short(config["model_type"])

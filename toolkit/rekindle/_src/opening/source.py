@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rekindle import tiny
 from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
+from rekindle._src.core.names import nearest
 from rekindle._src.models.base import Graph, LoadedModel, Placement, graph_of, kinds_in
 from rekindle._src.models.config import BlockSpec, ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
@@ -315,8 +315,8 @@ def drafter_for(source: ModelSource, config: EngineConfig) -> CheckpointSource |
     folder = tiny.located(name)
     if on_disk(folder) is None and "/" not in name and ":" not in name:  # a misspelled word
         words = get_args(DraftSource)
-        matches = difflib.get_close_matches(name, words, n=1)
-        close = f"Did you mean {matches[0]!r}? " if matches else ""
+        nearby = nearest(name, words)
+        close = f"Did you mean {nearby!r}? " if nearby else ""
         fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
         refuse_drafter(name, "is neither a known source nor a model on this machine", fix)
     config, placement = source.placed(config)

@@ -228,7 +228,7 @@ class Stacks:
 log = logging.getLogger("rekindle.session")
 
 
-class Adapters(Feature):
+class Adapters(Feature[Array, AdapterOperands]):
     """The adapters of rows. Operands are the stacks, which `load` changes between steps."""
 
     option, variant, inside, ints = AdapterUse, ProgramVariant.ADAPTERS, True, 1
@@ -247,7 +247,7 @@ class Adapters(Feature):
         return self.stacks.shapes
 
     @property
-    def operand_layout(self) -> Any:  # type: ignore[override]
+    def operand_layout(self) -> object:  # type: ignore[override]
         return self.stacks.layout
 
     def load(self, loads: Sequence[DeviceLoad]) -> None:
@@ -280,10 +280,11 @@ class Adapters(Feature):
     def in_plan(self, plan: StepPlan) -> bool:
         return bool([row for row in plan.rows if AdapterUse in row.request.extensions])
 
-    def unpack(self, columns: Columns) -> Any:
-        return columns.ints[:, 0]
+    def unpack(self, columns: Columns) -> Array:
+        slots: Array = columns.ints[:, 0]
+        return slots
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: Array, operands: AdapterOperands) -> Hooks:
         tokens = AdaptedTokens.of(inputs.of_tokens(own))
         deltas: dict[str, _Delta] = {}
         for index, site in enumerate(self.stacks.sites):

@@ -69,7 +69,7 @@ class DraftChains(Feature):
         return any(row.draft for row in plan.decode)
 
 
-class HeadEntries(Feature):
+class HeadEntries(Feature[DraftHeadInputs, tuple[()]]):
     """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
 
     row_ints, follows = 2, True

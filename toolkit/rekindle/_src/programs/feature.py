@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import SMALL_TOP_K, Choice
 
 T = TypeVar("T")
+Own = TypeVar("Own")  # a feature's inputs in a step, a pytree
+Operands = TypeVar("Operands")  # its arrays in addition to the weights, a pytree
 
 
 class RowFlag(enum.IntFlag):
@@ -166,7 +168,7 @@ class FeatureRead(NamedTuple):
     tokens: Sequence[int | None]  # the token that each row chose, if any
     places: Sequence[int]  # of each row in the program
     columns: NDArray[np.int32]  # [rows of the program, Feature.width]
-    output: Any  # as `on_host` returns it; None if the program has none
+    output: object  # as `on_host` returns it; None if the program has none
 
 
 class ChosenStep(NamedTuple):
@@ -205,8 +207,8 @@ class Hooks(NamedTuple):
 NO_HOOKS = Hooks()
 
 
-class Feature:
-    """A feature that does nothing, and the base of all others."""
+class Feature(Generic[Own, Operands]):
+    """A feature that does nothing, and the base of all others. It has types for what it alone reads and writes."""
 
     # What of a request wants it, an attribute or an extension: no rows of requests without one take part.
     option: str | type[Extension] = "sampling"
@@ -219,7 +221,7 @@ class Feature:
     warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed
     inside: bool = False  # it has hooks or operands, so that its variant is not made of parts
     matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by
-    operands: Any = ()  # arrays besides the weights, a pytree; others of the same shapes may replace them between steps
+    operands: Operands = ()  # type: ignore[assignment]  # others of the same shapes may replace them between steps
     operand_layout: object = WHOLE  # how these lie on the devices of a mesh, or a tree of it
 
     # Of a row: integers and floats that are constant while its request has its slot, integers of its own, and one for
@@ -295,19 +297,20 @@ class Feature:
 
     # -- its part of the program, each a pure function
 
-    def unpack(self, columns: Columns) -> Any:
-        """Return the feature's inputs, a pytree."""
-        return None
+    def unpack(self, columns: Columns) -> Own:
+        """Return the feature's inputs; those of a feature without any are None."""
+        nothing: Any = None
+        return nothing
 
-    def for_layers(self, own: Any, places: TokenPlaces) -> Any:
+    def for_layers(self, own: Own, places: TokenPlaces) -> tuple[Array, ...]:
         """Return what layers use of the side cache `side`, from the feature's inputs."""
         raise NotImplementedError
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: Own, operands: Operands) -> Hooks:
         """Before the layers: return what the feature has inside them."""
         return NO_HOOKS
 
-    def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
+    def change(self, logits: Array, inputs: StepInputs, own: Own, state: RequestState) -> Array:
         """Before the choice: return logits [N, V], in steps that have a flag of `changing`."""
         return logits
 
@@ -322,7 +325,7 @@ class Feature:
         """After the choice: return the pages with what it writes."""
         raise NotImplementedError
 
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Own, kept: object) -> object:
         """At the end: return an array for the host, or a pytree of arrays. `hidden` [R + T, E] follows the final norm;
         see `Hooks` for `kept`.
 
@@ -332,7 +335,7 @@ class Feature:
 
     # -- its result is read
 
-    def on_host(self, output: Any, plan: StepPlan) -> Any:
+    def on_host(self, output: object, plan: StepPlan) -> object:
         """Wait for the output of a step. Return it in the host's memory: an array, or a dict of arrays."""
         return np.asarray(output)
 

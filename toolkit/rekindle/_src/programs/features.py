@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.extensions import PromptPooling
@@ -64,7 +65,7 @@ def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
         return jnp.stack([sums, last, first])  # in the order of KINDS
 
 
-class Pooling(Feature):
+class Pooling(Feature[None, tuple[()]]):
     """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
 
     option, variant, has_output, shard_axis = PromptPooling, ProgramVariant.POOLING, True, 1
@@ -72,11 +73,11 @@ class Pooling(Feature):
     def in_plan(self, plan: StepPlan) -> bool:
         return any(PromptPooling in row.request.extensions for row in plan.prefill)
 
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: object) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert read.output is not None, "a program that does not pool ran a request with pooling"
+        assert isinstance(read.output, np.ndarray), "a program that does not pool ran a request with pooling"
         for index, row in enumerate(read.plan.prefill):
             pooling = row.request.extensions.get(PromptPooling)
             if pooling is not None:
@@ -212,11 +213,11 @@ class Features:
             if feature in compiled:
                 feature.prepare(plans, rows)
 
-    def for_layers(self, own: Sequence[Any], places: TokenPlaces) -> dict[str, Any]:
+    def for_layers(self, own: Sequence[object], places: TokenPlaces) -> dict[str, tuple[Array, ...]]:
         """Return what layers use of each side cache, from the inputs of the features."""
         return {feature.side: feature.for_layers(own[index], places) for index, feature in self._sides}
 
-    def operands(self, variants: ProgramVariant) -> tuple[Any, ...]:
+    def operands(self, variants: ProgramVariant) -> tuple[object, ...]:
         """Return the operands of each feature in a program."""
         return tuple([feature.operands for feature in self.compiled(variants)])
 
@@ -259,7 +260,7 @@ class Features:
             )
         return reading
 
-    def on_host(self, feature: Feature, extra: Sequence[Any], plan: StepPlan) -> Any:
+    def on_host(self, feature: Feature, extra: Sequence[object], plan: StepPlan) -> object:
         """Wait for a feature's output, among those of a step; None if the feature or the program has none."""
         output = extra[self.outputs.index(feature)] if feature.has_output else None
         return None if output is None else feature.on_host(output, plan)

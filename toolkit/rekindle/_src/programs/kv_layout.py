@@ -54,7 +54,7 @@ class Layer(NamedTuple):
     """The arrays of one layer: of its pages, and of each side cache that has some here."""
 
     pages: LayerKV | None = None  # None: it has `windows`, or attends to the pages of another layer, or to none
-    states: tuple[Any, ...] = ()  # [slots, …] for each part of its state, scratch slot first
+    states: tuple[Array, ...] = ()  # [slots, …] for each part of its state, scratch slot first
     windows: LayerKV | None = None  # its pages, if it gives back those that its window has passed
 
 
@@ -72,7 +72,9 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
 
     def layer(cache: Cache, windowed: bool) -> Layer:
         shapes = () if cache.state is None else cache.state.shapes
-        states = tuple(jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes)
+        states: tuple[Any, ...] = tuple(
+            jax.ShapeDtypeStruct((slots.get("states", 1), *shape), jnp.float32) for shape in shapes
+        )
         own = cache.pages
         if not isinstance(own, Pages):
             return Layer(states=states)

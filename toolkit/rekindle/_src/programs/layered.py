@@ -11,7 +11,6 @@ compiles in a fraction of the time.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import threading
@@ -159,7 +158,7 @@ def _computed(cut: Cut, layout: Layout, outer: Leaves, streams: Streams) -> Mode
     return ModelOutput(model, model.end(streams[0]), (None,) * len(layout.compiled), streams[1:])
 
 
-class LayeredProgram(abc.ABC):
+class LayeredProgram:
     """A program that runs its parts one after the other.
 
     To its callers it is like a compiled one: it has the same arguments and results, and donates the same arguments.
@@ -178,10 +177,6 @@ class LayeredProgram(abc.ABC):
         other steps, and `has_rest` is True if it is ready."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
         self._has_rest = has_rest
-
-    @abc.abstractmethod
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run it."""
 
     def lacks(self, flags: int) -> bool:
         """True if a step whose rows have these flags would have to make the closing first."""
@@ -283,7 +278,7 @@ class LayeredPrograms:
         inside = any(feature.inside for feature in self._recipes.layout(key).compiled)
         return not inside and not self._recipes.parts.divided
 
-    def load(self, key: Bucket) -> LayeredProgram:
+    def load(self, key: Bucket) -> LayeredStep | LayeredForward:
         """Return a program of stored parts, without compiling. Raise `StoreError` if one is not stored."""
         parts = {}
         for part in self._first(key):
@@ -296,7 +291,7 @@ class LayeredPrograms:
             parts[part.name] = future.result()
         return self._assembled(key, parts)
 
-    def make(self, key: Bucket) -> LayeredProgram:
+    def make(self, key: Bucket) -> LayeredStep | LayeredForward:
         """Return a program whose parts are loaded or compiled now. Raise any error of tracing or compiling."""
         return self._assembled(key, self._made(self._first(key)))
 
@@ -317,7 +312,7 @@ class LayeredPrograms:
     def _cut(self) -> Cut:
         return Cut.of(self._recipes.graph, self._recipes.leaves)
 
-    def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredProgram:
+    def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredStep | LayeredForward:
         kind = LayeredForward if key.part is StepPart.FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))

@@ -125,7 +125,7 @@ def prompt_logprobs(
         return branch(any_flags & RowFlag.PROMPT_LOGPROBS != 0, score, lambda: empty)
 
 
-class Logprobs(Feature):
+class Logprobs(Feature[None, tuple[()]]):
     """The log-probability of each chosen token, and the most likely ones: columns next to the token."""
 
     option, bits, width = "sampling.scored", int(RowFlag.LOGPROBS), WIDTH
@@ -147,7 +147,7 @@ class Logprobs(Feature):
                 LOGPROBS.put(own, unpack_logprobs(read.columns[place], token, sampling.logprobs))
 
 
-class PromptLogprobs(Feature):
+class PromptLogprobs(Feature[Array, tuple[()]]):
     """The log-probabilities of a prompt's own tokens: an array of a line for each prefill token."""
 
     option = "sampling.scored"
@@ -164,14 +164,15 @@ class PromptLogprobs(Feature):
         skipped, targets = _targets(row)
         out[skipped : skipped + len(targets)] = targets
 
-    def unpack(self, columns: Columns) -> Any:
-        return columns.tokens
+    def unpack(self, columns: Columns) -> Array:
+        tokens: Array = columns.tokens
+        return tokens
 
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: Any) -> Array:
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: object) -> Array:
         return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert read.output is not None, "all programs score prompts"
+        assert isinstance(read.output, np.ndarray), "all programs score prompts"
         first = 0
         for index, row in enumerate(read.plan.prefill, start=len(read.plan.decode)):
             count = row.request.sampling.prompt_logprobs
@@ -262,7 +263,7 @@ def is_whole(sampling: Sampling) -> bool:
     return sampling.logprobs is not None and sampling.whole_logprobs
 
 
-class Distribution(Feature):
+class Distribution(Feature[None, tuple[()]]):
     """The log-probabilities of the whole vocabulary: columns next to the token."""
 
     option, variant = "sampling.scored", ProgramVariant.DISTRIBUTION

@@ -248,7 +248,7 @@ class Layout:
         """The features that the program contains."""
         return self.features.compiled(self.variants)
 
-    def compiled_with(self, own: tuple[object, ...]) -> list[tuple[Feature, Any]]:
+    def compiled_with(self, own: tuple[object, ...]) -> list[tuple[Feature, object]]:
         """Return the features that the program contains, with their inputs."""
         compiled = self.compiled
         return [entry for entry in zip(self.features.entries, own, strict=True) if entry[0] in compiled]

@@ -233,10 +233,10 @@ class MeshPartitioning(Partitioning):
         if not config.is_recurrent:
             return _KV_HEADS
         axes: list[Any] = [_KV_HEADS if isinstance(cache.pages, Pages) else None for cache in config.caches]
-        pairs = zip(axes, self.placement.state_roles, strict=True)
-        return tuple(
-            paged.Layer(pages=axis, states=tuple(1 + role.divisions[0].axis for role in roles)) for axis, roles in pairs
-        )
+        states: list[Any] = [
+            tuple(1 + role.divisions[0].axis for role in roles) for roles in self.placement.state_roles
+        ]
+        return tuple(paged.Layer(pages=axis, states=own) for axis, own in zip(axes, states, strict=True))
 
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:

@@ -38,7 +38,7 @@ class PictureRows(NamedTuple):
     sees: Any  # int32 [M]: the end of each prefill token's picture, where its tokens see each other; else 0
 
 
-class Pictures(Feature):
+class Pictures(Feature["Array | None", PictureRows]):
     """The rows of pictures. Each data shard has operands of its own."""
 
     option, variant, inside, operand_layout = PictureUse, ProgramVariant.PICTURES, True, ROWS
@@ -115,10 +115,10 @@ class Pictures(Feature):
             operands.coordinates[token + len(known) : token + row.length] = after[:, None]
         return count
 
-    def unpack(self, columns: Columns) -> Any:
+    def unpack(self, columns: Columns) -> Array | None:
         return columns.ints[:, 0] if self._turns else None
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: PictureRows) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: Array | None, operands: PictureRows) -> Hooks:
         rows = inputs.decode_rows
         tokens = inputs.tokens.shape[0] - rows
         places = jnp.concatenate([jnp.full(rows, -1, jnp.int32), operands.places[:tokens]])
@@ -147,7 +147,8 @@ class Pictures(Feature):
             sees = jnp.concatenate([jnp.zeros(rows, jnp.int32), operands.sees[:tokens]])
         return Hooks(listener if tokens else None, coordinates=coordinates, sees=sees, tokens=embedded)
 
-    def _coordinates(self, inputs: StepInputs, own: Any, operands: PictureRows, tokens: int) -> Array:
+    def _coordinates(self, inputs: StepInputs, own: Array | None, operands: PictureRows, tokens: int) -> Array:
+        assert own is not None, "rows of a model whose coordinates turn have an offset"
         rows = inputs.decode_rows
         decoded = inputs.positions[:rows] + own[:rows]
         prefilled = lax.slice_in_dim(operands.coordinates, 0, tokens)

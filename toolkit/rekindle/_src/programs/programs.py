@@ -52,7 +52,7 @@ from rekindle._src.programs.buckets import (
 from rekindle._src.programs.draft_block import BlockEntries, BlockRecipes
 from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
-from rekindle._src.programs.feature import GREEDY
+from rekindle._src.programs.feature import GREEDY, Feature
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
@@ -258,7 +258,12 @@ class Programs:
         if model.pictures is not None:
             early = ProgramVariant.PICTURES in ahead
             pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
-        more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
+        more: tuple[Feature, ...] = (
+            *adapters,
+            *pictures,
+            *tap_features(model, config, *custom, shards=placement.data, ahead=ahead),
+            *sides,
+        )
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         head = model.draft_head

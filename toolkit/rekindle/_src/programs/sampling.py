@@ -100,7 +100,7 @@ def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array, hi
     return logits.at[rows, ends].set(-jnp.inf, mode="drop")
 
 
-class LogitShaping(Feature):
+class LogitShaping(Feature[Shaping, tuple[()]]):
     """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
 
     option = "sampling.shaped"

@@ -41,7 +41,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,15 @@ from rekindle._src.programs.feature import Columns, Feature, TokenPlaces
 from rekindle._src.programs.kv_layout import KV, Layer, Payload
 from rekindle._src.programs.partitioning import HEADS, PAYLOAD, DeviceLayout, Partitioning
 from rekindle_kernels import EDGE
+
+
+class PlanRoom(TypedDict):
+    """The fields of a plan that follow from the room for its entries."""
+
+    page_size: int
+    slots: int
+    slot_bytes: int
+    host_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +92,8 @@ class DevicePlan(SidePlan, ABC):
 
     @classmethod
     @abstractmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
-        """Return the fields of the plan that only this kind has, for a model that has it."""
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
+        """Return the plan with so much room, for a model that has such entries."""
 
     @classmethod
     def of(cls, model: ModelConfig, config: EngineConfig, placement: Placement) -> Self | None:
@@ -94,13 +103,13 @@ class DevicePlan(SidePlan, ABC):
         slots = cls.slots_for(model, config, placement, config.device_pages)
         if not slots:
             return None
-        return cls(
+        room = PlanRoom(
             page_size=config.page_size,
             slots=slots,
             slot_bytes=cls.slot_size(placement.local_config(model), config),
             host_bytes=config.host_memory // cls.share if config.prefix_cache else 0,
-            **cls.sizes(model, config, slots),
         )
+        return cls.planned(room, model, config)
 
     @property
     def read_out(self) -> Helper:
@@ -170,17 +179,17 @@ class RecurrentStates(DevicePlan):
         return paged.state_bytes(local)
 
     @classmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
-        assert config.page_size is not None, "resolved"
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
         numbers = paged.state_bytes(model) // 4
-        return {
-            "first": 1 + config.max_requests + _spare(config),
-            "spare": _spare(config),
-            "step": math.lcm(EDGE, config.page_size),
-            "edge": EDGE,
-            "leaves": (LeafSpec((numbers,), "float32"),),
-            "content": f"{numbers} numbers",
-        }
+        return cls(
+            **room,
+            first=1 + config.max_requests + _spare(config),
+            spare=_spare(config),
+            step=math.lcm(EDGE, room["page_size"]),
+            edge=EDGE,
+            leaves=(LeafSpec((numbers,), "float32"),),
+            content=f"{numbers} numbers",
+        )
 
     def feature(self, number: int) -> Feature:
         return StateSlots(number)
@@ -222,7 +231,7 @@ def _spare(config: EngineConfig) -> int:
     return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if drafts else 0
 
 
-class StateSlots(Feature):
+class StateSlots(Feature[tuple[Array, Array], tuple[()]]):
     """The slots that a step reads and writes, two integers in each row, where an entry stands for all tokens before.
 
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
@@ -311,21 +320,21 @@ class WindowPages(DevicePlan):
         return sum(leaf.nbytes for leaf in _window_page(local, config.page_size, config.kv_dtype))
 
     @classmethod
-    def sizes(cls, model: ModelConfig, config: EngineConfig, slots: int) -> dict[str, Any]:
-        size = config.page_size
-        assert size is not None, "resolved"
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
         assert config.max_model_len is not None, "resolved"
+        size = room["page_size"]
         most = span(model, size) + pages_for(config.max_tokens_per_step, size) + 2
-        return {
-            "first": 1,
-            "step": size,
-            "span": span(model, size),
-            "window": _window(model),
-            "reserved": 0 if slots == config.device_pages else least_pages(model, config) - 1,
-            "leaves": _window_page(model, size, config.kv_dtype),
-            "content": f"{_window(model)} tokens",
-            "most": min(most, pages_for(config.max_model_len, size)),
-        }
+        return cls(
+            **room,
+            first=1,
+            step=size,
+            span=span(model, size),
+            window=_window(model),
+            reserved=0 if room["slots"] == config.device_pages else least_pages(model, config) - 1,
+            leaves=_window_page(model, size, config.kv_dtype),
+            content=f"{_window(model)} tokens",
+            most=min(most, pages_for(config.max_model_len, size)),
+        )
 
     def feature(self, number: int) -> Feature:
         return PageTables(number, self.most)
@@ -360,7 +369,7 @@ class RowPages(NamedTuple):
         return jnp.where((places >= 0) & (places < most), taken, 0)
 
 
-class PageTables(Feature):
+class PageTables(Feature[RowPages, tuple[()]]):
     """The pages of each row, and for layers the page of each token, and a table of all places."""
 
     side = "windows"

@@ -48,7 +48,7 @@ class StepOutput(NamedTuple):
     """The results that the host reads."""
 
     rows: Array  # int32 [N, 1 + …]: the token or NOT_FINITE, and the columns of features
-    extra: tuple[Any, ...]  # of each feature with an output; None where the program does not contain it
+    extra: tuple[object, ...]  # of each feature with an output; None where the program does not contain it
 
 
 class ModelOutput(NamedTuple):
@@ -212,7 +212,7 @@ def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) ->
     last = computed.hidden[inputs.last]
     streams = tuple(stream[inputs.last] for stream in computed.streams)
     scores = ChoiceInputs(computed.model.logits(last, needed), last, streams)
-    outputs: dict[Feature, Array] = {}
+    outputs: dict[Feature, object] = {}
     for (feature, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
         if feature.has_output:
             outputs[feature] = feature.output(computed.model, computed.hidden, inputs, own, kept)

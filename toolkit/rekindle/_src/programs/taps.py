@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Row, StepPlan
 from rekindle._src.core.report_kinds import CAPTURED
@@ -30,7 +31,6 @@ from rekindle._src.core.tapped import (
     MAX_RUNS,
     MAX_VECTORS,
     STREAM,
-    CapturedPart,
     Edit,
     RequestTaps,
     TapFacts,
@@ -49,7 +49,7 @@ from rekindle._src.programs.partitioning import HEADS, ROWS
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
 
-class Captures(Feature):
+class Captures(Feature[None, tuple[()]]):
     """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
 
     option, variant, instead = RequestTaps, ProgramVariant.CAPTURES, ProgramVariant.INNER_CAPTURES
@@ -65,11 +65,11 @@ class Captures(Feature):
         rows = _tapped(plan)
         return any(map(_captures, rows)) and not any(map(_captures_inside, rows))
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: None, operands: tuple[()]) -> Hooks:
         kept: dict[tuple[str, int], Array] = {}
         return Hooks(keeping(kept, (*STREAM_SITES, *self.sites)), kept=kept)
 
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: Any) -> dict[str, object]:
         stream = [array for (site, _), array in kept.items() if site in STREAM_SITES]
         inside: dict[str, dict[str, Array]] = {site: {} for site in self.sites}
         for (site, layer), array in kept.items():
@@ -77,12 +77,12 @@ class Captures(Feature):
                 inside[site][str(layer)] = array  # keys are text, in which stored programs describe results
         return {"stream": stream, "norm": hidden, **inside}
 
-    def on_host(self, output: Any, plan: StepPlan) -> Any:
+    def on_host(self, output: Any, plan: StepPlan) -> dict[Key, np.ndarray[Any, Any]]:
         wanted = {key for row in filter(_captures, plan.rows) for key in row.request.extensions[RequestTaps].keys}
         return {key: np.asarray(_of(output, key)) for key in wanted}
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert read.output is not None, "a program that does not capture ran a request with captures"
+        assert isinstance(read.output, dict), "a program that does not capture ran a request with captures"
         decode, rows = len(read.plan.decode), read.plan.rows
         first = read.places[decode] if decode < len(rows) else 0  # prompts begin after the program's decode rows
         parts: list[tuple[int, Sequence[Key], Any, Any]] = []  # row, its keys, positions, and lines of the output
@@ -130,7 +130,7 @@ class InnerCaptures(Captures):
     def in_plan(self, plan: StepPlan) -> bool:
         return any(map(_captures_inside, _tapped(plan)))
 
-    def on_host(self, output: Any, plan: StepPlan) -> Any:
+    def on_host(self, output: Any, plan: StepPlan) -> dict[Key, np.ndarray[Any, Any]]:
         arrays = super().on_host(output, plan)
         return {key: self._once(array, *key) if key[0] in ("k", "v") else array for key, array in arrays.items()}
 
@@ -177,7 +177,7 @@ class _EditPart(NamedTuple):
     length: int
 
 
-class Steering(Feature):
+class Steering(Feature[None, Edits]):
     """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
 
     option, variant, instead = RequestTaps, ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
@@ -193,7 +193,7 @@ class Steering(Feature):
         self._operands: Edits | None = None
 
     @property
-    def operands(self) -> Edits:
+    def operands(self) -> Edits:  # type: ignore[override]
         """The changes of the step that was prepared last; before any, none."""
         if self._operands is None:
             self._operands = self._none(self._shards, self._vectors())
@@ -266,7 +266,7 @@ class Steering(Feature):
         entries.sort(key=lambda entry: entry[0])
         return entries, needed
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Edits) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: None, operands: Edits) -> Hooks:
         return self.hooks_at(STREAM_SITES, inputs, operands)
 
     def hooks_at(self, sites: Sequence[str], inputs: StepInputs, operands: Edits) -> Hooks:
@@ -295,7 +295,7 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
     return [(id(edit), first, count) for edit, first, count in parts]
 
 
-class InnerSteering(Feature):
+class InnerSteering(Feature[None, Edits]):
     """Changes of the residual stream, and of the outputs of attention and MLP. The operands are those of `Steering`."""
 
     option, variant = RequestTaps, ProgramVariant.INNER_STEERING
@@ -318,7 +318,7 @@ class InnerSteering(Feature):
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         self._stream.prepare(plans, rows)
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Edits) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: None, operands: Edits) -> Hooks:
         return self._stream.hooks_at((*STREAM_SITES, *INNER), inputs, operands)
 
 

@@ -234,7 +234,7 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
     return logits
 
 
-class Processors(Feature):
+class Processors(Feature[None, tuple[()]]):
     """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
 
     option = "sampling.processors"
@@ -251,7 +251,7 @@ class Processors(Feature):
     def reads_slot(self, request: Request) -> bool:
         return True
 
-    def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
+    def change(self, logits: Array, inputs: StepInputs, own: None, state: RequestState) -> Array:
         history = histories(state, inputs)
         context = LogitsContext(
             position=inputs.lengths,
@@ -294,7 +294,7 @@ class Tap(html.Record):
     name: str
     layers: Layers = "all"
     site: SteerSite = "residual"
-    arrays: Any = dataclasses.field(default=None, repr=False)
+    arrays: object = dataclasses.field(default=None, repr=False)
     version: str = "1"
 
     def __post_init__(self) -> None:
@@ -399,7 +399,7 @@ def _layers(tap: Tap, count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(layer_of("taps", layer, count) for layer in numbers))
 
 
-class CustomTaps(Feature):
+class CustomTaps(Feature[Array, tuple[object, ...]]):
     """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
 
     option, variant, warmed, inside, ints = RequestTaps, ProgramVariant.TAPS, True, True, 1
@@ -413,7 +413,7 @@ class CustomTaps(Feature):
                 self._places.setdefault(place_of(tap.site, layer, layers), []).append((index, layer))
 
     @functools.cached_property
-    def operands(self) -> Any:  # type: ignore[override]
+    def operands(self) -> tuple[object, ...]:  # type: ignore[override]
         """The arrays of each tap, put on the device when a step first needs them; a mesh takes them from the host."""
         if self._divided:
             return tuple(jax.tree.map(_on_host, tap.arrays) for tap in self._taps)
@@ -432,10 +432,11 @@ class CustomTaps(Feature):
         tapped = [row.request.extensions.get(RequestTaps) for row in plan.rows]
         return any(one.custom for one in tapped if one is not None)
 
-    def unpack(self, columns: Columns) -> Any:
-        return columns.ints[:, 0]
+    def unpack(self, columns: Columns) -> Array:
+        bits: Array = columns.ints[:, 0]
+        return bits
 
-    def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
+    def hooks(self, inputs: StepInputs, own: Array, operands: tuple[object, ...]) -> Hooks:
         bits = inputs.of_tokens(own)
 
         def change(place: int, x: Array) -> Array:

@@ -24,6 +24,7 @@ from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
 from rekindle._src.opening.open_request import named_changes
+from rekindle._src.replicas.adapters import FleetAdapters
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
@@ -52,14 +53,16 @@ class Fleet(OpenModel):
     _host: Host
     _front: Front
     _backend: FleetBackend
+    _adapters: FleetAdapters
     _router: str
 
     @classmethod
     def attached(cls, host: Host, front: Front, router: str) -> Self:
         assert isinstance(front.backend, FleetBackend), "a fleet runs its requests in replicas"
+        assert isinstance(front.adapters, FleetAdapters), "its replicas load them"
         fleet = cls.__new__(cls)
         fleet._router = router
-        fleet._host, fleet._front, fleet._backend = host, front, front.backend
+        fleet._host, fleet._front, fleet._backend, fleet._adapters = host, front, front.backend, front.adapters
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -160,7 +163,7 @@ class Fleet(OpenModel):
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that requests may use."""
-        return self._backend.adapters.names
+        return self._adapters.names
 
     def load_adapter(self, name: str, source: object, *, alpha: float | None = None) -> Call[None]:
         """Await it to load an adapter (LoRA) in all replicas, for `generate(…, adapter=name)`.
@@ -172,12 +175,12 @@ class Fleet(OpenModel):
         """
         checked_name("adapter", name)
         sent: Any = absolute(checked_path("source", source)) if isinstance(source, str | Path) else arrays_of(source)
-        load = partial(self._backend.adapters.load, name, sent, alpha)
+        load = partial(self._adapters.load, name, sent, alpha)
         return Once(self._changed, partial(self._backend.run, load), name="load_adapter")
 
     def unload_adapter(self, name: str) -> Call[None]:
         """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
-        unload = partial(self._backend.adapters.unload, name)
+        unload = partial(self._adapters.unload, name)
         return Once(self._changed, partial(self._backend.run, unload), name="unload_adapter")
 
     async def _changed(self, change: Callable[[OneShot[None]], object]) -> None:
@@ -235,7 +238,7 @@ class FleetOpening(Call[Fleet]):
         backend = FleetBackend(parts, router_named(self._router), hang=self._hang, size=self._size)
         return Front(
             backend=backend,
-            adapters=backend.adapters,
+            adapters=FleetAdapters(backend),
             tokenizer=tokenizer,
             detokenizer=real_detokenizer(tokenizer),
             config=config,

@@ -1,4 +1,4 @@
-"""The backend of a fleet: the links to its replicas, their number, their weights and their adapters."""
+"""The backend of a fleet: the links to its replicas, their number, their weights and the other changes of all."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.core.extensions import AdapterLike, AdapterUse
 from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, TurnOutcome, take
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.link import HANG, OVER, Link, ReplicaState, roll_out
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Router
-from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaInfo, WeightsVersion
-from rekindle.errors import InvalidRequest, SessionClosed
+from rekindle._src.replicas.wire import Connection, ReplicaInfo, SessionChange, WeightsVersion
+from rekindle.errors import SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
 LOOK = 0.5  # seconds between two checks of the load
@@ -51,9 +50,7 @@ class FleetBackend(Routes):
         self._resize: Callable[[int], object] = lambda places: None
         self.replicas: dict[str, Link] = {}
         self.swapping = RollingSwap(self.replicas)
-        self.adapters: FleetAdapters = FleetAdapters(
-            parts.sender, self.replicas, partial(self.extensions, AdapterUse), self._start
-        )
+        self.changes: dict[str, SessionChange] = {}  # that the session of every replica has to go through, by name
         self._autoscaler: Autoscaler | None = None
         self._happened = anyio.Event()
         self._todo: list[Callable[[], Coroutine[Any, Any, None]]] = []  # jobs to start
@@ -65,10 +62,10 @@ class FleetBackend(Routes):
     def add(self, connection: Connection) -> Link:
         """Add a replica. It is opened soon."""
         link = Link(connection, self, hang=self._hang)
-        link.target_weights, link.target_adapters = self.swapping.weights, self.adapters.sources
+        link.target_weights, link.target_changes = self.swapping.weights, self.changes
         self.replicas[link.name] = self.links[link.name] = link
         self.broken = None
-        self._start(link.run)
+        self.start(link.run)
         return link
 
     def scale(self, replicas: int, drain: float, result: OneShot[None]) -> None:
@@ -91,7 +88,7 @@ class FleetBackend(Routes):
 
     def run(self, job: Callable[[], Awaitable[None]], result: OneShot[None]) -> None:
         """Run a job, such as a swap. `result` is filled at its end, or with its error."""
-        self._start(partial(_run_for_caller, job, result))
+        self.start(partial(_run_for_caller, job, result))
 
     @property
     def staying(self) -> list[Link]:
@@ -107,7 +104,7 @@ class FleetBackend(Routes):
         """Let the number of replicas follow the load within `size` from now on; None keeps the current number."""
         scaler = self._autoscaler = None if size is None else Autoscaler(size)
         if scaler is not None:
-            self._start(partial(self._follow_load, scaler))
+            self.start(partial(self._follow_load, scaler))
 
     async def _follow_load(self, scaler: Autoscaler) -> None:
         while scaler is self._autoscaler:
@@ -124,7 +121,8 @@ class FleetBackend(Routes):
                 except Exception as error:  # the existing replicas go on
                     log.warning("the number of replicas could not be changed to %d: %s", target, error)
 
-    def _start(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def start(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a job on the fleet's loop, soon."""
         self._todo.append(job)
         self.wake()
 
@@ -221,100 +219,3 @@ class RollingSwap:
             self.weights = weights
         for link in self._links.values():
             link.target_weights = weights
-
-
-Start = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
-LINGER = 1.0  # seconds for which replicas keep what no name means: a request may be on its way
-_SHOWN = 64  # characters of a user's name in the replicas' own, which has to be a name, too
-
-
-class RemoteAdapter(NamedTuple):
-    """The adapter of a fleet's request, which its replicas know under names of their own."""
-
-    name: str
-    digest: str
-    rank: int
-    remote: str | dict[str, float]  # the replicas' own names, as the request's option has them
-
-
-class FleetAdapters:
-    """The adapters, owned by the fleet's loop; `names` and `find` may be called from any thread.
-
-    An adapter is rolled out to all replicas; if the first one refuses it, nothing has changed.
-    """
-
-    def __init__(
-        self, sender: str, links: Mapping[str, Link], uses: Callable[[], list[AdapterUse]], start: Start
-    ) -> None:
-        """Make none yet. `uses` returns those of the fleet's requests; `start` starts a job."""
-        self._sender, self._links, self._uses, self._start = sender, links, uses, start
-        self.sources: dict[str, AdapterSource] = {}  # that every replica has to have, by its own name
-        self._remote: dict[str, str] = {}  # the replicas' name by the user's
-        self._number, self._sweeping = 0, False
-        self._turn = anyio.Lock()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._remote)
-
-    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
-        """Return what a request's option means now. The replicas' caches know its weights."""
-        known = self._remote
-        for name in (value,) if isinstance(value, str) else value:
-            if name not in known:
-                names = ", ".join(map(repr, known)) or "none"
-                fix = f"Load it with await fleet.load_adapter({name!r}, folder)"
-                raise InvalidRequest("adapter", name, f"is not an adapter of this fleet; known: {names}", fix)
-        remote = (
-            known[value] if isinstance(value, str) else {known[name]: float(weight) for name, weight in value.items()}
-        )
-        return RemoteAdapter(str(value), "", 0, remote), ()
-
-    async def load(self, name: str, source: Any, alpha: float | None) -> None:
-        """Load an adapter in all replicas, and give it its name then."""
-        async with self._turn:
-            self._number += 1
-            remote = f"{name[:_SHOWN]}#{self._sender}.{self._number}"
-            entry = AdapterSource(remote, source, alpha)
-
-            async def give(link: Link) -> None:
-                await link.load_adapter(entry)
-                self.sources[remote] = entry
-
-            await roll_out(f"the adapter {name!r}", lambda: self._without(remote), give, lambda: remote in self.sources)
-            self._remote = {**self._remote, name: remote}
-        self._sweep()
-
-    async def unload(self, name: str) -> None:
-        """Forget a name. Replicas forget the adapter when no request has it."""
-        self.find(name)
-        self._remote = {key: value for key, value in self._remote.items() if key != name}
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Have replicas unload, soon, what neither a name nor a request means."""
-        if not self._sweeping:
-            self._sweeping = True
-            self._start(self._unload_old)
-
-    async def _unload_old(self) -> None:
-        while old := set(self.sources) - set(self._remote.values()):
-            await anyio.sleep(LINGER)
-            async with self._turn:
-                named = set(self._remote.values())  # one of `old` may have been loaded meanwhile
-                for remote in [name for name in old - named if not self._used(name)]:
-                    del self.sources[remote]
-                    for link in [link for link in self._links.values() if remote in link.adapters]:
-                        try:
-                            await link.unload_adapter(remote)
-                        except Exception as error:  # it keeps the adapter until its end
-                            log.debug("replica %s keeps the adapter %r: %s", link.name, remote, error)
-        self._sweeping = False
-
-    def _used(self, remote: str) -> bool:
-        """True if a request has an adapter that replicas know by this name."""
-        names = [use.adapter.remote for use in self._uses() if isinstance(use.adapter, RemoteAdapter)]
-        return any(remote == name if isinstance(name, str) else remote in name for name in names)
-
-    def _without(self, remote: str) -> list[Link]:
-        return [link for link in self._links.values() if link.state not in OVER and remote not in link.adapters]

@@ -19,11 +19,11 @@ from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import (
-    AdapterSource,
     Connection,
     ReplicaGone,
     ReplicaInfo,
     RequestMessage,
+    SessionChange,
     WeightsVersion,
 )
 from rekindle.errors import ReplicaLost
@@ -68,8 +68,8 @@ class Link:
         self.why = ""  # reason why it was lost, or failed
         self.weights: WeightsVersion = WeightsVersion(0, "")  # of its process
         self.target_weights: WeightsVersion = WeightsVersion(0, "")  # that a new process gets before it takes requests
-        self.adapters: set[str] = set()  # of its process
-        self.target_adapters: Mapping[str, AdapterSource] = {}  # that a new process gets before it takes requests
+        self.changes: set[str] = set()  # names of the other changes of its process
+        self.target_changes: Mapping[str, SessionChange] = {}  # that a new process makes before it takes requests
         self._figures: Mapping[str, Any] = {}
         self._before: Counter[str] = Counter()  # counts of earlier processes
         self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
@@ -156,14 +156,14 @@ class Link:
     async def _live(self) -> None:
         """Run one process from its start to its end, which raises."""
         info = await self._connection.open()
-        self.weights, self.adapters = WeightsVersion(0, ""), set()
+        self.weights, self.changes = WeightsVersion(0, ""), set()
         while self.weights != self.target_weights:
             weights = self.target_weights
-            await self._connection.swap_weights(weights.name)
+            await self._connection.change(weights)
             self.weights = weights
-        while missing := [entry for name, entry in self.target_adapters.items() if name not in self.adapters]:
-            await self._connection.load_adapter(missing[0])
-            self.adapters.add(missing[0].name)
+        while missing := [name for name in self.target_changes if name not in self.changes]:
+            await self._connection.change(self.target_changes[missing[0]])
+            self.changes.add(missing[0])
         self.info = info
         self._lives += 1
         self._posted, self._dropped = [], []
@@ -276,7 +276,7 @@ class Link:
                 raise ReplicaGone("was lost before it took other weights")
             if self._others_take:
                 self._routes.evict(self, f"{self.name} was given other weights", tell=True)
-            await self._connection.swap_weights(weights.name)
+            await self._connection.change(weights)
             if self._lives != life:
                 raise ReplicaGone("was replaced while it took other weights")
             self.weights = weights
@@ -290,23 +290,23 @@ class Link:
                 self.state = ReplicaState.READY
                 self._routes.place()
 
-    async def load_adapter(self, entry: AdapterSource) -> None:
-        """Load an adapter. Raise `ReplicaGone`, or the session's error if it can't be loaded."""
+    async def make(self, name: str, change: SessionChange) -> None:
+        """Make a change while it serves, and remember it by name. Raise `ReplicaGone`, or the session's error."""
         life = self._lives
         try:
-            await self._connection.load_adapter(entry)
+            await self._connection.change(change)
             if self._lives != life or not self.takes:
-                raise ReplicaGone("was replaced while it loaded an adapter")
+                raise ReplicaGone("was replaced while its session was changed")
         except ReplicaGone:
             if self._lives == life and self.state is ReplicaState.READY:
-                self.renew("was lost while it loaded an adapter")
+                self.renew("was lost while its session was changed")
             raise
-        self.adapters.add(entry.name)
+        self.changes.add(name)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Raise the session's error."""
-        self.adapters.discard(name)
-        await self._connection.unload_adapter(name)
+    async def undo(self, name: str, change: SessionChange) -> None:
+        """Undo the change of that name by another one. Raise the session's error."""
+        self.changes.discard(name)
+        await self._connection.change(change)
 
     @property
     def _others_take(self) -> bool:

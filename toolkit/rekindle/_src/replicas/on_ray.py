@@ -24,7 +24,7 @@ from rekindle._src.opening.following import follow
 from rekindle._src.replicas.fleet_backend import FleetParts
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, RequestMessage
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, RequestMessage, SessionChange
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
@@ -115,14 +115,8 @@ class RayConnection:
         pages: int = await self._call("warm", addresses)
         return pages
 
-    async def swap_weights(self, weights: str) -> None:
-        await self._call("swap_weights", weights)
-
-    async def load_adapter(self, entry: AdapterSource) -> None:
-        await self._call("load_adapter", entry)
-
-    async def unload_adapter(self, name: str) -> None:
-        await self._call("unload_adapter", name)
+    async def change(self, change: SessionChange) -> None:
+        await self._call("change", change)
 
     async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)

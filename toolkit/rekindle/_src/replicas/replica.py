@@ -33,7 +33,7 @@ from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
 from rekindle._src.kvcache.sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, RequestMessage, decode
+from rekindle._src.replicas.wire import Mail, News, RemoteGuide, ReplicaInfo, RequestMessage, SessionChange, decode
 from rekindle._src.session.client import Client
 from rekindle._src.session.session import Session, client_of
 from rekindle.errors import (
@@ -206,16 +206,9 @@ class Replica:
         caller = request.caller or request.sampling.salt or ""
         return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: request.id in box.beginning)
 
-    async def swap_weights(self, weights: str) -> None:
-        """Swap the weights. Running requests keep their tokens."""
-        await self._session.swap_weights(weights)
-
-    async def load_adapter(self, entry: AdapterSource) -> None:
-        await self._session.load_adapter(entry.name, entry.source, alpha=entry.alpha)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Running requests keep it."""
-        await self._session.unload_adapter(name)
+    async def change(self, change: SessionChange) -> None:
+        """Change the session. Running requests go on."""
+        await change.apply(self._session)
 
     async def mail(self, sender: str, patience: float) -> Mail:
         """Return news for `sender` as soon as there is some, or without any after `patience` seconds."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, get_args
 
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.extensions import AdapterUse, Guidance, PromptPooling
+from rekindle._src.core.extensions import Guidance, PromptPooling
 from rekindle._src.core.records import GuideReport, Mask, NewGuide, Pooling, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
@@ -28,6 +28,9 @@ from rekindle._src.structured.grammar import Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.session.session import Session
 
 
 class RemoteGuide:
@@ -127,19 +130,23 @@ class ReplicaInfo(NamedTuple):
     pages: PageAddress | None = None  # the address where other replicas take its pages
 
 
+class SessionChange(Protocol):
+    """A change that a fleet makes to the sessions of its replicas. It is pickled."""
+
+    async def apply(self, session: Session) -> None:
+        """Make it, in the replica's process. Raise the session's error."""
+        ...
+
+
 class WeightsVersion(NamedTuple):
     """Weights that replicas have or will take."""
 
     number: int  # of the swap; 0: the weights that the replicas were opened with
     name: str  # a folder or hub id; empty with 0
 
-
-class AdapterSource(NamedTuple):
-    """An adapter that all replicas load."""
-
-    name: str  # the replicas' own
-    source: Any  # a folder or file that all of them can read, or arrays by path
-    alpha: float | None
+    async def apply(self, session: Session) -> None:
+        """Swap the session's weights. Running requests keep their tokens."""
+        await session.swap_weights(self.name)
 
 
 class News(NamedTuple):
@@ -176,16 +183,8 @@ class Connection(Protocol):
         """Let it take pages that its neighbours likely need again. Return their number."""
         ...
 
-    async def swap_weights(self, weights: str) -> None:
-        """Swap its weights for those of a folder or hub id. Raise the session's error."""
-        ...
-
-    async def load_adapter(self, entry: AdapterSource) -> None:
-        """Load an adapter. Raise the session's error."""
-        ...
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Raise the session's error."""
+    async def change(self, change: SessionChange) -> None:
+        """Change its session. Raise the session's error."""
         ...
 
     async def mail(self, sender: str, patience: float) -> Mail:
@@ -214,9 +213,9 @@ def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool
     """Encode a request. Raise if one of its values can't be sent."""
     sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
     options = {name: getattr(sampling, name) for name in _TRAVELS}
-    use, pooling = request.extensions.get(AdapterUse), request.extensions.get(PromptPooling)
-    if use is not None:  # by the name that replicas have for what it meant
-        options["adapter"] = getattr(use.adapter, "remote", options["adapter"])
+    for extension in request.extensions.values():
+        options |= extension.elsewhere
+    pooling = request.extensions.get(PromptPooling)
     fields: dict[str, Any] = {
         "sampling": options | {"logit_bias": list(sampling.logit_bias.items())},
         "stop_ids": sorted(request.stop_ids),

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
 from rekindle._src.core.records import GuideReport, Pooling, Request, Row, RowResult
 from rekindle._src.core.report_kinds import CAPTURED, GUIDED, POOLED, PROMPT_LOGPROBS
-from rekindle._src.core.tapped import CapturedPart, RequestTaps
+from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 

@@ -24,7 +24,7 @@ from rekindle._src.serve.errors import ApiError, refusal
 from rekindle._src.serve.exchange import Exchange, Service, refusing
 from rekindle._src.serve.fields import Anything, Endpoint, Field, OneOf, String
 from rekindle._src.serve.life import Life
-from rekindle._src.serve.models import Models, ServedSession
+from rekindle._src.serve.models import Models
 from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
@@ -71,17 +71,18 @@ class BatchRun:
 
     def __init__(
         self,
-        session: Any,
+        session: object,
         source: str | os.PathLike[str],
         out: str | os.PathLike[str],
         *,
         name: str | None = None,
         strict: bool = False,
     ) -> None:
-        self._session: ServedSession = session
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
-        self._name = next(iter(self._service.models.by_name))
+        served = self._service.models.get(None)
+        assert served.session is not None, "a session that is open"
+        self._name, self._session = served.name, served.session
         self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._resume, field="output")
         self._known: set[str] = set()
         self._custom_ids: set[str] = set()

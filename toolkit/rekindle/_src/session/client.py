@@ -88,7 +88,7 @@ class Client:
             return root_name(salt)
         if self.front.adapters is None:
             raise InvalidRequest("adapter", adapter, "can't be used here", "Leave it out")
-        return root_name(salt, self.front.adapters.find(adapter)[1])
+        return root_name(salt, self.front.adapters.use(adapter).altered)
 
     def pin(
         self,

@@ -73,10 +73,11 @@ class Session(OpenModel, RolloutRequests):
         """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
         from rekindle._src.structured.grammar import Grammars
 
+        real: Any = tokenizer  # a fake one has what detokenizing asks for
         front = Front(
             Engine(scheduler, runner, config),
             tokenizer,
-            real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
+            real_detokenizer(real) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,

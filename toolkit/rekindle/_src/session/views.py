@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
+from rekindle._src.core.names import nearest
 from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
 from rekindle._src.evaluation.lens import LensCall
 from rekindle._src.session.client import Client
@@ -50,8 +50,8 @@ _SHOWN = {
 
 def _view_named(name: str) -> str:
     """Return what a name is called that is no view."""
-    close = difflib.get_close_matches(name, NAMES, n=1)
-    return _SHOWN.get(name) or (f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}")
+    close = nearest(name, NAMES)
+    return _SHOWN.get(name) or (f"Did you mean {close}?" if close else f"There are: {', '.join(NAMES)}")
 
 
 class Views:

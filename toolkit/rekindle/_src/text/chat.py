@@ -7,7 +7,6 @@ use need and no others, each counted before it runs (`template_operations.py`). 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.names import printable
+from rekindle._src.core.names import nearest, printable
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.stores.model_store import children
@@ -274,8 +273,8 @@ def _check_role(role: Any, template: TemplateCode) -> None:
     """
     if role in _ROLES or (isinstance(role, str) and template.compares(role)):
         return
-    matches = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.5) if isinstance(role, str) else []
-    suggestion = matches[0] if matches else _FOREIGN_ROLES.get(str(role).lower())
+    close = nearest(role.lower(), _ROLES, 0.5) if isinstance(role, str) else None
+    suggestion = close or _FOREIGN_ROLES.get(str(role).lower())
     fix = f"Did you mean {suggestion!r}?" if suggestion else f"Use one of {', '.join(map(repr, _ROLES))}"
     raise InvalidRequest("role", role, "is no role of a message", fix)
 

@@ -10,7 +10,7 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import Tokenizer
@@ -134,8 +134,7 @@ def _stream(tokenizer: Tokenizer, skip_special_tokens: bool, visible: frozenset[
     if not tokenizer.has_text:
         return _NoText()
     skipped = tokenizer.hidden_ids(visible) if skip_special_tokens else frozenset()
-    decoder = tokenizer.decoder
-    kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
+    kinds = tokenizer.decoder_kinds
     if kinds in ({"ByteLevel"}, {"ByteLevel", "Fuse"}):
         return _ByteLevelStream(tokenizer, skipped)
     return _WindowStream(tokenizer, skipped, bytewise="ByteLevel" in kinds)
@@ -226,7 +225,7 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
+def real_detokenizer(tokenizer: Tokenizer) -> Callable[..., Detokenizer]:
     """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
 
     def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
@@ -261,5 +260,4 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 @cache
 def _kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    decoder = tokenizer.decoder
-    return frozenset(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
+    return tokenizer.decoder_kinds

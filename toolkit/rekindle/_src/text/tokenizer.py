@@ -226,9 +226,10 @@ class Tokenizer:
         return self._text.parts
 
     @property
-    def decoder(self) -> dict[str, Any]:
-        """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
-        return self._text.parts.decoder or {}
+    def decoder_kinds(self) -> frozenset[str]:
+        """The kinds in the decoder section of tokenizer.json, by which detokenizing chooses its stream."""
+        decoder = self._text.parts.decoder or {}
+        return frozenset(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
 
     def _id_of(self, name: str) -> int | None:
         if self._backend is None or name not in self.special:

@@ -4,13 +4,13 @@ downloads once."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle._src.core.names import nearest
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.stores import known, ollama
 from rekindle.errors import CheckpointError, MissingExtra
@@ -104,9 +104,9 @@ def download(model: str | Path) -> Path:
 
 def _download_fix(request: HubId) -> str:
     """Return the advice for a download that failed: a model of nearly the same name that is here, or the network."""
-    near = known.near_names(request.name if request.file is None else f"{request.name}/{request.file}")
+    near = known.near_name(request.name if request.file is None else f"{request.name}/{request.file}")
     if near:
-        return f"This machine has {near[0]!r}."
+        return f"This machine has {near!r}."
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "Unset HF_HUB_OFFLINE, or see what `rekindle ls` lists."
     return "Check the name, the network and your access."
@@ -133,11 +133,11 @@ def _nearest(folder: Path) -> str:
     with contextlib.suppress(OSError):
         neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir() or gguf_files.is_gguf(path)]
         alone = folder.parent == Path()
-        close = difflib.get_close_matches(folder.name, [*(EMBEDDED if alone else ()), *neighbours], n=1, cutoff=0.75)
+        close = nearest(folder.name, [*(EMBEDDED if alone else ()), *neighbours], 0.75)
         if close:
-            return f"Did you mean {str(folder.parent / close[0])!r}? "
-    near = known.near_names(str(folder))
-    return f"Did you mean {near[0]!r}? " if near else ""
+            return f"Did you mean {str(folder.parent / close)!r}? "
+    near = known.near_name(str(folder))
+    return f"Did you mean {near!r}? " if near else ""
 
 
 def _download(hub: Any, asked: HubId) -> Path:

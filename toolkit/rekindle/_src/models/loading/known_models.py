@@ -105,12 +105,12 @@ def _known(fields: Mapping[str, Any]) -> KnownModel:
     return KnownModel(decode_graph(fields["graph"]), shapes, str(fields["dtype"]))
 
 
-def checked(content: bytes) -> dict[str, Any]:
+def checked(content: bytes) -> dict[str, object]:
     """Return the fields that `encode` described. Raise CheckpointError if they are damaged."""
     text = content[_SUM:]
     if _sum(text) != content[:_SUM]:
         raise CheckpointError("the checksum of the model's description does not match")
-    fields: dict[str, Any] = json.loads(text)
+    fields: dict[str, object] = json.loads(text)
     return fields
 
 

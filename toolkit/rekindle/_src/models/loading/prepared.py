@@ -43,7 +43,7 @@ from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
 from rekindle._src.models.loading.known_models import KnownModel
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
 from rekindle._src.models.loading.manifest import one
-from rekindle._src.models.placement import LeafParts
+from rekindle._src.models.roles import LeafParts
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, unavailable_reason
 

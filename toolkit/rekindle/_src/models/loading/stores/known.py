@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
+from rekindle._src.core.names import nearest
 from rekindle._src.models.loading.stores.hub_cache import HubCache
 from rekindle._src.models.loading.stores.llama_cpp import LlamaCpp
 from rekindle._src.models.loading.stores.lm_studio import LMStudio
-from rekindle._src.models.loading.stores.model_store import MAX_NAME, ModelStore, StoreEntry
+from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry
 from rekindle._src.models.loading.stores.ollama import Ollama
 
 HUB = HubCache()
@@ -35,12 +35,10 @@ def names() -> list[str]:
     return [f"{store.PREFIX}:{entry.name}" for store in STORES for entry in store.entries() if not entry.problem]
 
 
-def near_names(text: str, most: int = 1) -> list[str]:
-    """Return names of models in the stores that are near to a text: with the same ending first, then alike."""
+def near_name(text: str) -> str | None:
+    """Return the name of a model in the stores that is near to a text: one with the same ending, else one like it."""
     known = names()
     same = [name for name in known if text and name.partition(":")[2].lower() == text.lower()]
     shorter = {name.partition(":")[2].lower(): name for name in known}
-    close = [
-        shorter[name] for name in difflib.get_close_matches(text[:MAX_NAME].lower(), [*shorter], n=most, cutoff=0.75)
-    ]
-    return [*dict.fromkeys([*same, *close])][:most]
+    close = nearest(text.lower(), shorter, 0.75)
+    return same[0] if same else shorter.get(close or "")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import difflib
 import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from rekindle._src.core.names import nearest
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.tensor_files import read_json
 from rekindle.errors import CheckpointError
@@ -76,9 +76,9 @@ class ModelStore(abc.ABC):
                     raise CheckpointError(f"{self.PREFIX}:{entry.name} {entry.problem}.")
                 return entry
         names = [entry.name for entry in entries]
-        near = difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=0.5)
+        near = nearest(name, names, 0.5)
         if near:
-            fix = f"Did you mean {f'{self.PREFIX}:{near[0]}'!r}?"
+            fix = f"Did you mean {f'{self.PREFIX}:{near}'!r}?"
         elif names:
             more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
             fix = f"It has {', '.join(names[:MOST_NAMED])}{more}."
