@@ -7,6 +7,7 @@ the token and the drafts after it, takes those drafts that the text has, and for
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,9 @@ def followed(file: str, made: Sequence[tuple[list[int], list[int]]], sizes: Sequ
 
     api.llama_log_set(_quiet, ctypes.c_void_p(0))
     api.llama_backend_init()
-    model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
+    loading = api.llama_model_default_params()
+    loading.use_extra_bufts = os.environ.get("REKINDLE_LLAMA_REPACK") != "0"  # as in `peers/with_llama_cpp.py`
+    model = api.llama_model_load_from_file(file.encode(), loading)
     assert model, f"{file!r} can't be loaded"
     options = api.llama_context_default_params()
     longest = max(len(prompt) + len(text) for prompt, text in made)
