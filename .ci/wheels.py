@@ -2,7 +2,8 @@
 """Make a release's wheels, one for each platform, with native kernels for all of its processors, on one machine.
 
 `pip install -e ".[wheels]"`, then `python .ci/wheels.py --out dist` on Linux or macOS: LLVM compiles each library for
-its own processors, and zig links it. `--only` names platforms, and `REKINDLE_KERNEL_NAMES` kernels for a quick try.
+its own processors, and zig links it. `--only` names platforms, and `REKINDLE_KERNEL_NAMES` kernels for a quick try. A
+run that ended early goes on where it was, if both are given the same folder of `--objects`.
 `tests/project/test_wheels.py` checks what was made, in the folder that `REKINDLE_WHEELS` names.
 
 `python .ci/wheels.py --load WHEEL` opens the library of a wheel for the machine it runs on and looks for every kernel.
@@ -15,19 +16,20 @@ import argparse
 import ctypes
 import hashlib
 import json
+import lzma
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "rekindle_kernels/native/prebuilt"  # in a wheel
 LARGEST = 15 << 20  # bytes of a wheel
-MANIFEST = 16 << 10  # bytes that say what the library has, at most
 INTEL = ("x86-64-v4-bf16", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3")
 ARM = ("armv8.6-i8mm-bf16", "armv8.2-dotprod", "armv8")
 
@@ -61,19 +63,30 @@ def built(folder: Path, **environment: str) -> Path:
     return wheel
 
 
-def make(platform: Platform, out: Path, folder: Path, room: int) -> Path:
-    """Compile and link a platform's kernels in `folder`, and put the wheel that carries them into `out`.
+def compile_objects(platforms: Sequence[Platform], objects: Path) -> None:
+    """Compile the kernels of each level, for all systems at once that have it: most of the time is the same for all."""
+    for level in dict.fromkeys(level for platform in platforms for level in platform.levels):
+        systems = [platform.system for platform in platforms if level in platform.levels]
+        by_library("--levels", level, "--only-objects", *systems, "--objects", str(objects))
+        print(f"{level} is compiled for {', '.join(systems)}", flush=True)
 
-    Each kernel has to be there at each level, whatever time that takes. If they exceed `room` bytes once they are
-    compressed, those for the rarest page and head sizes are left out, and named.
+
+def by_library(*arguments: str, **environment: str) -> None:
+    """Call `build_library`."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", *arguments]
+    subprocess.run(command, env={**os.environ, **environment, "PYTHONPATH": path}, cwd=ROOT, check=True)
+
+
+def make(platform: Platform, out: Path, folder: Path, objects: Path) -> Path:
+    """Link a platform's kernels in `folder`, and put the wheel that carries them into `out`.
+
+    Each kernel has to be there at each level, and the wheel may not exceed LARGEST.
     """
-    environment = dict(os.environ)
-    environment |= {name: str(folder.parent / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--system", platform.system]
-    command += ["--linker", f"{shlex.quote(sys.executable)} -m ziglang {platform.linker}"]
-    command += ["--levels", *platform.levels, "--room", str(room), "--whole", "--out", str(folder / "library")]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True)
+    zig = {name: str(folder.parent / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    linker = f"{shlex.quote(sys.executable)} -m ziglang {platform.linker}"
+    options = ["--objects", str(objects), "--whole", "--packed", "--out", str(folder / "library")]
+    by_library("--system", platform.system, "--linker", linker, "--levels", *platform.levels, *options, **zig)
     wheel = built(folder / "wheel", REKINDLE_WHEEL_LIBRARY=str(folder / "library"))
     if not wheel.name.endswith(f"-py3-none-{platform.tag}.whl"):
         raise SystemExit(f"{wheel.name} should be one for {platform.tag}")
@@ -86,8 +99,12 @@ def load(wheel: Path) -> str:
     """Open a wheel's library in this process; return what it has. Raises SystemExit where something is missing."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, zipfile.ZipFile(wheel) as packed:
         manifest = json.loads(packed.read(f"{INSIDE}/manifest.json"))
-        place = Path(packed.extract(f"{INSIDE}/{manifest['library']}", folder))
-        content = place.read_bytes()
+        place = Path(folder, manifest["library"]).with_suffix("")
+        try:
+            content = lzma.decompress(packed.read(f"{INSIDE}/{manifest['library']}"))
+        except lzma.LZMAError:
+            content = b""
+        place.write_bytes(content)
         if hashlib.blake2b(content, digest_size=16).hexdigest() != manifest["digest"]:
             raise SystemExit(f"{wheel.name}: the library is not the one that its manifest names")
         library = ctypes.CDLL(str(place))
@@ -113,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
     parser.add_argument("--only", nargs="+", choices=tuple(PLATFORMS), default=tuple(PLATFORMS), help="default: all")
+    parser.add_argument("--objects", type=Path, help="keep object files here; default: a folder that is removed")
     parser.add_argument("--load", nargs="+", type=Path, metavar="WHEEL", help="open these here, and make none")
     arguments = parser.parse_args()
     if arguments.load:
@@ -120,10 +138,12 @@ def main() -> None:
             print(load(wheel))
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
+    platforms = [PLATFORMS[name] for name in arguments.only]
     with tempfile.TemporaryDirectory() as folder:
-        without = built(Path(folder) / "without", REKINDLE_BUILD_KERNELS="0").stat().st_size
-        for name in arguments.only:
-            wheel = make(PLATFORMS[name], arguments.out.resolve(), Path(folder) / name, LARGEST - without - MANIFEST)
+        objects = (arguments.objects or Path(folder, "objects")).resolve()
+        compile_objects(platforms, objects)
+        for platform in platforms:
+            wheel = make(platform, arguments.out.resolve(), Path(folder, platform.tag), objects)
             print(f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB", flush=True)
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -151,12 +151,13 @@ class CompiledPrograms:
 
 
 @pytest.fixture
-def short_turns() -> Iterator[None]:
+def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None]:
     """A thread that takes turns during the test never waits for long: nothing holds the interpreter meanwhile."""
     from helpers import turns
 
     with turns.neighbour() as neighbour:
         yield
+    record_property("longest_turn", neighbour.longest)  # for tests/bench/neighbour.py
     assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 
 
@@ -178,12 +179,12 @@ def left_alone_by_the_collector(compiled_programs: CompiledPrograms) -> Iterator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_ = "run the tests of a third of the files, drawn by the name of a change; all of them without a name"
-    parser.addoption("--third-of", metavar="CHANGE", default="", help=help_)
+    help_ = "run the tests of a fourth of the files, drawn by the name of a change; all of them without a name"
+    parser.addoption("--fourth-of", metavar="CHANGE", default="", help=help_)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    change = config.getoption("--third-of")
+    change = config.getoption("--fourth-of")
     if change:
         from helpers.thorough import drawn, file_of
 
@@ -194,7 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A change that draws none of a few files has nothing to run, and nothing failed."""
-    if session.config.getoption("--third-of") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if session.config.getoption("--fourth-of") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK
 
 

@@ -21,7 +21,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs, compiler_options
-from rekindle_kernels import LinearOptions, deprecated, gpus, int4, linear, tuning
+from rekindle_kernels import LinearOptions, deprecated, gpus, grouped_linear, int4, linear, tuning
 from rekindle_kernels.xla import linear as xla_linear
 
 pytestmark = [
@@ -115,3 +115,18 @@ def test_a_large_matrix_is_widened_in_tiles(rows: int, row: Row, monkeypatch: py
     temp, others = made.memory.temp_size_in_bytes, 6 * rows * outputs + xla_linear.AT_ONCE // 4
     row("Tesla T4", f"int4 {outputs} x {inputs}, {rows} rows", f"temp {temp / MIB:.0f} MiB")
     assert temp <= xla_linear.AT_ONCE + others + 4 * MIB
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_experts_are_widened_in_tiles(rows: int, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 128 of a layer would take 768 MiB."""
+    monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
+    of, shape = jax.ShapeDtypeStruct, (128, 1536, 2048)
+    weight, scale = of(int4.weight_shape(shape), jnp.uint8), of(int4.scale_shape(shape, 32), jnp.float16)
+    with compilers.target("gpu", "t4"):
+        x, sizes = of((rows, shape[2]), jnp.float16), of((shape[0],), jnp.int32)
+        lowered = jax.jit(grouped_linear).lower(x, weight, sizes, scale=scale)
+        made = compilers.compiled(lowered, "gpu", compiler_options())
+    temp = made.memory.temp_size_in_bytes
+    row("Tesla T4", f"int4 {shape[0]} x {shape[1]} x {shape[2]}, {rows} rows", f"temp {temp / MIB:.0f} MiB")
+    assert temp <= xla_linear.AT_ONCE + 16 * MIB

@@ -1,19 +1,24 @@
 """What drafts bring and cost: tokens/s with a session's drafters over those without, on texts of several kinds.
 
     python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose]
-                                 [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32]
+                                 [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32] [--small FOLDER]
+                                 [--peer FOLDER]
 
 No small model writes edits. So a logits processor leads each request through a text of its own, token by token, in all
 sessions alike: steps cost what they cost, and drafts fare as they would with a model that writes these texts. `edits`
 are sources of Python after a prompt with an earlier version of them, `json` are records of one form, `prose` the pages
 of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model
-itself says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range.
+itself says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range, of
+tokens in a second, and of tokens in a second of the processor. `--small` is a model that drafts, too: on led texts it
+is never right. `--peer` is a folder with llama-cpp-python, which follows the same texts of one stream from the same
+GGUF file, with n-gram drafts of the sizes that are tried; the best of them counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import sysconfig
 import time
@@ -24,6 +29,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from draft_peers import followed
 
 import rekindle
 from rekindle import LogitsContext, LogitsProcessor
@@ -34,6 +40,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "suffix": {"drafts": "suffix"},
 }
 KINDS = ("edits", "json", "prose", "random", "own")
+PEER_DRAFTS = 0, 5, 10
 
 
 class Texts:
@@ -98,8 +105,11 @@ def led(table: np.ndarray, first: int) -> LogitsProcessor:
 def main() -> None:
     given = harness.options(
         __doc__, "model", model="tiny", streams=[1, 4, 16, 32], kinds=(list(KINDS), KINDS), tokens=160, repeat=5,
-        quantize=str, rows=32, sources=(list(SOURCES), SOURCES),
+        quantize=str, rows=32, sources=(list(SOURCES), [*SOURCES, "model"]), small=str, peer=str,
     )  # fmt: skip
+    sources = {name: SOURCES[name] for name in SOURCES if name in given.sources}
+    if given.small is not None:
+        sources["model"] = {"drafts": given.small}
     model = harness.model(given.model, quantize=given.quantize)
     texts_each = sum(given.streams) * (given.repeat + 1)
     with rekindle.open_sync(model, quiet=True, disk_memory=0, max_model_len=64) as session:
@@ -117,43 +127,61 @@ def main() -> None:
         with contextlib.ExitStack() as opened:
             sessions = {
                 name: opened.enter_context(rekindle.open_sync(model, processors=processors, **options, **source))
-                for name, source in SOURCES.items()
-                if name in given.sources
+                for name, source in sources.items()
             }
             done = 0
             for streams in given.streams:
                 rates: dict[str, list[float]] = {name: [] for name in sessions}
+                shares: dict[str, list[float]] = {name: [] for name in sessions}
                 before = {name: session.stats() for name, session in sessions.items()}
                 for turn, name in harness.turns(sessions, given.repeat):
                     rows = range(done + (turn + 1) * streams, done + (turn + 2) * streams)
-                    rates[name].append(rate(sessions[name], kind, made, rows, given.tokens, vocab))
+                    whole, own = rate(sessions[name], kind, made, rows, given.tokens, vocab)
+                    rates[name].append(whole)
+                    shares[name].append(own)
                 done += (given.repeat + 1) * streams
                 line = f"{given.model} {kind:6} {streams:2} streams: none {np.median(rates['none'][1:]):7.1f} tokens/s"
                 for name in [name for name in sessions if name != "none"]:
                     ratio = harness.spread(harness.ratios(rates[name][1:], rates["none"][1:]))
+                    ratio += f", processor {np.median(harness.ratios(shares[name][1:], shares['none'][1:])):.3f}"
                     stats = sessions[name].stats()
                     drafted = stats.drafted_tokens - before[name].drafted_tokens
                     accepted = stats.accepted_tokens - before[name].accepted_tokens
                     line += f"; {name} {ratio}, {accepted} of {drafted}"
                 print(line, flush=True)
+                if given.peer is not None and kind in led_kinds and streams == 1:
+                    print(peer(given, made[done - given.repeat : done], rates), flush=True)
+
+
+def peer(given: Any, made: list[tuple[list[int], list[int]]], rates: dict[str, list[float]]) -> str:
+    """Compare the sessions' rates of one stream with llama.cpp's over the same texts."""
+    threads = len(os.sched_getaffinity(0))
+    paths = os.pathsep.join([given.peer, str(Path(__file__).parent)])
+    seconds = harness.child(followed, given.model, made, PEER_DRAFTS, threads, PYTHONPATH=paths)
+    theirs = {int(size): [given.tokens / one for one in each] for size, each in seconds.items()}
+    best = max(theirs, key=lambda size: float(np.median(theirs[size])))
+    each = ", ".join(f"{size}: {np.median(one):.1f}" for size, one in theirs.items())
+    own = {name: harness.spread(harness.ratios(one[1:], theirs[best])) for name, one in rates.items()}
+    return f"  llama.cpp, tokens/s by its drafts: {each}; to its best: {own}"
 
 
 def rate(
     session: rekindle.Session, kind: str, made: list[tuple[list[int], list[int]]], rows: range, tokens: int, vocab: int
-) -> float:
-    """Generated tokens per second of requests at once whose texts are these `rows`."""
+) -> tuple[float, float]:
+    """Generated tokens of requests at once whose texts are these `rows`, in a second and in one of the processor."""
     first = vocab - len(made)
     prompts = [[first + row, *made[row][0]] for row in rows]
     options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
     options |= (
         {"temperature": 1.0, "seed": rows.start} if kind == "own" else {"processors": ["led"], "temperature": 0.0}
     )
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     done = session.generate_sync(prompts, **options)
-    seconds = time.perf_counter() - start
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
     for row, one in zip(rows, done, strict=True):
         assert kind == "own" or list(one.token_ids) == made[row][1], f"text {row} was not followed"
-    return sum(len(one.token_ids) for one in done) / seconds
+    count = sum(len(one.token_ids) for one in done)
+    return count / seconds, count / busy
 
 
 if __name__ == "__main__":

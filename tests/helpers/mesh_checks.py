@@ -31,7 +31,9 @@ from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placement_of  # noqa: E402
 from rekindle._src.opening.resolve import resolve  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
+from rekindle._src.scheduling.drafting import models as small_models  # noqa: E402
 from rekindle._src.scheduling.drafting.costs import StepCosts  # noqa: E402
+from rekindle._src.scheduling.drafting.drafter import DraftCounts  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 from rekindle.models import random_model  # noqa: E402
 
@@ -308,6 +310,66 @@ def states(folder: Path) -> None:
             alone = [session.generate_sync(prompt, **repeating).token_ids for prompt in prompts[:2]]
             assert alone == expected[:2], mesh  # with room for drafts in each step
             assert session.stats().drafted_tokens > 0, mesh
+
+
+@check
+def drafters(folder: Path) -> None:
+    """Drafts of texts and of a small model, which each of two devices has whole."""
+    small = mesh_models.raw("llama")
+    twin = str(checkpoints.write(folder / "small", small, checkpoints.tensors(small)))
+    each: dict[str, dict[str, Any]] = {
+        "model": {"drafts": twin}, "lookup": {"prompt_lookup": 3}, "suffix": {"drafts": "suffix"},
+    }  # fmt: skip
+    counts = compare_drafts(folder, "llama", each)
+    assert counts["model"].accepted > 0.8 * counts["model"].drafted, "it is the model itself"
+
+
+@check
+def draft_heads(folder: Path) -> None:
+    """Drafts of the model's own head, which is divided as the model is, over pages, states and latent pages."""
+    for name in ("qwen3.5", "glm4-moe-lite"):
+        compare_drafts(folder, name, {"mtp": {"drafts": "mtp"}})
+    raw = mesh_models.raw("glm4-moe-lite") | {"draft_head": True}
+    model, small = checkpoints.model(raw, checkpoints.tensors(raw)), mesh_models.raw("llama")
+    for drafts in (str(checkpoints.write(folder / "small", small)), "mtp"):
+        with pytest.raises(rekindle.ConfigError, match="several data shards or processes"):
+            opened(model, DATA, drafts=drafts)
+
+
+def compare_drafts(folder: Path, name: str, drafters: dict[str, dict[str, Any]]) -> dict[str, DraftCounts]:
+    """Compare the tokens of two devices with drafts with those of one without, of guided and penalised rows, too.
+    Return what each drafter has brought."""
+    StepCosts.best = lambda self, rows, gains, free, measured=True: len(gains)  # type: ignore[method-assign]
+    small_models._PLAIN = 0
+    greedy: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+    asked: list[dict[str, Any]] = [
+        greedy,
+        greedy | {"temperature": 0.9, "seed": 3},
+        greedy | {"logit_bias": {20: 60.0, 21: 60.0}, "frequency_penalty": 0.5},
+        greedy | {"allowed_token_ids": list(range(20, 40))},
+    ]
+    prompts, counts = several(len(asked)), dict[str, DraftCounts]()
+    sizes = {"max_requests": 8, "max_model_len": 64, "device_pages": 64, "cache_dir": str(folder / "cache")}
+
+    def texts(session: Session) -> list[list[int]]:
+        handles = [session.submit(prompt, **ask) for prompt, ask in zip(prompts, asked, strict=True)]
+        return [list(handle.result_sync().token_ids) for handle in handles]
+
+    raw = mesh_models.raw(name) | ({"draft_head": True} if "mtp" in drafters else {})
+    model = checkpoints.model(raw, checkpoints.tensors(raw))
+    with opened(model, None, drafts="none", **sizes) as session:
+        expected = texts(session)
+    for drafter, drafts in drafters.items():
+        with opened(model, 2, **sizes, **drafts) as session:
+            assert texts(session) == expected, (name, drafter)
+            session.sleep().result_sync()
+            session.wake().result_sync()
+            assert texts(session) == expected, (name, drafter)  # pages were in memory
+            session.check_integrity()
+            counts[drafter] = session.stats().drafters[drafter]
+        print(f"{drafter} of {name}: {counts[drafter]}", flush=True)
+        assert counts[drafter].drafted > 10, (name, drafter, counts)
+    return counts
 
 
 @check

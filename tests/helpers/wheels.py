@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import lzma
 import sys
 import zipfile
 from importlib.util import find_spec
@@ -25,6 +27,15 @@ def _command() -> Any:
 
 
 COMMAND = _command()
+
+
+def unpack(folder: Path) -> None:
+    """Put a packed library into its folder as the system loads it, and say so in the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    packed = folder / manifest["library"]
+    packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
+    packed.unlink()
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"library": packed.stem}))
 
 
 def contents(library: Path, folder: Path, tag: str) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ import pytest
 
 from helpers.thorough import by_default
 from rekindle_kernels import build_kernels, environment, int4_format, kernels_for
-from rekindle_kernels.native import background_build, build, library
+from rekindle_kernels.native import background_build, build, kernel_files, library
 
 pytestmark = pytest.mark.skipif(
     build.unavailable_reason() is not None or not build.can_compile(), reason="nothing compiles kernels here"
@@ -29,7 +29,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine on which nothing is compiled, and whose installation brought nothing."""
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "none"))
     monkeypatch.setenv("REKINDLE_BACKGROUND_BUILD", "1")
-    monkeypatch.setattr(build, "cache_folder", tmp_path)
+    monkeypatch.setattr(kernel_files, "cache_folder", tmp_path)
     monkeypatch.setattr(build, "_ready", set())
     monkeypatch.setattr(build, "_failed", set())
     monkeypatch.setattr(build, "_put_off", set())
@@ -43,7 +43,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 SLOW = background_build._CODE.replace(
     "b.main()",
     "b.build.keep = lambda name: ("
-    "any(iter(lambda: b.time.sleep(0.01) or (b.build.cache_folder / 'go').exists(), True)),"
+    "any(iter(lambda: b.time.sleep(0.01) or (b.kernel_files.cache_folder / 'go').exists(), True)),"
     " b.build._store(name, b'code')); b.main()",
 )
 
@@ -70,7 +70,7 @@ def test_kernels_are_there_afterwards_and_sessions_share_the_work(
     assert first.wait() and not first.running
     assert all(build.is_there(name) for name in names)
     assert build_kernels(names) is None
-    assert sorted(path.name.split("-")[0] for path in build.folder().glob("*.o")) == names
+    assert sorted(path.name.split("-")[0] for path in kernel_files.folder().glob("*.o")) == names
 
 
 @pytest.mark.thorough
@@ -172,8 +172,8 @@ def test_a_program_does_without_what_takes_too_long_and_the_next_one_finds_it(
     assert found.put_off == ("norm",) and found.running, "it goes on being compiled"
     assert not build.builds("norm") and build_kernels(["norm"]) is None and not caplog.records
     assert environment() != before, "programs without it are others"
-    assert build.cache_folder is not None
-    (build.cache_folder / "go").touch()
+    assert kernel_files.cache_folder is not None
+    (kernel_files.cache_folder / "go").touch()
     assert found.wait() and not build.builds("norm"), "this process computes in one way until it ends"
     monkeypatch.setattr(build, "_failed", set())
     assert build.is_there("norm"), "for the next one"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from helpers.thorough import by_default
-from rekindle_kernels import GroupedCall, grouped_linear, int4
+from rekindle_kernels import GroupedCall, grouped_linear, int4, tuning
 from rekindle_kernels.ops.linear import GROUPED_LINEAR
 from rekindle_kernels.pallas.gpu import grouped as gpu
+from rekindle_kernels.xla import linear as xla_linear
 
 CASES = [  # rows of each expert, inputs, outputs
     ([3, 0, 1, 5], 64, 128),
@@ -47,11 +48,15 @@ def test_each_row_meets_the_matrix_of_its_expert(
     np.testing.assert_allclose(got[:rows], want, rtol=tolerance, atol=tolerance * 100)
 
 
+@pytest.mark.parametrize("implementation", ["pallas_gpu_interpret", "xla_tiles"])
 @pytest.mark.parametrize(("bits", "group", "minimums"), [(4, 32, False), (4, 64, True), (8, 16, True)])
 @pytest.mark.parametrize("sizes", by_default([[3, 0, 1, 5], [0, 40, 0, 1]]), ids=str)
 def test_experts_in_groups_are_multiplied_as_they_are_stored(
-    sizes: list[int], bits: int, group: int, minimums: bool
+    sizes: list[int], bits: int, group: int, minimums: bool, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(xla_linear, "AT_ONCE", 3 * 80 * 256 * 2)  # three experts, so tiles have two of the four
+    if implementation == "xla_tiles":  # which is for GPUs without Triton
+        monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
     random, shape = np.random.default_rng(0), (4, 80, 256)
     q = random.integers(0, 16, shape) if bits == 4 else random.integers(-128, 128, shape)
     weight = jnp.asarray(int4.pack(q.astype(np.uint8 if bits == 4 else np.int8)))
@@ -60,10 +65,10 @@ def test_experts_in_groups_are_multiplied_as_they_are_stored(
         for _ in range(2)
     )
     x = jnp.asarray(random.standard_normal((sum(sizes) + 2, 256)), jnp.bfloat16)
-    given = {"scale": scale, "minimum": minimum if minimums else None}
+    given = {"scale": scale, "minimum": minimum if minimums else None, "platform": "gpu"}
     got, want = (
         np.asarray(grouped_linear(x, weight, jnp.array(sizes, jnp.int32), implementation=name, **given))
-        for name in ("pallas_gpu_interpret", "xla")
+        for name in (implementation, "xla")
     )
     real = sum(sizes)
     np.testing.assert_allclose(got[:real], want[:real], rtol=1e-5, atol=1e-5 * np.abs(want).max())

@@ -128,7 +128,7 @@ def test_scales_with_steps_are_their_products_to_the_last_bit(shape: tuple[int, 
 
 @needs_numba
 @pytest.mark.parametrize(
-    ("bits", "group"), [(4, 32), pytest.param(6, 16, marks=RARER), pytest.param(8, 16, marks=RARER), (8, 32)]
+    ("bits", "group"), [(4, 32), *(pytest.param(*form, marks=RARER) for form in ((6, 16), (8, 16), (8, 32)))]
 )
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products_with_steps_are_those_with_numbers_to_the_last_bit(rows: int, bits: int, group: int) -> None:
@@ -231,7 +231,7 @@ def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
 
 
 @needs_numba
-@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FEW_FORMS)
 @pytest.mark.parametrize(
     "shape", by_default(map(pytest.param, [(16, 128), (208, 256), (1056, 384), (48, 2304)])), ids=str
 )

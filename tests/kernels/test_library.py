@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
-import random
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from rekindle._src.opening.blueprint import blueprint
 from rekindle._src.opening.open_request import OpenRequest
 from rekindle._src.opening.source import source_of
 from rekindle._src.programs.programs import Programs
-from rekindle_kernels import kernels_origin
-from rekindle_kernels.native import build, build_library, cpu, library, object_loader
+from rekindle_kernels import kernels_origin, private_files, system
+from rekindle_kernels.native import build, build_library, cpu, kernel_files, library, object_loader
 
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "fresh_machine.py"
@@ -50,19 +51,20 @@ from rekindle_kernels.native import build_library, cpu
 sys.modules["rekindle_kernels.native.compiling"] = types.ModuleType("compiling")
 cpu.usable_cores = lambda: 1
 
-def compiled(name, level, path, linked, system):
+def compiled(name, place, systems):
     begun = time.process_time()
     while time.process_time() - begun < (0.2 if name == "norm" else 0.0):
         pass
     time.sleep(0.3)
-    path.touch()
+    for system in systems:
+        place.path(name, system).touch()
 
 build_library._compile = compiled
 def made(**bounds):
-    folder = Path(sys.argv[1]) / str(len(bounds))
-    folder.mkdir()
-    paths = build_library._compiled(["argmax", "norm", "rope"], cpu.LEVELS[0], folder, False, "linux", **bounds)
-    return [path is not None for path in paths]
+    place = build_library.ObjectFolder(Path(sys.argv[1]) / str(len(bounds)), cpu.LEVELS[0], linked=False)
+    names = ["argmax", "norm", "rope"]
+    build_library._compile_all(names, place, ["linux"], **bounds)
+    return [place.path(name, "linux").exists() for name in names]
 print(json.dumps([made(limit=0.2), made(limit=0.2, deadline=0.0)]))
 """
 
@@ -97,22 +99,15 @@ def test_a_library_has_equal_code_once(codes: dict[str, str], kept: list[str], t
     assert [level.name for level in build_library.without_copies(objects)] == kept
 
 
-def test_a_library_with_little_room_has_the_first_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    level, kernels = cpu.LEVELS[0], dict[str, dict[cpu.Level, Path]]()
-    for number in range(5):
-        kernels[f"k{number}"] = {level: tmp_path / f"{number}"}
-        kernels[f"k{number}"][level].write_bytes(random.Random(number).randbytes(1000))
-    assert build_library.likeliest(kernels, 10_000) == kernels and not capsys.readouterr().err
-    assert [*build_library.likeliest(kernels, 3500)] == ["k0", "k1", "k2"]
-    told = capsys.readouterr().err
-    assert "room for 3 of 5 kernels" in told and told.endswith("of the others: k3, k4\n")
-
-
 def test_a_whole_library_lacks_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation does without a kernel that LLVM can't compile, and a release does not."""
-    (tmp_path / "code.o").write_bytes(b"code")
-    paths: list[Path | None] = [tmp_path / "code.o", None]
-    monkeypatch.setattr(build_library, "_compiled", lambda *arguments: paths)
+
+    def compile_all(names: object, place: build_library.ObjectFolder, systems: list[str], *bounds: float) -> None:
+        path = place.path("norm", *systems)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"code")
+
+    monkeypatch.setattr(build_library, "_compile_all", compile_all)
     monkeypatch.setattr(build_library, "_link", lambda place, *arguments: place.write_bytes(b"linked"))
     monkeypatch.setattr(build_library, "_common_object", lambda folder, *arguments: folder / "common.o")
     levels, kernels = cpu.LEVELS[:1], ["norm", "argmax"]
@@ -121,6 +116,92 @@ def test_a_whole_library_lacks_no_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match=r"^kernels that were not compiled: argmax for x86-64-v4-bf16"):
         build_library.build(tmp_path / "all", levels, kernels, linker="true", whole=True)
     assert not (tmp_path / "all").exists()
+    packed = build_library.build(tmp_path / "packed", levels, kernels, linker="true", packed=True)
+    manifest = json.loads((packed.parent / library.MANIFEST).read_text())
+    assert packed.name == manifest["library"] == f"{made.name}{library.PACKED}"
+    assert lzma.decompress(packed.read_bytes()) == made.read_bytes() == b"linked"
+    assert manifest["digest"] == kernel_files.digest_of(b"linked"), "of what is loaded"
+
+
+OBJECTS = """
+import sys
+from pathlib import Path
+from rekindle_kernels.native import build_library, cpu
+folder, level = Path(sys.argv[1]), cpu.LEVELS[-1]
+for systems in (["linux"], ["linux", "darwin"]):
+    build_library.compile_objects(folder, level, ["norm"], systems)
+    place = build_library.ObjectFolder(folder, level, linked=True)
+    print(*(place.path("norm", system) for system in systems))
+"""
+
+
+def test_kernels_are_compiled_for_several_systems_at_once_and_no_object_twice(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    (first,), (again, other) = [line.split() for line in run_python("-c", OBJECTS, str(tmp_path)).splitlines()]
+    assert again == first and Path(first).read_bytes().startswith(b"\x7fELF")
+    assert Path(other).read_bytes().startswith(b"\xcf\xfa\xed\xfe"), "Mach-O of 64 bits"
+    assert Path(first).stat().st_mtime_ns < Path(other).stat().st_mtime_ns, "what is there stays"
+
+
+@pytest.fixture
+def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A packed library, and an empty folder for unpacked ones."""
+    path = tmp_path / f"kernels-here.so{library.PACKED}"
+    path.write_bytes(lzma.compress(b"code"))
+    monkeypatch.setattr(kernel_files, "cache_folder", tmp_path / "cache")
+    return path
+
+
+def test_a_packed_library_is_unpacked_once(packed: Path) -> None:
+    digest = kernel_files.digest_of(b"code")
+    place = library.unpacked(packed, digest)
+    assert place == kernel_files.folder() / f"kernels-here-{digest}.so" and place.read_bytes() == b"code"
+    packed.unlink()
+    assert library.unpacked(packed, digest) == place, "it was kept"
+
+
+def test_a_damaged_library_is_never_loaded(packed: Path) -> None:
+    digest = kernel_files.digest_of(b"code")
+    place = library.unpacked(packed, digest)
+    place.write_bytes(b"cod")
+    assert library.unpacked(packed, digest).read_bytes() == b"code", "unpacked anew"
+    place.unlink()
+    for content in (b"", b"code", lzma.compress(b"another"), packed.read_bytes()[:-20]):
+        packed.write_bytes(content)
+        with pytest.raises(OSError, match=r"kernels-here\.so\.xz is damaged: install rekindle again"):
+            library.unpacked(packed, digest)
+    assert not place.exists()
+
+
+@pytest.mark.skipif(system.owner() is None, reason="files have no owners here")
+def test_where_others_could_write_a_process_unpacks_for_itself(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system opens a library by its name: another one could be there by then."""
+    digest = kernel_files.digest_of(b"code")
+    kept = library.unpacked(packed, digest)
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    for change in (
+        lambda: kernel_files.folder().chmod(0o777),
+        lambda: (kernel_files.folder().chmod(0o700), monkeypatch.setenv(private_files.KEY_VARIABLE, str(key))),
+    ):
+        change()
+        own = library.unpacked(packed, digest)
+        assert own != kept and own.read_bytes() == b"code" and own.parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
+def test_a_python_without_lzma_says_why_kernels_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest(tmp_path, library=f"kernels.so{library.PACKED}")
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    assert library.find() is not None
+    library._find.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert library.find() is None and "built without lzma" in caplog.text
 
 
 def kernels_of_model() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import rekindle_kernels
 from helpers.faults import full_disk
 from rekindle._src.core.config import cache_folder
-from rekindle_kernels.native import build
+from rekindle_kernels.native import build, kernel_files
 from rekindle_kernels.private_files import TAG, tell_once
 
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
@@ -19,7 +19,7 @@ NAME, CODE = "some_kernel", b"machine code" * 1000
 
 @pytest.fixture
 def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build, "cache_folder", tmp_path / "cache")
+    monkeypatch.setattr(kernel_files, "cache_folder", tmp_path / "cache")
     tell_once.cache_clear()
     return tmp_path / "cache" / "native"
 
@@ -62,6 +62,6 @@ def test_the_folder_of_the_environment_is_expanded(native: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(native.parent.parent))
     monkeypatch.setenv("REKINDLE_CACHE", "~/cache")
     rekindle_kernels.configure(cache_folder=cache_folder())
-    assert build.folder() == native
+    assert kernel_files.folder() == native
     build._store(NAME, CODE)
     assert (native.parent / TAG).exists()

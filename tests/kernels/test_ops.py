@@ -37,7 +37,7 @@ from rekindle_kernels import (
     unavailable_reason,
 )
 from rekindle_kernels.native import build as machine_code
-from rekindle_kernels.native import cpu
+from rekindle_kernels.native import cpu, kernel_files
 from rekindle_kernels.ops.attention import ATTENTION, ROPE, WRITE_KV
 from rekindle_kernels.ops.linear import LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import ZEROS, MemoryCall
@@ -254,12 +254,12 @@ def test_a_step_is_fused_only_where_there_is_something_to_fuse(monkeypatch: pyte
 
 
 def test_the_cache_folder_is_handed_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine_code, "cache_folder", None)
+    monkeypatch.setattr(kernel_files, "cache_folder", None)
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "toolkit"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert machine_code.folder() == tmp_path / "user" / "rekindle_kernels" / "native"
+    assert kernel_files.folder() == tmp_path / "user" / "rekindle_kernels" / "native"
     configure(cache_folder=tmp_path / "mine")
-    assert machine_code.folder() == tmp_path / "mine" / "native"
+    assert kernel_files.folder() == tmp_path / "mine" / "native"
 
 
 def test_float32_products_are_exact_where_the_device_would_round_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def test_without_triton_every_operation_is_xlas(monkeypatch: pytest.MonkeyPatch)
     matrix = LinearCall("gpu", jax.ShapeDtypeStruct((8, 4096), half), words, "int4")
     experts = GroupedCall("gpu", jax.ShapeDtypeStruct((8, 64), half), jax.ShapeDtypeStruct((4, 128, 64), half))
     assert [LINEAR.choose(matrix).name, GROUPED_LINEAR.choose(experts).name] == ["xla_tiles", "xla"]
+    assert GROUPED_LINEAR.choose(replace(experts, scale="float16")).name == "xla_tiles"
     assert LINEAR.choose(replace(matrix, weight=experts.weight, quantize=None)).name == "xla"
     monkeypatch.setattr(tuning, "compute_capability", lambda: 8.6)
     assert [ATTENTION.choose(call).name, WRITE_KV.choose(write).name] == ["pallas_gpu", "pallas_gpu"]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.programs.buckets import (
+    COPY,
     PLAIN_VARIANT,
     Bucket,
     ProgramVariant,
@@ -21,6 +22,7 @@ from rekindle._src.programs.buckets import (
     prefill_rows,
     programs_of,
 )
+from rekindle._src.programs.warming import likely_first
 from rekindle.errors import ConfigError
 
 
@@ -118,3 +120,9 @@ def test_of_a_group_a_program_has_one_variant_at_most() -> None:
     steering, inner, taps = ProgramVariant.STEERING, ProgramVariant.INNER_STEERING, ProgramVariant.TAPS
     found = combinations([(taps,), (steering, inner)])
     assert found == [PLAIN_VARIANT, steering, inner, taps, taps | steering, taps | inner]
+
+
+def test_programs_that_are_no_steps_are_made_first() -> None:
+    """The thread that runs steps makes one that it needs, and all streams wait for it."""
+    plain, guided = Bucket(8, 0), Bucket(2, 0, part=StepPart.GATED)
+    assert likely_first([guided, plain, Bucket(1, 32), COPY]) == [COPY, Bucket(1, 32), plain, guided]

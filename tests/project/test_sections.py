@@ -22,7 +22,7 @@ from helpers.thorough import drawn
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci/run"
-# Of these each case is run, thorough ones and those of accelerators at every third change or so; of slow tests, many
+# Of these each case is run, thorough ones and those of accelerators at every fourth change or so; of slow tests, many
 # of which have dozens of cases, one case of each function.
 ALL_CASES = ("thorough", "browser", "accelerator")
 # Those that slow.yml alone runs, on Saturdays: variants of what the sections run, some of which take minutes. The list
@@ -217,14 +217,14 @@ def collected() -> dict[str, list[str]]:
     return {"files": sorted(files), "missing": unselected(plugin.items, found)}
 
 
-def test_each_change_draws_a_third_of_the_files_and_no_file_is_never_drawn() -> None:
+def test_each_change_draws_a_fourth_of_the_files_and_no_file_is_never_drawn() -> None:
     files = [f"tests/core/test_{number}.py" for number in range(200)]
     changes = [f"{number:040x}" for number in range(32)]
-    thirds = [{file for file in files if drawn(file, change)} for change in changes]
-    assert all(40 < len(third) < 95 for third in thirds)
-    assert set().union(*thirds) == {*files} and not set.intersection(*thirds[:16])
+    fourths = [{file for file in files if drawn(file, change)} for change in changes]
+    assert all(25 < len(fourth) < 75 for fourth in fourths)
+    assert set().union(*fourths) == {*files} and not set.intersection(*fourths[:16])
     partly = "thorough tests in two sections, starts, accelerators, tutorials, and browsers with a second try"
-    assert SCRIPT.read_text().count('--third-of="$change" -') == 7, partly
+    assert SCRIPT.read_text().count('--fourth-of="$change" -') == 7, partly
 
 
 def test_each_change_draws_one_of_four_groups_of_sections_that_few_changes_touch() -> None:
@@ -250,8 +250,9 @@ def test_each_change_draws_one_of_four_groups_of_sections_that_few_changes_touch
 
 
 @pytest.mark.thorough
-def test_a_third_is_run() -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-m", "", "--third-of=a change", "tests/images"]
+def test_a_fourth_is_run() -> None:
+    options = ["--collect-only", "-qq", "-m", "", "--fourth-of=a change"]
+    command = [sys.executable, "-m", "pytest", *options, "tests/images"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     found = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/images/")}
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests/images").glob("test_*.py")}

@@ -125,14 +125,20 @@ def test_where_nothing_else_runs_the_step_waits_for_its_program() -> None:
     exact(loop, request)
 
 
-def test_further_rows_of_the_same_kind_do_not_wait() -> None:
-    """They need a larger program, which the step makes."""
+def test_a_stream_goes_on_while_a_larger_program_of_its_own_kind_is_made() -> None:
+    """Another row with the same needs makes the step larger than every program that is ready."""
     programs = Programs()
     loop, stream = started(programs)
     programs.made = {Program(frozenset({"plain"}), False)}  # none with prompts
     loop.submit(other := make_request("another", max_tokens=5))
-    loop.step()
-    assert explained(loop, other).timeline[-1].kind is PhaseKind.PREFILL
+    for _ in range(5):
+        before = len(loop.output(stream))
+        assert loop.step()
+        assert len(loop.output(stream)) == before + 1
+    assert programs.wanted == (Program(frozenset({"plain"}), True),)
+    assert explained(loop, other).timeline[-1].kind is PhaseKind.COMPILING
+
+    programs.make("plain")
     loop.run()
     exact(loop, stream, other)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +196,48 @@ async def test_requests_load_adapters_only_where_that_was_allowed(session: Any, 
     assert bad.status == 400 and "not a folder" in bad.error["message"]
     assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 200
     assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 404
+
+
+@pytest.mark.thorough
+async def test_a_storm_of_loads_and_unloads_changes_no_answer(session: Any, folders: list[Path]) -> None:
+    """Names come, go and mean another folder while requests name them; the adapter that nobody touches stays exact."""
+    served = app(session, name="base", adapter_loading=True, api_key=["one", "two"])
+    draw = random.Random(7)
+    texts = [adapters.plain(MODEL, folder, IDS, 4) for folder in folders]
+    statuses = Counter[tuple[str, int]]()
+
+    async def call(path: str, body: dict[str, Any]) -> Any:
+        headers = {"authorization": f"Bearer {draw.choice(('one', 'two'))}"}
+        answer = await post(served, path, body, headers=headers)
+        statuses[path.rpartition("/")[2], answer.status] += 1
+        assert answer.status in (200, 400, 404), answer.body
+        return answer
+
+    async def change() -> None:
+        for _ in range(20):
+            name, folder = draw.choice(("second", "third")), str(draw.choice(folders))
+            if draw.random() < 0.6:
+                inplace = draw.random() < 0.7
+                await call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, "load_inplace": inplace})
+            else:
+                await call("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def ask(names: tuple[str, ...], possible: list[list[int]]) -> None:
+        body = {"prompt": IDS, "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        for _ in range(15):
+            answer = await call("/v1/completions", {**body, "model": draw.choice(names)})
+            if answer.status == 200:
+                assert answer.json()["choices"][0]["token_ids"] in possible
+            else:
+                assert names != ("first",), answer.body
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(change)
+            group.start_soon(ask, ("second", "base:third", "third"), texts)
+        group.start_soon(ask, ("first",), texts[:1])
+    assert {("completions", 200), ("load_lora_adapter", 200), ("unload_lora_adapter", 200)} <= set(statuses), statuses
+    for name in ("second", "third"):
+        await call("/v1/unload_lora_adapter", {"lora_name": name})
+    assert session.adapters == ("first",)
+    session.check_integrity()

@@ -74,6 +74,56 @@ async def test_abort_by_id_ends_exactly_that_request_of_the_same_sender(slow: Se
     assert answers["a"].status == 499 and answers["a"].error["code"] == "aborted"
 
 
+async def test_an_id_is_its_senders_own(slow: Session) -> None:
+    """Whoever holds an id of others neither stops their requests nor learns of them."""
+    served = app(slow, api_key=["one", "two"])
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    answers: list[Answer] = []
+
+    async def ask(headers: dict[str, str], **fields: Any) -> None:
+        answers.append(await post(served, "/v1/completions", {**LONG, **fields}, headers=headers))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: ask(one, request_id="cmpl-1"))
+        await until(lambda: slow.stats().running == 1)
+        group.start_soon(lambda: ask(two, request_id="cmpl-1", max_tokens=5))
+        await until(lambda: len(answers) == 1)
+        assert answers[0].status == 200, answers[0].text
+        assert (await post(served, "/abort", {"request_id": "cmpl-1"}, headers=two)).json() == {"aborted": []}
+        ended = await post(served, "/abort", {"request_id": "cmpl-1"}, headers=one)
+        assert ended.json() == {"aborted": ["cmpl-1"]}, "it looks like an answer's id, and is the request's own"
+    assert [answer.status for answer in answers] == [200, 499]
+
+
+class Counted(set[Any]):
+    """A set that counts how often it was gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+async def test_thousands_of_ids_are_aborted_in_one_pass_over_the_requests(slow: Session) -> None:
+    served = app(slow)
+    active = served.state.rekindle.life.active = Counted()
+    answers: list[Answer] = []
+
+    async def ask() -> None:
+        answers.append(await post(served, "/v1/completions", {**LONG, "request_id": "this"}))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await until(lambda: slow.stats().running == 1)
+        before = active.passes
+        ids = [f"no-{number}" for number in range(5_000)]
+        ended = await post(served, "/abort", {"request_ids": [*ids, "this", "cmpl-this"]})
+        assert ended.json() == {"aborted": ["this", "cmpl-this"]}
+        assert active.passes == before + 1
+    assert answers[0].status == 499
+
+
 async def test_requests_that_a_proxy_traces_by_one_header_all_run(slow: Session) -> None:
     served = app(slow)
     answers: list[Answer] = []

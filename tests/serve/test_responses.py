@@ -165,7 +165,18 @@ def test_kept_items_are_bounded() -> None:
     with pytest.raises(ApiError):
         kept.get(b"", "4", "input[0].id")
     kept.keep(b"", [item("longer", "a" * 200)])
-    assert not kept._items and kept._characters == 0
+    assert kept.characters == 0
+
+    for index in range(3):
+        kept.keep(b"one", [item(f"one {index}", "a")])
+    for index in range(9):
+        kept.keep(b"two", [item(f"two {index}", "a" * 20)])
+    assert kept.get(b"one", "one 2", "input[0].id"), "who sends a lot does not push out what others have"
+    assert kept.get(b"two", "two 8", "input[0].id")
+    kept.keep(b"two", [item("longer", "a" * 200)])
+    assert kept.get(b"one", "one 2", "input[0].id")
+    with pytest.raises(ApiError):
+        kept.get(b"two", "longer", "input[0].id")
 
 
 async def test_allowed_tools_and_parameters_that_are_null(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 import rekindle
@@ -168,9 +169,11 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
-    placement = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(data=2, processes=1)
     divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
-    with pytest.raises(ConfigError, match="which can't be divided over several devices"):
+    with pytest.raises(ConfigError, match="which can't draft in several data shards"):
         drafter_for(divided, EngineConfig(drafts=assistant))
-    with pytest.raises(UnsupportedModel, match=r"which drafts for a Gemma 4 model.*Open that model, with drafts="):
+    with pytest.raises(ConfigError, match="attends to this model's pages: several devices have a part of them each"):
+        rekindle.open_sync(model, **OPTIONS, drafts=assistant, mesh=jax.make_mesh((1,), ("model",)))
+    with pytest.raises(UnsupportedModel, match=r"which drafts for another model.*Open that model, with drafts="):
         rekindle.open_sync(assistant, **OPTIONS)

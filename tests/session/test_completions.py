@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import pytest
 from helpers.sessions import opened
 from rekindle import Session
 from rekindle._src.calls.handle import Completions
+from rekindle._src.core import html
+from rekindle._src.core.records import TokenLogprobs
 
 EVIL = "<script>alert('x')</script>"
 
@@ -52,6 +55,13 @@ def test_a_long_list_is_one_line_and_a_short_table(session: Session) -> None:
     made = many._repr_html_()
     assert made.count("<tr>") == 51
     assert "and 10 more" in made
+
+
+def test_a_completion_with_a_whole_vocabulary_of_probabilities_shows_a_few(session: Session) -> None:
+    done = session.generate_sync("hello", max_tokens=1)
+    entry = TokenLogprobs(done.token_ids[0], -1.0, tuple(range(27)), tuple([-2.0] * 27))
+    many = dataclasses.replace(done, logprobs=(entry,))._repr_html_()
+    assert many.count("13.5%") == html.ALTERNATIVES < 27
 
 
 def test_several_of_each_prompt_have_their_places(session: Session) -> None:

@@ -42,7 +42,7 @@ def roles(chat: Conversation) -> list[str]:
 
 @anyio_test
 async def test_turns_are_added_once(session: Session) -> None:
-    chat = session.conversation(system="Be brief.", max_tokens=5)
+    chat = session.conversation("Be brief.", max_tokens=5)
     turn = chat.say("one")
     assert chat.messages == [SYSTEM]
     first = await turn

@@ -230,9 +230,9 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))
-    placement = SimpleNamespace(divided=True, processes=1)
+    placement = SimpleNamespace(data=2, processes=1)
     divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
-    with pytest.raises(ConfigError, match="which can't be divided over several devices"):
+    with pytest.raises(ConfigError, match="which can't draft in several data shards"):
         drafter_for(divided, EngineConfig(drafts=twin))
     other = shutil.copytree(tiny.folder(), tmp_path / "other")
     raw = json.loads((other / "tokenizer.json").read_text())

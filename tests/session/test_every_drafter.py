@@ -1,9 +1,10 @@
 """The same tokens with every drafter and with none: 200 prompts, greedy and drawn, with all that a request may ask for.
 
 Each of two models gets a hundred prompts that share beginnings, ten for each combination of options. One model has
-states in most layers and a draft head, the other has windows and an assistant. There are fewer pages than the requests
-that run at once may need, so that some wait for room or are preempted. Then the session is opened again from what it
-saved, and serves a few of each kind. Each drafter's own file tests that nothing is compiled while serving.
+states in most layers and a draft head, the other has windows, an assistant and a head of EAGLE-3. There are fewer pages
+than the requests that run at once may need, so that some wait for room or are preempted. Then the session is opened
+again from what it saved, and serves a few of each kind. Each drafter's own file tests that nothing is compiled while
+serving.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import rekindle
-from helpers import adapters, assistants, checkpoints
+from helpers import adapters, assistants, block_heads, checkpoints, eagle
 from helpers.draft_heads import with_head
 from helpers.small import LEAST
 from rekindle import Completion, Session, tiny
@@ -55,7 +56,15 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "measured": {"ignore_eos": True, "logprobs": 1, "logit_bias": FEW},
 }
 EACH = 10  # prompts that ask for the same; every second one is drawn
-DRAFTERS = {"lookup": "states", "mtp": "states", "suffix": "windows", "model": "windows", "assistant": "windows"}
+DRAFTERS = {
+    "lookup": "states",
+    "mtp": "states",
+    "suffix": "windows",
+    "model": "windows",
+    "assistant": "windows",
+    "eagle3": "windows",
+    "dflash": "windows",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +76,14 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The two models, a small model and an assistant; all with the embedded model's tokenizer but the assistant."""
+    """The two models, a small model, an assistant and a head; the first three with the embedded model's tokenizer."""
     root = tmp_path_factory.mktemp("models")
-    found = {"assistant": assistants.write(root / "assistant", assistants.raw_of(RAW["windows"]))}
+    found = {
+        "assistant": assistants.write(root / "assistant", assistants.raw_of(RAW["windows"])),
+        "eagle3": eagle.write(root / "eagle3", eagle.raw_of(RAW["windows"], draft_vocab_size=1500)),
+    }
+    blocks = block_heads.raw_of(RAW["windows"])
+    found["dflash"] = eagle.write(root / "dflash", blocks, block_heads.tensors(blocks))
     for name, raw in {**RAW, "model": {**checkpoints.CASES["llama"], **SIZES}}.items():
         stored = {key: value for key, value in raw.items() if key != "draft_head"}
         found[name] = str(checkpoints.write(root / name, stored, checkpoints.tensors(raw)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_the_embedded_model_as_a_file_is_the_embedded_model(kind: str, tmp_path:
     prompt = Tokenizer.load(file).encode(PROMPT)
     assert prompt == Tokenizer.load(tiny.folder()).encode(PROMPT)
     assert reference.generate(found, prompt, 12) == reference.generate(embedded, prompt, 12)
+
+
+@pytest.mark.parametrize("out", ["out.gguf", "out"])
+def test_tensors_that_contradict_their_config_are_not_written(out: str, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny.folder(), broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] - 1}))
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.weight: shape \[512, 256\], expected \[511, 256\]"):
+        export(broken, tmp_path / out)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 @pytest.mark.thorough

@@ -49,7 +49,7 @@ def test_snapshots_and_collectives_of_eight_devices(tmp_path: Path) -> None:
         "every_family", "repeated_kv_heads", "kernels_of_xla", "quantised", "four_bits", "int8_pages", "restarts",
         "tiers_and_preemption", "loaded_weights", "loaded_in_parts", "random_models", "beside_a_mesh_of_the_user",
         "data_shards_of_families", "data_shards_with_options", "data_shards_restore",
-        "data_shards_given_as_a_mesh", "taps_of_families", "states", "pictures",
+        "data_shards_given_as_a_mesh", "taps_of_families", "states", "pictures", "drafters", "draft_heads",
     ],
 )  # fmt: skip
 def test_on_eight_devices(tmp_path: Path, name: str) -> None:

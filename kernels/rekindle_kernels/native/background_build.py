@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from rekindle_kernels import private_files, system
-from rekindle_kernels.native import build, cpu
+from rekindle_kernels.native import build, cpu, kernel_files
 
 MOST = 4  # processes
 LONGEST = 600  # seconds after which a process is ended: others may wait for it
@@ -148,8 +149,8 @@ def _claimed() -> Iterator[Sequence[int] | None]:
     The lock is that of the folder, and ends with the last process that has the descriptor. Empty where there are none.
     """
     try:
-        private_files.make_folder(build.folder())
-        descriptor = system.open_file(build.folder(), os.O_RDONLY)
+        private_files.make_folder(kernel_files.folder())
+        descriptor = system.open_file(kernel_files.folder(), os.O_RDONLY)
     except OSError:
         yield ()
         return
@@ -166,7 +167,7 @@ def _claimed() -> Iterator[Sequence[int] | None]:
 def _started(names: Sequence[str], claim: Sequence[int]) -> tuple[subprocess.Popen[str], Sequence[str]]:
     """Return a process that compiles these kernels, one after the other, and has the descriptors of `claim` until
     then."""
-    folder = [] if build.cache_folder is None else [f"--cache={build.cache_folder}"]
+    folder = [] if kernel_files.cache_folder is None else [f"--cache={kernel_files.cache_folder}"]
     command = [sys.executable, "-c", _CODE.format(path=sys.path), *folder, *names]
     process = subprocess.Popen(
         command,
@@ -186,7 +187,7 @@ def main() -> None:
     system.end_after(LONGEST)
     for argument in sys.argv[1:]:
         if argument.startswith("--cache="):
-            build.cache_folder = build.Path(argument.removeprefix("--cache="))
+            kernel_files.cache_folder = Path(argument.removeprefix("--cache="))
             continue
         try:
             build.keep(argument)

@@ -8,7 +8,6 @@ and elsewhere llvmlite. The file's name is a digest of what the code depends on:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -20,20 +19,17 @@ import re
 import threading
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from rekindle_kernels import private_files
-from rekindle_kernels.native import cpu, library, object_loader, python_handlers
+from rekindle_kernels.native import cpu, kernel_files, library, object_loader, python_handlers
 from rekindle_kernels.native.chain_plan import ENTRIES, slot
 
 PREFIX = "rekindle_"
 PYTHON = python_handlers.HANDLERS  # kernels that need no machine code
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
 log = logging.getLogger(__name__)
-cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
 _lock = threading.Lock()
 compiling: str = ""  # the kernel that is being compiled now
 _failed: set[str] = set()
@@ -55,12 +51,6 @@ def unavailable_reason() -> str | None:
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         return f"llvmlite {version} is older than {OLDEST[0]}.{OLDEST[1]}: pip install --upgrade 'numba>=0.66'"
     return None
-
-
-def folder() -> Path:
-    """Return where object files are kept."""
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (cache_folder or user / "rekindle_kernels") / "native"
 
 
 def identity() -> dict[str, str]:
@@ -114,7 +104,7 @@ def is_there(name: str) -> bool:
 
 def can_compile() -> bool:
     """True if kernels can be compiled here, and are there for other processes then."""
-    return importlib.util.find_spec("numba") is not None and _trusted()
+    return importlib.util.find_spec("numba") is not None and kernel_files.is_trusted()
 
 
 def keep(name: str) -> None:
@@ -274,32 +264,8 @@ def _version(package: str) -> str:
 
 def _stored(name: str) -> bytes | None:
     """Return object code that was kept, if only this user can have written it."""
-    try:
-        if not _trusted():
-            return None
-        content = private_files.read(_file(name), inside=folder())
-    except OSError:
-        return None
-    checksum, code = content[:16], content[16:]
-    return code if bytes.fromhex(private_files.checksum(_file(name).name, code)) == checksum else None
+    return kernel_files.read(name, digest(name))
 
 
 def _store(name: str, code: bytes) -> None:
-    """Complete or absent; a folder that can't be written costs a compilation at the next start and nothing else."""
-    with contextlib.suppress(OSError):
-        if _trusted():
-            private_files.make_folder(folder())
-            checksum = bytes.fromhex(private_files.checksum(_file(name).name, code))
-            private_files.write(_file(name), [checksum, code])
-
-
-def _file(name: str) -> Path:
-    return folder() / f"{name}-{private_files.stored_name(digest(name))}.o"
-
-
-def _trusted() -> bool:
-    """True if the folder is this user's own; if it is not, this is said once and kernels are compiled at each start."""
-    reason = private_files.distrust_reason(folder())
-    if reason is not None:
-        private_files.tell_once(reason)
-    return reason is None
+    kernel_files.write(name, digest(name), code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -20,13 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rekindle_kernels import int4_format
-from rekindle_kernels.native import cpu, kernel_table, library, object_loader
+from rekindle_kernels.native import cpu, kernel_files, kernel_table, library, object_loader
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
 HEAD_DIMS = (64, 128, 256, 32, 80, 96)
@@ -80,6 +79,21 @@ module asm "  popq %r10"
 module asm "  ret"
 """
 _JOB = struct.Struct("=i")
+_WINDOW = 16 << 20  # bytes that packing sees at once: all of a library, which unpacking then has memory for
+
+
+class ObjectFolder(NamedTuple):
+    """The object files of a level's kernels, in a folder which has those of other sources and compilers, too."""
+
+    folder: Path
+    level: cpu.Level
+    linked: bool
+
+    def path(self, name: str, system: str) -> Path:
+        """Return the file of a kernel for a system; it is complete or absent."""
+        compilers = "-".join(importlib.metadata.version(package) for package in ("numba", "llvmlite"))
+        kind = f"{system}-{self.level.suffix}{'' if self.linked else '-unlinked'}"
+        return self.folder / f"{library.source_digest()}-{compilers}" / kind / f"{name}.o"
 
 
 def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
@@ -135,13 +149,15 @@ def build(
     longest: float = math.inf,
     origin: str = "",
     prefetch: Mapping[str, Any] | None = None,
-    room: int | None = None,
+    packed: bool = False,
     whole: bool = False,
+    objects: Path | None = None,
 ) -> Path:
     """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
 
-    Of a library with `room` for so many bytes once it is compressed, the last kernels are left out if need be.
+    A shared library that is `packed` is compressed as a whole: wheels have less room than all levels take.
     `prefetch` is what `tuned` returned, and goes into the manifest.
+    Object files stay in the folder `objects`, if there is one, and those that it has are not compiled.
     What is not begun after `limit` seconds of a process's own time on a core is left out: that is as much on a busy
     machine as on an idle one. So is what is not begun after `longest` seconds, and what can't be compiled; if the
     library has to be `whole`, RuntimeError is raised then. `linker` is the compiler driver that links, if one is
@@ -151,6 +167,7 @@ def build(
     assert len(machines) == 1, f"one library is for one kind of processor, not for {' and '.join(sorted(machines))}"
     platform = library.platform_tag(levels[0].machine, system)
     linked = linker is not None or platform != UNLINKED
+    assert linked or not packed, "what is unpacked is a shared library"
     program = shlex.split(linker or _linker()) if linked else []
     started, found = time.perf_counter(), dict[str, dict[cpu.Level, Path]]()  # object files, by kernel
     failed = list[str]()
@@ -158,9 +175,11 @@ def build(
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
             names = [name for name in kernels if fits(name, level)]
-            paths = _compiled(names, level, Path(folder), linked, system, limit, deadline)
-            for name, path in zip(names, paths, strict=True):
-                if path is None:
+            made_at = ObjectFolder(objects or Path(folder), level, linked)
+            _compile_all(names, made_at, [system], limit, deadline)
+            for name in names:
+                path = made_at.path(name, system)
+                if not path.exists():
                     failed.append(f"{name} for {level.name}")
                     print(f"{failed[-1]} is left out: it failed to compile, or there was no time", file=sys.stderr)
                 else:
@@ -168,33 +187,39 @@ def build(
         if whole and failed:
             raise RuntimeError(f"kernels that were not compiled: {', '.join(failed)}")
         kept = {name: without_copies(found[name]) for name in kernels if name in found}
-        if room is not None:
-            kept = likeliest(kept, room)
         made = {level.name: [name for name in kept if level in kept[name]] for level in levels}
         # Those of a kernel lie together, where compressing finds what they have in common.
-        objects = {library.symbol(name, level): path for name, paths in kept.items() for level, path in paths.items()}
+        files = {library.symbol(name, level): path for name, paths in kept.items() for level, path in paths.items()}
         target.mkdir(parents=True, exist_ok=True)
         place = target / f"kernels-{platform}.{_SUFFIXES[system] if linked else 'objects'}"
         extents: dict[str, tuple[int, int]] = {}
-        # A process may have the old one mapped: it keeps that.
-        new = target / f".{place.name}.{os.getpid()}"
         if linked:
             if system == "darwin":
                 program += ["-Wl,-install_name,@rpath/" + place.name]  # else the name of this moment's file
             own = Path(folder) / place.name  # a DLL says its name, and the linker leaves files next to it
-            _link(own, [_common_object(Path(folder), levels[0], system), *objects.values()], program, system)
-            shutil.copyfile(own, new)
+            _link(own, [_common_object(Path(folder), levels[0], system), *files.values()], program, system)
+            content = own.read_bytes()
         else:
-            with new.open("wb") as file:
-                for symbol, path in objects.items():
-                    extents[symbol] = file.tell(), file.write(path.read_bytes())
+            content = b""
+            for symbol, path in files.items():
+                code = path.read_bytes()
+                extents[symbol] = len(content), len(code)
+                content += code
+        digest = kernel_files.digest_of(content)
+        if packed:
+            import lzma  # not every Python has it, and only a release needs it
+
+            place = place.with_name(place.name + library.PACKED)
+            content = lzma.compress(content, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": _WINDOW}])
+        new = target / f".{place.name}.{os.getpid()}"  # a process may have the old one mapped: it keeps that
+        new.write_bytes(content)
         os.replace(new, place)
     seconds, count = time.perf_counter() - started, sum(map(len, made.values()))
     manifest = {
         "platform": platform,
         "sources": library.source_digest(),
         "library": place.name,
-        "digest": hashlib.blake2b(place.read_bytes(), digest_size=16).hexdigest(),
+        "digest": digest,
         "levels": made,
         "objects": extents,
         "origin": origin,
@@ -224,19 +249,6 @@ def without_copies(objects: Mapping[cpu.Level, Path]) -> dict[cpu.Level, Path]:
                 break
         else:
             kept[level] = objects[level]
-    return kept
-
-
-def likeliest(kernels: Mapping[str, dict[cpu.Level, Path]], room: int) -> dict[str, dict[cpu.Level, Path]]:
-    """Return the first of these kernels, whose object files take no more than `room` bytes once they are compressed."""
-    kept, left = dict[str, dict[cpu.Level, Path]](), room
-    for name, objects in kernels.items():
-        left -= len(zlib.compress(b"".join(path.read_bytes() for path in objects.values())))
-        if left < 0:
-            told = f"there is room for {len(kept)} of {len(kernels)} kernels; XLA does the work of the others: "
-            print(told + ", ".join(name for name in kernels if name not in kept), file=sys.stderr)
-            break
-        kept[name] = objects
     return kept
 
 
@@ -271,24 +283,34 @@ def fits(name: str, level: cpu.Level) -> bool:
     return kind != kernel_table.GEMM.kind or cpu.multiplies_many(dtype, level)
 
 
-def _compiled(
+def compile_objects(folder: Path, level: cpu.Level, kernels: Sequence[str], systems: Sequence[str]) -> None:
+    """Compile a level's kernels for the shared libraries of several systems, into a folder for `build`.
+
+    Most of the time is numba's, which does its part once for all of them.
+    """
+    _compile_all([name for name in kernels if fits(name, level)], ObjectFolder(folder, level, linked=True), systems)
+
+
+def _compile_all(
     names: Sequence[str],
-    level: cpu.Level,
-    folder: Path,
-    linked: bool,
-    system: str,
+    place: ObjectFolder,
+    systems: Sequence[str],
     limit: float = math.inf,
     deadline: float = math.inf,
-) -> list[Path | None]:
-    """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
+) -> None:
+    """Compile the kernels that are absent, as many at once as there are processors. One that fails stays absent."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
-    results: list[Path] = [folder / f"{level.suffix}-{index}.o" for index in range(len(names))]
+    names = [name for name in names if not all(place.path(name, system).exists() for system in systems)]
+    if not names:
+        return
+    for system in systems:
+        place.path(names[0], system).parent.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # it has no processes that begin as a copy of this one
-        for name, path in zip(names, results, strict=True):
+        for name in names:
             if time.process_time() < limit and time.monotonic() < deadline:
-                _compile(name, level, path, linked, system)
-        return [path if path.exists() else None for path in results]
+                _compile(name, place, systems)
+        return
     jobs, ready = os.pipe()  # a process takes the next number from it
     os.set_blocking(jobs, False)
     asked_by = os.getpid()
@@ -298,7 +320,7 @@ def _compiled(
             while os.getppid() == asked_by:
                 (index,) = _JOB.unpack(os.read(jobs, _JOB.size))
                 if time.process_time() < limit and time.monotonic() < deadline:  # a fork's own time begins at 0
-                    _compile(names[index], level, results[index], linked, system)
+                    _compile(names[index], place, systems)
 
     try:
         os.write(ready, b"".join(map(_JOB.pack, range(len(names)))))  # a pipe holds 64 KiB
@@ -311,7 +333,6 @@ def _compiled(
     finally:
         os.close(jobs)
         os.close(ready)
-    return [path if path.exists() else None for path in results]
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -330,20 +351,23 @@ def _forked(work: Callable[[], None]) -> int:
     return process
 
 
-def _compile(name: str, level: cpu.Level, path: Path, linked: bool, system: str) -> None:
-    """Compile one kernel; `path` is complete or absent."""
+def _compile(name: str, place: ObjectFolder, systems: Sequence[str]) -> None:
+    """Compile one kernel, where it is absent."""
     try:
-        from rekindle_kernels.native.compiling import machine_of, object_code
+        from rekindle_kernels.native.compiling import machine_of, object_codes
 
-        cpu.building_for = level
+        cpu.building_for = level = place.level
         symbol = library.symbol(name, level)
-        code = object_code(name, symbol, machine_of(level, linked=linked, system=system))
-        if not linked and object_loader.load(code, symbol, {ENTRIES: 1 << 20}) is None:
-            raise RuntimeError("its object code has something that object_loader does not know")
-        path.with_suffix(".part").write_bytes(code)
-        path.with_suffix(".part").rename(path)
+        paths = {system: path for system in systems if not (path := place.path(name, system)).exists()}
+        machines = [machine_of(level, linked=place.linked, system=system) for system in paths]
+        for path, code in zip(paths.values(), object_codes(name, symbol, machines), strict=True):
+            if not place.linked and object_loader.load(code, symbol, {ENTRIES: 1 << 20}) is None:
+                raise RuntimeError("its object code has something that object_loader does not know")
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_bytes(code)
+            part.rename(path)
     except Exception as error:
-        print(f"{name}, {level.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
+        print(f"{name}, {place.level.name}: {type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
 
 
 def _common_object(folder: Path, level: cpu.Level, system: str) -> Path:
@@ -402,7 +426,11 @@ def main() -> None:
     parser.add_argument(
         "--linker", help="the compiler driver (for Windows: lld-link) that links for another system or machine"
     )
-    parser.add_argument("--room", type=int, help="bytes of the compressed library; the rarest kernels are left out")
+    parser.add_argument("--packed", action="store_true", help="compress the library, as a release's wheels have it")
+    parser.add_argument("--objects", type=Path, help="object files stay in this folder, and are not made again")
+    parser.add_argument(
+        "--only-objects", nargs="+", choices=tuple(_SUFFIXES), metavar="SYSTEM", help="make these, for shared libraries"
+    )
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a core, then no kernel is begun")
     parser.add_argument("--longest", type=float, default=math.inf, help="seconds after which no kernel is begun")
     parser.add_argument("--whole", action="store_true", help="fail where a kernel can't be compiled")
@@ -411,6 +439,12 @@ def main() -> None:
     named = arguments.kernels or os.environ.get("REKINDLE_KERNEL_NAMES", "").split()
     kernels = named or all_kernels(arguments.head_dims)
     levels, origin = [cpu.level_called(name) for name in arguments.levels], "in the package, for"
+    if arguments.only_objects:
+        if arguments.objects is None:
+            parser.error("--only-objects needs --objects, the folder for them")
+        for level in levels:
+            compile_objects(arguments.objects, level, kernels, arguments.only_objects)
+        return
     if arguments.here:
         os.environ[library.FOLDER] = str(arguments.out)
         found = library.find()
@@ -427,7 +461,8 @@ def main() -> None:
     try:
         build(
             arguments.out, levels, kernels, system=arguments.system, linker=arguments.linker, limit=arguments.limit,
-            longest=arguments.longest, origin=origin, prefetch=chosen, room=arguments.room, whole=arguments.whole,
+            longest=arguments.longest, origin=origin, prefetch=chosen, packed=arguments.packed, whole=arguments.whole,
+            objects=arguments.objects,
         )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None

@@ -47,23 +47,32 @@ SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0", "win32"
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
     """Return the object code of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
+    return object_codes(name, entry, [machine])[0]
+
+
+def object_codes(name: str, entry: str, machines: Sequence[Any]) -> list[bytes]:
+    """Return the object code of kernel `name` for each of these target machines, which differ in their systems alone.
+
+    Most of the time is numba's, which generates the kernel once.
+    """
     with _gathering():
         kernel = make(name)
         task, make_handler = kernel.functions()
         handler = make_handler()
     _expose(task, kernel.symbol)
-    return _code([handler, task], entry, machine)
+    return _codes([handler, task], entry, machines)
 
 
 def function_code(make_function: Callable[[], Any], entry: str, machine: Any) -> bytes:
     """Return the object code of a single C function, which is made while what it calls is gathered."""
     with _gathering():
         function = make_function()
-    return _code([function], entry, machine)
+    return _codes([function], entry, [machine])[0]
 
 
-def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
-    """Return the object code of the first function, which gets the name `entry`, and of others that it names."""
+def _codes(functions: Sequence[Any], entry: str, machines: Sequence[Any]) -> list[bytes]:
+    """Return the object code, for each machine, of the first function, which gets the name `entry`, and of others that
+    it names."""
     _expose(functions[0], entry)
     module = _linked(llvm.parse_assembly(""), [function._library for function in functions])
     for index, value in enumerate((*module.functions, *module.global_variables)):
@@ -74,6 +83,11 @@ def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
         # Nothing is thrown through it, and its tables for unwinding led C++ exceptions of other code astray.
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
+    return [_emitted(module.clone(), entry, machine) for machine in machines]
+
+
+def _emitted(module: Any, entry: str, machine: Any) -> bytes:
+    """Return the object code of a module, which is optimised for the machine."""
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     if "windows" in machine.triple:
         module.get_function(entry).storage_class = "dllexport"  # a DLL exports what says so

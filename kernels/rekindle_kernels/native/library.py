@@ -1,27 +1,36 @@
 """Native kernels that were compiled ahead: at installation for this processor, or for all levels of a platform's wheel.
 
 `build_library` makes them; then kernels need neither numba nor llvmlite, and nothing is compiled while somebody waits.
-They are used only with the sources that they were made from. On x86-64 Linux they are object files in one file, which
-`object_loader` loads; elsewhere a shared library that the system's linker made.
+They are used only with the sources that they were made from. An installation's on x86-64 Linux are object files in one
+file, which `object_loader` loads; others are a shared library that a linker made.
+
+A release's wheel has its shared library compressed as a whole, because a wheel's own compression sees 32 KiB at once,
+and little of what the levels have in common. The library is unpacked when a kernel is first needed, into the folder of
+`kernel_files`.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
+import importlib.util
 import json
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle_kernels.native import cpu, object_loader
+from rekindle_kernels.native import cpu, kernel_files, object_loader
 from rekindle_kernels.native.chain_plan import ENTRIES, SLOTS
 
 FOLDER = "REKINDLE_NATIVE_LIBRARY"  # looks for the library elsewhere
 MANIFEST = "manifest.json"
+PACKED = ".xz"  # at the end of the name of a library that is unpacked first
 _SOURCES = ("chain_plan", "compiling", "cpu", "cpuid", "kernel_table", "layout")
 _LONGEST = max(len(level.suffix) for level in cpu.LEVELS)
 log = logging.getLogger(__name__)
@@ -91,6 +100,10 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
         if (manifest["platform"], manifest["sources"]) != (platform_tag(), source_digest()) or not usable:
             log.debug("%s is for another system, processor or version", place)
             return None
+        if manifest["library"].endswith(PACKED) and importlib.util.find_spec("_lzma") is None:
+            log.warning("this Python was built without lzma, which native kernels are unpacked with: install liblzma's "
+                        "headers and build it again. XLA does their work, more slowly")  # fmt: skip
+            return None
         objects = {symbol: (first, size) for symbol, (first, size) in manifest.get("objects", {}).items()}
         measured = manifest.get("prefetch") or {}
         chosen = cpu.Prefetching.read(measured["chosen"]) if measured else None
@@ -114,7 +127,7 @@ def address(name: str) -> int | None:
             entry = symbol(name, cpu.level_called(level))
             if library.objects:
                 return _loaded_object(library, entry)
-            return ctypes.cast(getattr(_loaded(library.path), entry), ctypes.c_void_p).value
+            return ctypes.cast(getattr(_loaded(library), entry), ctypes.c_void_p).value
     return None
 
 
@@ -123,7 +136,7 @@ def entries() -> Any:
     """Return the addresses of all kernels' code, which the kernel of chains calls; in a shared library's memory if
     there is one."""
     library = find()
-    shared = None if library is None or library.objects else _loaded(library.path)
+    shared = None if library is None or library.objects else _loaded(library)
     return _own_entries() if shared is None else (ctypes.c_int64 * SLOTS).in_dll(shared, ENTRIES)
 
 
@@ -132,9 +145,41 @@ def _own_entries() -> Any:
     return (ctypes.c_int64 * SLOTS)()
 
 
+def _loaded(library: Library) -> ctypes.CDLL:
+    return _opened(library.path, library.digest)
+
+
 @cache
-def _loaded(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+def _opened(path: Path, digest: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(unpacked(path, digest) if path.suffix == PACKED else path))
+
+
+def unpacked(path: Path, digest: str) -> Path:
+    """Return the file of the shared library that `path` has packed, whose digest was looked at.
+
+    It is kept, and found by later processes, where no other user could exchange it. Elsewhere it is this process's own.
+    Raises OSError if `path` is damaged.
+    """
+    plain = Path(path.stem)
+    name = f"{plain.stem}-{digest}{plain.suffix}"
+    found = kernel_files.shared_library(name, digest)
+    if found is not None:
+        return found
+    import lzma  # 3 ms, and only here
+
+    try:
+        content = lzma.decompress(path.read_bytes())
+    except lzma.LZMAError:
+        content = b""
+    if kernel_files.digest_of(content) != digest:
+        raise OSError(f"{path} is damaged: install rekindle again")
+    kept = kernel_files.keep_shared_library(name, content)
+    if kept is None:
+        folder = tempfile.mkdtemp(prefix="rekindle-kernels-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # Windows keeps a file that is in use
+        kept = Path(folder, name)
+        kept.write_bytes(content)
+    return kept
 
 
 _objects: dict[tuple[str, str], int] = {}  # addresses of what is loaded, by library and symbol

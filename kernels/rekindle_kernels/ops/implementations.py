@@ -39,6 +39,7 @@ LINEAR.register("xla", ".xla.linear", "LINEAR", platforms=ANYWHERE)
 LINEAR.register("pallas_gpu_interpret", ".pallas.gpu.int4", "INTERPRETED")
 
 GROUPED_LINEAR.register("pallas_gpu", ".pallas.gpu.grouped", "GROUPED", platforms=GPU)
+GROUPED_LINEAR.register("xla_tiles", ".xla.linear", "GROUPED_TILES", platforms=GPU)
 GROUPED_LINEAR.register("xla", ".xla.linear", "GROUPED", platforms=ANYWHERE)
 GROUPED_LINEAR.register("pallas_gpu_interpret", ".pallas.gpu.grouped", "INTERPRETED")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rekindle_kernels import gpus, tuning
-from rekindle_kernels.native import background_build, build, chain, cpu, library
+from rekindle_kernels.native import background_build, build, chain, cpu, kernel_files, library
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
@@ -70,7 +70,8 @@ def kernels_origin() -> str:
     """Describe the origin of the native kernels."""
     built = library.find()
     if built is None:
-        return f"numba compiles them for this processor when a model needs them, and keeps them in {build.folder()}"
+        place = kernel_files.folder()
+        return f"numba compiles them for this processor when a model needs them, and keeps them in {place}"
     level = next(iter(built.levels))
     measured = f"as measured on {built.processor or 'this processor'}" if built.prefetch else "as for all of its level"
     prefetch = _in_words(built.prefetch or cpu.level_called(level).prefetch)
@@ -153,7 +154,7 @@ def configure(*, cache_folder: str | Path) -> None:
 
     The default is `rekindle_kernels` in the user's cache folder.
     """
-    build.cache_folder = Path(cache_folder)
+    kernel_files.cache_folder = Path(cache_folder)
 
 
 def _uses_native(implementation: str | None, platform: str | None) -> bool:

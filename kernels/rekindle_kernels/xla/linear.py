@@ -17,6 +17,7 @@ from rekindle_kernels.ops.linear import (
     AdapterCall,
     AdapterInputs,
     AdapterOptions,
+    GroupedCall,
     LinearCall,
     LinearOptions,
     Operands,
@@ -173,6 +174,40 @@ def grouped_linear(
 
 
 GROUPED = Implementation("xla", grouped_linear, anything)
+
+
+def grouped_in_tiles(
+    x: Array, weight: Array, sizes: Array, scale: Array | None, minimum: Array | None, dtype: jnp.dtype
+) -> Array:
+    """Implement `ops.linear.grouped_linear` for weights in groups: experts are widened by AT_ONCE bytes, some after
+    others. Rows beyond the sum of `sizes` are zero."""
+    experts, outputs = weight.shape[0], weight.shape[1] * int4.OUTPUTS
+    most = max(1, AT_ONCE // (outputs * x.shape[1] * x.dtype.itemsize))
+    step = next(count for count in range(min(most, experts), 0, -1) if experts % count == 0)
+    begins = jnp.cumsum(sizes) - sizes
+
+    def add(index: Array, y: Array) -> Array:
+        first = index * step
+        tile, own, tile_scale, tile_minimum = (
+            None if array is None else lax.dynamic_slice_in_dim(array, first, step)
+            for array in (weight, sizes, scale, minimum)
+        )
+        # The rows of these experts come first; the product leaves those after them zero.
+        rows = jnp.roll(x, -begins[first], axis=0)
+        return y + jnp.roll(grouped_linear(rows, tile, own, tile_scale, tile_minimum, dtype), begins[first], axis=0)
+
+    y: Array = lax.fori_loop(0, experts // step, add, jnp.zeros((x.shape[0], outputs), dtype))
+    return y
+
+
+def supports_grouped_tiles(call: GroupedCall) -> str | None:
+    """Return None on a GPU without Triton, where no kernel takes a group's bits apart."""
+    if call.scale is None:
+        return "it is for groups of four bits and more"
+    return None if gpus.without_triton() is not None else "Triton's kernel takes bits apart here"
+
+
+GROUPED_TILES = Implementation("xla_tiles", grouped_in_tiles, supports_grouped_tiles)
 
 
 # Products of adapters, by XLA.

@@ -244,8 +244,8 @@ class ChatRequests:
 
     def conversation(
         self,
-        *,
         system: str | None = None,
+        *,
         restore: str | os.PathLike[str] | None = None,
         tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,

@@ -348,7 +348,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     },
     "drafts": {
         "help": "where draft tokens come from: auto (default), none, suffix for all texts of the session, mtp for "
-        "the model's own head, or a small model or an assistant: a folder, a GGUF file or a name",
+        "the model's own head, or a small model, an assistant or a head (EAGLE-3, DFlash): a folder, a file or a name",
     },
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},

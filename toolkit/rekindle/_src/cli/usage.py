@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
 
     def _unexpected(self, unknown: Sequence[str]) -> str:
-        option = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
+        option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
         if len(unknown) == 1 and "--model" in self._option_string_actions and Path(unknown[0]).exists():
             return f"unexpected {unknown[0]!r}. A model is passed as --model {unknown[0]}"
         if option is None:

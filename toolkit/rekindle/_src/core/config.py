@@ -150,8 +150,9 @@ class EngineConfig(html.Record):
         prompt_lookup (0): tokens that a request may draft from its own text, checked along with the next one; 0 is off.
         drafts ("auto"): where drafts come from: "suffix" is all texts of the session, 7 tokens at a time unless
             prompt_lookup says how many; "mtp" is the model's own head, if it has one, up to 7 tokens before a step;
-            a folder, a GGUF file, a hub id or "tiny" is a small model with the same tokenizer, or the assistant of a
-            Gemma 4 model; "auto" is prompt_lookup and what grammars force; "none" is no drafts at all.
+            a folder, a GGUF file, a hub id or "tiny" is a small model with the same tokenizer, the assistant of a
+            Gemma 4 model, or a head of EAGLE-3 or DFlash; "auto" is prompt_lookup and what grammars force; "none" is no
+            drafts at all.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs alongside (CPU only).
         kernels (None): a rekindle_kernels implementation of attention; None picks the first that fits.
         seed (None): seeds the draw of per-request seeds and policy="random".

@@ -33,6 +33,9 @@ class Markup(str):
     __slots__ = ()
 
 
+ALTERNATIVES = 20  # of a token that are shown; a request may ask for all of a vocabulary
+
+
 class Token(NamedTuple):
     """A token for the display by `tokens`."""
 

@@ -684,7 +684,8 @@ class Completion:
         return html.tokens(token._replace(forced=flag) for token, flag in zip(tokens, forced, strict=True))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
-        others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)
+        most = html.ALTERNATIVES
+        others = zip(map(self.text_of, entry.top_ids[:most]), entry.top_logprobs[:most], strict=True)
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:

@@ -32,7 +32,8 @@ from rekindle._src.models.registry import family
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
-    from rekindle._src.models.nn.decoders import DraftEntries
+    from rekindle._src.models.nn.block_head import ContextEntry
+    from rekindle._src.models.nn.draft_heads import DraftEntries, DraftScores
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
@@ -56,12 +57,33 @@ class Model(Protocol):
     config: ModelConfig
     layers: Sequence[Callable[[Array, ForwardPass], Array]]
 
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        ...
+
+    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
+        ...
+
+    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
+        ...
+
+    def draft_state(self, read: Array) -> Array:
+        """Compute the draft head's hidden states [T, D], of what it reads [T, F]; see `ModelConfig.reads`."""
+        ...
+
     def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
-        """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
+        """Compute what the draft head keeps of its hidden states [T, D] and of the tokens [T] that follow them."""
         ...
 
     def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
-        """Compute the hidden states [N, E] whose logits draft a token each, from the head's `DraftEntries`."""
+        """Compute the draft head's hidden states [N, D] that draft a token each, from its `DraftEntries`."""
+        ...
+
+    def draft_scores(self, hidden: Array, count: Array | None = None) -> DraftScores:
+        """Compute the scores of the tokens that the draft head can draft, from its hidden states [N, D]."""
         ...
 
     def __call__(
@@ -181,6 +203,10 @@ class Placement:
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an array that `parts` makes of parts of this shape."""
         return tuple(shape)
+
+    def whole(self, graph: Graph) -> Placement:
+        """Return the placement of another model, all of which lies on each of these devices."""
+        return self
 
     def model(self, model: LoadedModel) -> LoadedModel:
         """Return a loaded model on these devices. The original stays unchanged."""

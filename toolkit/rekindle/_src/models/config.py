@@ -128,6 +128,9 @@ _LATER = (
     "sections",
     "draft_head",
     "assists",
+    "reads",
+    "eagle",
+    "block",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -151,6 +154,29 @@ class AssistantSpec:
     hidden_size: int  # of that model
     centroids: int = 0  # clusters of the vocabulary, all alike in size; 0: it has none
     nearest: int = 0  # how many of them have logits
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EagleSpec:
+    """How an EAGLE-3 head drafts for a model: what it has of its own, and the order of its norms."""
+
+    hidden_size: int  # of that model
+    inputs: int = 3  # layers of that model whose inputs it reads
+    vocab_size: int  # tokens that it can draft
+    own_embedding: bool  # or it has that of the model
+    own_head: bool
+    maps: bool  # its tokens are some of the model's, which a tensor of the checkpoint names
+    absolute: bool = False  # that tensor has their ids, and not the distances to their own places
+    norm_before_residual: bool = False
+    norm_before_join: bool = False  # the inputs of all layers are normed together
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """How a head drafts a block of tokens at once: the last token of a text, and masks after it."""
+
+    size: int  # tokens of a block, the last one of the text included
+    mask: int  # the token that stands for each of the others
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,14 +214,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
-    draft_head: ModelConfig | None = None  # one layer more, which drafts tokens; None: it has none, or it is not used
+    draft_head: ModelConfig | None = None  # layers more, which draft tokens; None: it has none, or they are not used
     assists: AssistantSpec | None = None  # it drafts for another model, whose pages are of the shapes of `pages`
+    # Of a draft head: the layers whose inputs in the residual stream of its model it reads, where `num_layers` of that
+    # model is the output of the last one. None: it reads the final hidden state.
+    reads: tuple[int, ...] = ()
+    eagle: EagleSpec | None = None  # it is an EAGLE-3 head
+    block: BlockSpec | None = None  # it is a head that drafts a block of tokens at once
     headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
-        assert self.draft_head is None or self.draft_head.num_layers == 1, "a head is one layer"
+        own = self.draft_head
+        assert own is None or own.num_layers == 1 or own.block is not None, "a head without blocks is one layer"
         for entries in (self.moe, self.recurrent, self.pages, self.mlp_sizes):
             assert len(entries) in (0, self.num_layers), "one entry per layer, or none"
         for spec in self.moe:
@@ -259,6 +291,21 @@ class ModelConfig:
                 both[windowed][cache.pages] = None
         return tuple(both[0]), tuple(both[1])
 
+    @property
+    def is_head(self) -> bool:
+        """True if it is a head that drafts for another model, and becomes a part of it."""
+        return self.eagle is not None or self.block is not None
+
+    @property
+    def streams_read(self) -> tuple[int, ...]:
+        """The layers whose inputs its draft head reads, as in `reads`; none if that reads the final hidden state."""
+        return () if self.draft_head is None else self.draft_head.reads
+
+    @property
+    def read_size(self) -> int:
+        """The numbers of a token that a drafter reads: those of the final hidden state, or of all layers' inputs."""
+        return self.hidden_size * max(1, len(self.streams_read))
+
     def source(self, layer: int) -> int:
         """Return the layer whose pages a layer attends to: itself, or an earlier one."""
         cache = self.pages[layer] if self.pages else None
@@ -280,7 +327,7 @@ class ModelConfig:
         whole = any(isinstance(cache.pages, Pages) for layer, cache in enumerate(caches) if layer in kept)
         if not whole or self.is_recurrent or self.is_bidirectional:
             windowed = (False,) * self.num_layers
-        return windowed if self.draft_head is None else (*windowed, False)
+        return windowed if self.draft_head is None else (*windowed, *[False] * self.draft_head.num_layers)
 
     @property
     def window(self) -> int:

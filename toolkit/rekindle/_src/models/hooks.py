@@ -89,6 +89,22 @@ def heard(listeners: Sequence[Listener], site: str, layer: int, array: Array) ->
     return array
 
 
+def stream_at(streams: dict[int, Array], layers: Container[int]) -> Listener:
+    """Return a listener that keeps the inputs of these layers in the residual stream, by layer; the output of the last
+    layer is the input of one more."""
+
+    def listener(site: str, layer: int) -> Callable[[Array], Array] | None:
+        place = {"residual_before": 0, "residual": layer + 1}.get(site, -1)
+
+        def keep(array: Array) -> Array:
+            streams[place] = array
+            return array
+
+        return keep if place in layers else None
+
+    return listener
+
+
 def keeping(kept: dict[tuple[str, int], Array], sites: Container[str]) -> Listener:
     """Return a listener that keeps the arrays of these sites, by site and layer."""
 

@@ -86,11 +86,14 @@ class MeshPlacement(Placement):
     def local_config(self, config: ModelConfig) -> ModelConfig:
         return self.local.config
 
+    def whole(self, graph: Graph) -> Placement:
+        return WholePlacement(self.mesh, self.partition, graph, self.data)
+
     @functools.cached_property
     def state_roles(self) -> tuple[tuple[Role, ...], ...]:
         """The role of each array of each layer's state: a convolution's last inputs are divided as its weights are."""
         result: list[tuple[Role, ...]] = []
-        for layer, spec in enumerate(self.config.states):
+        for layer, spec in enumerate(cache.state for cache in self.config.caches):
             if spec is None:
                 result.append(())
                 continue
@@ -272,6 +275,19 @@ class MeshPlacement(Placement):
         return [
             (device, dict(zip(AXES, index[-2:], strict=True))) for index, device in grid if device.process_index == here
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class WholePlacement(MeshPlacement):
+    """The devices of a mesh, each of which has all of a model."""
+
+    @functools.cached_property
+    def roles(self) -> Mapping[str, Role]:
+        return dict.fromkeys(self.graph.paths, REPLICATED)
+
+    @functools.cached_property
+    def local(self) -> Graph:
+        return self.graph
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

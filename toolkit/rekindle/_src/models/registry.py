@@ -108,7 +108,7 @@ def manifest(config: ModelConfig) -> Manifest:
     """Return the sources of the model's parameters in a checkpoint."""
     entry = family(config.model_type)
     result = entry.manifest(config)
-    if config.draft_head is not None:
+    if config.draft_head is not None and not config.draft_head.is_head:  # that one has a checkpoint of its own
         assert entry.drafts is not None, "its config comes from the family"
         head = {f"drafter.{path}": source for path, source in entry.drafts.sources(config).items()}
         result = dataclasses.replace(result, sources={**result.sources, **head})

@@ -145,10 +145,10 @@ class Blueprint:
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
     graph = source.graph
-    if graph.config.assists is not None:
+    if graph.config.assists is not None or graph.config.is_head:
         raise UnsupportedModel(
-            f"{source.name} is a {graph.config.model_type} model, which drafts for a Gemma 4 model and makes no texts "
-            f"of its own. Open that model, with drafts={source.name!r}."
+            f"{source.name} is a {graph.config.model_type} model, which drafts for another model and makes no texts of "
+            f"its own. Open that model, with drafts={source.name!r}."
         )
     options, placement = source.placed(request.config)
     pictures = source.pictures(options)

@@ -112,15 +112,16 @@ def _drafter(
     """Return the small model or the assistant that drafts, with its weights, or the model's own head; None without."""
     if plan.config.drafts == "mtp":
         return owners.enter_context(closing(OwnHead(programs.all)))
-    if small is None or plan.drafter is None:
+    drafts = plan.drafter
+    if small is None or drafts is None:
         return None
     request.show("weights of the model that drafts")
 
     def leaves() -> Sequence[Array]:
-        return small.load(plan.placement).leaves
+        return small.load(drafts.placement).leaves
 
     drafter: DraftWeights
-    if plan.drafter.shapes.assists:
+    if drafts.shapes.assists:
         drafter = AssistantWeights(programs.all, leaves)
     else:
         drafter = DraftModel(programs.all, leaves, cache.lose_drafts)

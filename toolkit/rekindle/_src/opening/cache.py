@@ -190,6 +190,16 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         limits,
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
+        head=_head(plan),
+        block=0 if (own := model.draft_head) is None or own.block is None else own.block.size,
         draft_positions=0 if plan.drafter is None else plan.drafter.positions,
         assists=plan.drafter is not None and plan.drafter.shapes.assists,
     )
+
+
+def _head(plan: Blueprint) -> str:
+    """Return the name of the drafter of the model's head; empty if none drafts."""
+    if plan.config.drafts != "mtp" or plan.model.draft_head is None:
+        return ""
+    own = plan.model.draft_head
+    return "dflash" if own.block is not None else "mtp" if own.eagle is None else "eagle3"

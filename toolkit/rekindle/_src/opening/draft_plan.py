@@ -22,15 +22,17 @@ class DraftPlan(NamedTuple):
     folder: Path  # of its tokenizer
     fingerprint: str
     shapes: DraftShapes
+    placement: Placement  # on each of the devices all of it
     device_bytes: int  # of its weights
 
     @classmethod
     def of(cls, source: CheckpointSource, model: ModelConfig, placement: Placement) -> DraftPlan:
-        """Return what the headers say; it lies on the devices of the model that it drafts for. Raise ConfigError for
-        one that can't draft for this model."""
-        _check(source.name, source.graph.config, model)
-        shapes = DraftShapes(source.graph, source.leaves(placement))
-        return cls(source.name, source.plan.found.folder, source.fingerprint, shapes, source.added_bytes(placement))
+        """Return what the headers say; each of the devices of the model that it drafts for has all of it. Raise
+        ConfigError for one that can't draft for this model."""
+        _check(source.name, source.graph.config, model, placement)
+        own = placement.whole(source.graph)
+        shapes = DraftShapes(source.graph, source.leaves(own))
+        return cls(source.name, source.plan.found.folder, source.fingerprint, shapes, own, source.added_bytes(own))
 
     @property
     def graph(self) -> Graph:
@@ -64,9 +66,12 @@ class DraftPlan(NamedTuple):
                 refuse_drafter(self.name, problem, "Use a model with the same tokenizer")
 
 
-def _check(name: str, own: ModelConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for a model that can't draft for this one."""
+def _check(name: str, own: ModelConfig, model: ModelConfig, placement: Placement) -> None:
+    """Raise ConfigError for a model that can't draft for this one, on these devices."""
     if own.assists is not None:
+        if placement.divided:
+            problem = "is an assistant, which attends to this model's pages: several devices have a part of them each"
+            refuse_drafter(name, problem, "Use one device, or a small model with the same tokenizer")
         _check_assistant(name, own, own.assists, model)
         return
     if own.is_recurrent:

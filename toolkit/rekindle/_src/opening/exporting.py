@@ -26,7 +26,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.calibration import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import tensor_files
-from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.checkpoint import describe, load
 from rekindle._src.models.loading.gguf.export import export as gguf_tensors
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.files import is_gguf
@@ -53,13 +53,15 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
 
     `model` is a folder, a GGUF file, a hub id or "tiny". `type` is that of the matrices: "f32", "f16", "bf16", and for
     GGUF "q8_0" and "q4_0"; by default each keeps its own, and for a folder quantised ones become floats of 16 bits.
-    An existing file is not overwritten, and no unfinished file remains. Returns `out`.
+    An existing file is not overwritten, and no unfinished file remains. Returns `out`. Raises `CheckpointError` if the
+    tensors are not those of the model that the checkpoint's config describes.
     """
     out = Path(out).expanduser()
     if out.exists():
         raise ConfigError("out", str(out), "exists already", "Remove it, or pass another name")
     type = _GGUF_NAMES.get(dtype_name(type), type)
     stored = look(tiny.located(model))
+    describe(stored.path, seen=stored, unpack=False)  # as `open` would: else it would refuse what is written here
     config = config_from_hf(stored.raw)
     meter = ByteMeter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
     with _written(out) as partial:

@@ -118,12 +118,13 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
 
 
 def _check_head(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
-    """Raise ConfigError for a model that has no head which drafts tokens, and for several devices."""
+    """Raise ConfigError for a model that has no head which drafts tokens, and for several data shards."""
     if model.draft_head is None:
         problem = f"needs a head that drafts tokens, and this {model.model_type} model has none that is implemented"
         raise ConfigError("drafts", config.drafts, problem, 'Use drafts="suffix" or "auto"')
-    if placement.divided:
-        raise ConfigError("drafts", config.drafts, "can't be divided over several devices", "Use one device")
+    if placement.data > 1 or placement.processes > 1:
+        problem = "can't draft in several data shards or processes"
+        raise ConfigError("drafts", config.drafts, problem, "Use devices of one process, with one data shard")
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:

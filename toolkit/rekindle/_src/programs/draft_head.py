@@ -1,9 +1,11 @@
-"""The model's own head that drafts tokens: what it keeps of every token in a step, and the programs that draft.
+"""The head that drafts tokens: what it keeps of every token in a step, and the programs that draft.
 
-The entry of a token is made of its hidden state and of the token after it: the one that the row chose, or the next one
-of the prompt. It lies in the head's layer of the pages, at the place of the first of the two, so that pages that are
-shared, moved or stored have the head's part with them. Another text may follow a shared page than the one that filled
-it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token depends on that.
+The head is the model's own, or EAGLE-3's of another checkpoint, which is then part of the model. The entry of a token
+is made of its hidden state, or of the inputs of some layers, and of the token after it: the one that the row chose, or
+the next one of the prompt. It lies in the head's layer of the pages, at the place of the first of the two, so that
+pages that are shared, moved or stored have the head's part with them. Another text may follow a shared page than the
+one that filled it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token
+depends on that.
 
 Entries cost a small part of a layer. While no row drafts, a step of decode rows runs the same program as without a
 head, which stores each row's hidden state and token but no entries. The next step that computes entries, at the latest
@@ -86,8 +88,9 @@ class HeadEntries(Feature):
     def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
         inputs, model, own = step.inputs, step.model, step.own
         after = jnp.where(own.following >= 0, own.following, step.tokens)
-        after = _tokens_after(inputs, after, model.config.vocab_size)
-        entries = model.draft_entries(after, step.hidden, inputs.positions, inputs.rope_lengths)
+        after = _tokens_after(inputs, after, model.whole_vocab_size)
+        state = model.draft_state(step.read)
+        entries = model.draft_entries(after, state, inputs.positions, inputs.rope_lengths)
         pages = _caught_up(model, inputs, step.state, own.behind, _pages(kv))
         return _with_pages(kv, write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets))
 
@@ -118,9 +121,8 @@ def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Ar
         positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
         kept = positions % HIDDEN_KEPT
         lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
-        entries = model.draft_entries(
-            jnp.clip(after[slot, kept], 0, model.config.vocab_size - 1), hidden[slot, kept], positions, lengths
-        )
+        follows = jnp.clip(after[slot, kept], 0, model.whole_vocab_size - 1)
+        entries = model.draft_entries(follows, model.draft_state(hidden[slot, kept]), positions, lengths)
         page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
         return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))
 
@@ -207,10 +209,11 @@ class HeadRecipes:
             inputs = AttentionInputs(entries.q, pages, table, ends, none, none[0], None, None)
             attended = paged_attention(inputs, options, implementation=self.config.kernels)
             hidden = model.draft(entries.x, attended, entries.gate)
-            tokens = choice.tokens(model.logits(hidden, used), lengths + place, shaping.at(place, drafts))
+            scores = model.draft_scores(hidden, used)
+            tokens = choice.tokens(scores.logits, lengths + place, shaping.at(place, drafts), scores.ids)
             return pages, tokens, hidden.astype(carry[2].dtype), drafts.at[:, place].set(tokens)
 
-        first = state.hidden[slots, before % HIDDEN_KEPT]
+        first = model.draft_state(state.hidden[slots, before % HIDDEN_KEPT])
         drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32)
         pages, _, _, drafts = lax.fori_loop(0, steps, another, (_pages(kv), latest, first, drafts))
         return _with_pages(kv, pages), drafts

@@ -1,7 +1,8 @@
 """The programs of a small model that drafts tokens: one that computes tokens of a text, and one that drafts.
 
 The small model has pages of its own, as many as the model, and finds those of a request by the same page table. So a
-request needs no further page, and pages that requests share are shared here, too.
+request needs no further page, and pages that requests share are shared here, too. On a mesh each device has all of the
+small model and of its pages, and computes the same.
 
 A call drafts for all rows, up to `DRAFTS` tokens each. A row brings the last one or two tokens of its text: after a
 step in which all drafts were accepted, the small model has seen neither the last of them nor the token after it. They
@@ -32,7 +33,7 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
 from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats, drawing_ints
-from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
+from rekindle._src.programs.partitioning import ROWS, WHOLE, Recipe
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.sampling import LogitShaping, Shaping, choose, shape
 from rekindle_kernels import Choice, greedy, zeros
@@ -195,8 +196,25 @@ class DraftChoice(NamedTuple):
         choice = choice_of(floats.reshape(len(columns), -1), columns[:, 3], columns[:, 4:6], columns[:, 1])
         return cls(choice, flags, vocab_size, implementation)
 
-    def tokens(self, logits: Array, lengths: Array, shaped: Callable[[Array], Array] | None = None) -> Array:
-        """Return tokens [N], drawn with the noise of the positions `lengths` [N] from `shaped` logits, if any are."""
+    def tokens(
+        self,
+        logits: Array,
+        lengths: Array,
+        shaped: Callable[[Array], Array] | None = None,
+        ids: Array | None = None,
+    ) -> Array:
+        """Return tokens [N], drawn with the noise of the positions `lengths` [N] from `shaped` logits, if any are.
+
+        The logits [N, D] are those of the tokens `ids` [D], or of the first D.
+        """
+        if ids is not None:
+            ids, few = jnp.clip(ids, 0, self.vocab_size - 1), logits
+            others = int(RowFlag.DRAWS) | (0 if shaped is None else int(LogitShaping.changing))
+            return branch(
+                self.flags & others == 0,
+                lambda: ids[greedy(few, implementation=self.implementation)],
+                lambda: self.tokens(_spread(few, ids, self.vocab_size), lengths, shaped),
+            )
         fitted, at = _fitted(logits, self.vocab_size), self.choice._replace(position=lengths)
 
         def chosen(logits: Array) -> Array:
@@ -271,18 +289,18 @@ class DraftRecipes:
     def recipe(self, key: Helper) -> Recipe:
         """Return the recipe of one of `keys`."""
         if key == self.memory:
-            return Recipe(lambda: zeros(self.kv), (), (), (), PAGES)
+            return Recipe(lambda: zeros(self.kv), (), (), (), ROWS)
         for tokens, name in self.fills.items():
             if key == name:
                 ints = jax.ShapeDtypeStruct((2 + tokens + self.width,), jnp.int32)
                 fill = functools.partial(self._fill, tokens)
-                return Recipe(fill, (self.shapes.leaves, self.kv, ints), (1,), (WEIGHTS, PAGES, ROWS), PAGES)
+                return Recipe(fill, (self.shapes.leaves, self.kv, ints), (1,), (WHOLE, ROWS, ROWS), ROWS)
         layout = DraftLayout(next(rows for rows, name in self.drafts.items() if name == key), self.width)
         ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
         floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
         draft = functools.partial(self._draft, layout)
         arguments = (self.shapes.leaves, self.kv, ints, floats)
-        return Recipe(draft, arguments, (1,), (WEIGHTS, PAGES, ROWS, ROWS), (PAGES, ROWS))
+        return Recipe(draft, arguments, (1,), (WHOLE, ROWS, ROWS, ROWS), (ROWS, ROWS))
 
     def _fill(self, most: int, leaves: Sequence[Array], kv: paged.KV, ints: Array) -> paged.KV:
         """Compute the entries of a text's tokens. Nothing else is read of it, so that nothing else is computed."""
@@ -375,6 +393,11 @@ class _Pass(NamedTuple):
         return cls(
             tokens, jnp.maximum(lengths - 1, 0), lengths > 0, rows, table, lengths, none[None], none, len(tokens)
         )
+
+
+def _spread(logits: Array, ids: Array, vocab_size: int) -> Array:
+    """Return logits over the model's vocabulary, of those of the tokens `ids`: no others are drafted."""
+    return jnp.full((len(logits), vocab_size), -jnp.inf, logits.dtype).at[:, ids].set(logits)
 
 
 def _fitted(logits: Array, vocab_size: int) -> Array:

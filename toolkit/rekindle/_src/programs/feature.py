@@ -173,7 +173,7 @@ class ChosenStep(NamedTuple):
     """A whole step whose tokens are chosen, on the device."""
 
     model: Model
-    hidden: Array  # [R + T, E], after the final norm
+    read: Array  # [R + T, F]: what a drafter reads of each token, the final hidden state or the inputs of layers
     inputs: StepInputs
     own: Any  # of the feature: the result of its `unpack`
     tokens: Array  # [N]: those that rows chose

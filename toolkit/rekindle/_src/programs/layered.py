@@ -50,8 +50,9 @@ class OpeningOutput(NamedTuple):
 
 Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
-Closing = Callable[[Leaves, RequestState, Array, StepInputs], tuple[RequestState, StepOutput]]
-ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
+Streams = tuple[Array, ...]  # [R + T, E]: the output of the last layer, and the inputs of layers that a head reads
+Closing = Callable[[Leaves, RequestState, Streams, StepInputs], tuple[RequestState, StepOutput]]
+ForwardClosing = Callable[[Leaves, Streams, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +135,11 @@ def make_closing(cut: Cut, layout: Layout, *, greedy: bool = False) -> Closing:
     """Return the part from the last layer to a step's results; `greedy` is for steps without other options. The caller
     donates the state."""
 
-    def closing(outer: Leaves, state: RequestState, x: Array, inputs: StepInputs) -> tuple[RequestState, StepOutput]:
+    def closing(
+        outer: Leaves, state: RequestState, streams: Streams, inputs: StepInputs
+    ) -> tuple[RequestState, StepOutput]:
         reduced = inputs._replace(any_flags=GREEDY) if greedy else inputs
-        return finish(cut.graph, layout, _computed(cut, layout, outer, x), reduced, state)
+        return finish(cut.graph, layout, _computed(cut, layout, outer, streams), reduced, state)
 
     return closing
 
@@ -144,16 +147,16 @@ def make_closing(cut: Cut, layout: Layout, *, greedy: bool = False) -> Closing:
 def make_forward_closing(cut: Cut, layout: Layout) -> ForwardClosing:
     """Return the part from the last layer to the results of a late step's first half."""
 
-    def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
-        return finish_forward(layout, _computed(cut, layout, outer, x), inputs)
+    def closing(outer: Leaves, streams: Streams, inputs: StepInputs) -> tuple[ChoiceInputs, tuple[Any, ...]]:
+        return finish_forward(layout, _computed(cut, layout, outer, streams), inputs)
 
     return closing
 
 
-def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> ModelOutput:
+def _computed(cut: Cut, layout: Layout, outer: Leaves, streams: Streams) -> ModelOutput:
     """Return the results of the last layer; features with hooks are not in programs made of parts."""
     model = cut.model(cut.outer, outer)
-    return ModelOutput(model, model.end(x), (None,) * len(layout.compiled))
+    return ModelOutput(model, model.end(streams[0]), (None,) * len(layout.compiled), streams[1:])
 
 
 class LayeredProgram(abc.ABC):
@@ -194,16 +197,19 @@ class LayeredProgram(abc.ABC):
 
     def _run(
         self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
-    ) -> tuple[tuple[Any, ...], paged.KV, OpeningOutput]:
+    ) -> tuple[tuple[Any, ...], paged.KV, Streams, StepInputs]:
         """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
         opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
+        streams = [x]
         for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
             own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
             new_kv[source], x = layer(mine, new_kv[source], x, tables, paging, *own)
-        return outer, tuple(new_kv), opened._replace(x=x)
+            streams.append(x)
+        read = tuple(streams[layer] for layer in cut.graph.config.streams_read)
+        return outer, tuple(new_kv), (x, *read), opened.inputs
 
 
 class LayeredStep(LayeredProgram):
@@ -214,8 +220,8 @@ class LayeredStep(LayeredProgram):
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
         closing = greedy or self._rest()  # before pages are donated, since it may have to compile
-        outer, new_kv, opened = self._run(leaves, kv, state.last_token, ints, floats)
-        new_state, output = closing(outer, state, opened.x, opened.inputs)
+        outer, new_kv, streams, inputs = self._run(leaves, kv, state.last_token, ints, floats)
+        new_state, output = closing(outer, state, streams, inputs)
         return new_kv, new_state, output
 
 
@@ -226,8 +232,8 @@ class LayeredForward(LayeredProgram):
         self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array, operands: Operands
     ) -> tuple[paged.KV, ChoiceInputs, tuple[Any, ...]]:
         closing = self._rest()
-        outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
-        return new_kv, *closing(outer, opened.x, opened.inputs)
+        outer, new_kv, streams, inputs = self._run(leaves, kv, last_token, ints, floats)
+        return new_kv, *closing(outer, streams, inputs)
 
 
 # With 5 layers a first text waits 0.5 s for parts and 1.7 s for whole programs. A layer as a part takes about as long
@@ -437,14 +443,14 @@ class LayeredPrograms:
 
             def forwarded() -> tuple[Any, ...]:
                 shapes = self._shapes(key)
-                return self._outer, shapes.x, shapes.inputs
+                return self._outer, self._streams(shapes), shapes.inputs
 
             return ProgramPart(name, make_forward_closing(cut, layout), forwarded)
         function = make_closing(cut, layout, greedy=greedy)
 
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)
-            return self._outer, recipes.state, shapes.x, shapes.inputs
+            return self._outer, recipes.state, self._streams(shapes), shapes.inputs
 
         return ProgramPart(name, function, arguments, (1,))
 
@@ -460,6 +466,10 @@ class LayeredPrograms:
 
     def _layer_name(self, key: Bucket, layer: int) -> str:
         return f"{self._size(key)} layer {layer}"
+
+    def _streams(self, shapes: OpeningOutput) -> tuple[Any, ...]:
+        """Return the shapes of the streams that a closing gets."""
+        return (shapes.x,) * (1 + len(self._cut.graph.config.streams_read))
 
     @property
     def _outer(self) -> tuple[Any, ...]:

@@ -49,6 +49,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
+from rekindle._src.programs.draft_block import BlockEntries, BlockRecipes
 from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
 from rekindle._src.programs.feature import GREEDY
@@ -260,17 +261,19 @@ class Programs:
         more = (*adapters, *pictures, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *sides)
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
+        head = model.draft_head
+        blocks = head is not None and head.block is not None
         if config.drafts == "mtp":
-            more = (*more, HeadEntries())
+            more = (*more, HeadEntries() if head is None or not blocks else BlockEntries(head.num_layers))
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | None = None
+        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | BlockRecipes | None = None
         if config.drafts == "mtp":
-            self.drafting = HeadRecipes(config, self._recipes)
+            self.drafting = BlockRecipes(config, self._recipes) if blocks else HeadRecipes(config, self._recipes)
         elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(drafter, config, self._recipes)
         elif drafter is not None:

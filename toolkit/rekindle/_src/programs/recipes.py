@@ -100,7 +100,7 @@ class Recipes:
                 config.max_requests,
                 model.vocab_size,
                 width if resident else None,
-                (model.hidden_size, graph.precision.stream) if keeps_hidden else None,
+                (model.read_size, graph.precision.stream) if keeps_hidden else None,
             ),
             config=config,
             features=features,
@@ -245,7 +245,8 @@ class Recipes:
             return Recipe(forward, (*arguments, self.state.tables), (1, 6), (*operands, ROWS), (*results, ROWS))
         vocab_size, precision = self.model.vocab_size, self.graph.precision
         sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
-        scores = ChoiceInputs._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
+        logits, last = (jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
+        scores: Any = ChoiceInputs(logits, last, (last,) * len(self.model.streams_read))
         operand = jax.ShapeDtypeStruct((layout.sequences, self.features.late.operand_width(vocab_size)), jnp.int32)
         choice = make_choice(layout, self.page_size, implementation=precision.implementation)
         return Recipe(choice, (self.state, scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))

@@ -1,6 +1,7 @@
 """The running requests' state on the device, one slot each, and the only two functions that change it.
 
-Axes: L slots (the last is scratch: padding rows read and write it), V vocabulary, C context length, N rows.
+Axes: L slots (the last is scratch: padding rows read and write it), V vocabulary, C context length, N rows, F size of
+what a drafter reads of a token.
 
 A step reads a slot's last token and counts the token that it samples, without the host. The request's earlier tokens
 (its prompt and, after a preemption, its earlier output) may never pass through a step, because their pages were cached.
@@ -36,7 +37,7 @@ class RequestState(NamedTuple):
     end_ids: Array  # int32 [L, MAX_END_IDS]
     tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `packing`
     # Of the latest tokens, each at its position modulo HIDDEN_KEPT, if a drafter reads them
-    hidden: Array | None = None  # [L, HIDDEN_KEPT, E]: the final hidden state
+    hidden: Array | None = None  # [L, HIDDEN_KEPT, F]: the final hidden state, or the inputs of layers
     after: Array | None = None  # int32 [L, HIDDEN_KEPT]: the token after it
 
 
@@ -71,7 +72,7 @@ def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> 
 
 
 def keep_hidden(state: RequestState, slots: Array, lengths: Array, hidden: Array, tokens: Array) -> RequestState:
-    """Keep the `hidden` states [N, E] of the last of `lengths` [N] tokens of `slots` [N], and the `tokens` [N] after
+    """Keep the `hidden` states [N, F] of the last of `lengths` [N] tokens of `slots` [N], and the `tokens` [N] after
     them."""
     if state.hidden is None or state.after is None:
         return state

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
+from rekindle._src.models.hooks import stream_at
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.draft_rows import recording
 from rekindle._src.programs.feature import ChosenStep, Feature, RowFlag, StepInputs, branch
@@ -40,6 +41,7 @@ class ChoiceInputs(NamedTuple):
 
     logits: Array  # float32 [N, V]
     last: Array  # hidden states of the N last tokens
+    streams: tuple[Array, ...] = ()  # [N, E]: of these tokens, the inputs of layers that a draft head reads
 
 
 class StepOutput(NamedTuple):
@@ -55,6 +57,7 @@ class ModelOutput(NamedTuple):
     model: Model
     hidden: Array  # [R + T, E], after the final norm
     kept: tuple[Any, ...]  # of each feature in the program, from its `hooks`
+    streams: tuple[Array, ...] = ()  # [R + T, E]: the inputs of layers that a draft head reads
 
 
 Step = Callable[..., tuple[paged.KV, RequestState, StepOutput]]
@@ -83,7 +86,8 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
         for feature, own in layout.compiled_with(inputs.own):
             if feature.follows:
-                chosen = ChosenStep(computed.model, computed.hidden, inputs, own, tokens, new_state)
+                read = jnp.concatenate(computed.streams or (computed.hidden,), axis=-1)
+                chosen = ChosenStep(computed.model, read, inputs, own, tokens, new_state)
                 new_kv = feature.follow(chosen, new_kv)
         return new_kv, new_state, output
 
@@ -137,7 +141,9 @@ def _compute(
 ) -> tuple[paged.KV, ModelOutput]:
     compiled = zip(layout.compiled_with(inputs.own), operands, strict=True)
     hooks = [feature.hooks(inputs, own, arrays) for (feature, own), arrays in compiled]
+    streams, places = dict[int, Array](), graph.config.streams_read
     listeners = [hook.listener for hook in hooks if hook.listener is not None]
+    listeners += [stream_at(streams, places)] if places else []
     deltas = {path: delta for hook in hooks for path, delta in hook.deltas.items()}
     assert len(deltas) == sum(len(hook.deltas) for hook in hooks), "two features add to one matrix"
     model = merge(graph, leaves, deltas)
@@ -155,7 +161,8 @@ def _compute(
     positions = next((hook.coordinates for hook in hooks if hook.coordinates is not None), inputs.positions)
     tokens = next((hook.tokens for hook in hooks if hook.tokens is not None), inputs.tokens)
     hidden = model(tokens, positions, attend, lengths=inputs.rope_lengths, listeners=listeners)
-    return tuple(attend.kv), ModelOutput(model, hidden, tuple(hook.kept for hook in hooks))
+    kept = tuple(hook.kept for hook in hooks)
+    return tuple(attend.kv), ModelOutput(model, hidden, kept, tuple(streams[layer] for layer in places))
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
@@ -203,7 +210,8 @@ def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) ->
     numbers = lax.iota(jnp.int32, layout.sequences) + 1
     needed = jnp.max(numbers, initial=0, where=inputs.flag(RowFlag.CHOOSES))  # 0 where no row samples
     last = computed.hidden[inputs.last]
-    scores = ChoiceInputs(computed.model.logits(last, needed), last)
+    streams = tuple(stream[inputs.last] for stream in computed.streams)
+    scores = ChoiceInputs(computed.model.logits(last, needed), last, streams)
     outputs: dict[Feature, Array] = {}
     for (feature, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
         if feature.has_output:
@@ -242,7 +250,8 @@ def _choose(
     slots = jnp.where(samples, inputs.slots, layout.slots)
     counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
     kept = jnp.where(inputs.flag(RowFlag.CHOOSES), inputs.slots, layout.slots)
-    new_state = keep_hidden(record(state, slots, counted, tokens), kept, inputs.lengths, scores.last, tokens)
+    read = jnp.concatenate(scores.streams or (scores.last,), axis=-1)
+    new_state = keep_hidden(record(state, slots, counted, tokens), kept, inputs.lengths, read, tokens)
     return new_state, jnp.concatenate([shown[:, None], *columns], axis=1), tokens
 
 

@@ -55,11 +55,15 @@ Progress = Callable[[WarmingProgress], None]
 
 
 def likely_first(keys: Iterable[Key]) -> list[Key]:
-    """Sort the keys, few rows first: a notebook's first request needs the smallest prefill and decode programs."""
+    """Sort the keys, few rows first: a notebook's first request needs the smallest prefill and decode programs.
+
+    Programs that are no steps come before all. The thread that runs steps makes one that it needs, such as that which
+    copies pages of a shared prefix, and all streams wait for it.
+    """
 
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
-            return 4, 0, 0
+            return -1, 0, 0
         return (1 if key.variants else 0) + (2 if key.part else 0), key.rows, key.tokens
 
     return sorted(keys, key=rank)

@@ -1,8 +1,9 @@
 """Rows whose program is ready: those of a step that can run now, while others wait for a program that is being made.
 
 A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
-rows of the step before come first: a stream never waits because of a row that came later and needs what it doesn't,
-such as log-probabilities. Where no stream runs, and for further rows of the same kind, the step waits for its program.
+rows of the step before come first: a stream never waits because of a row that came later, and needs what it doesn't,
+such as log-probabilities, or makes the step larger than every program that is ready. Where no stream runs, the step
+waits for its program.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class ReadyRows(EveryRow):
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
         self._now = self._making = self._stuck = False
-        self._usual: frozenset[Any] = frozenset()  # the needs of the streams
-        self._needs, self._size = self._usual, StepSize()  # of the step
+        self._needs: frozenset[Any] = frozenset()  # of the step
+        self._size = StepSize()
         self._decoding: set[Sequence] = set()  # that joined it
         self._wanted: tuple[Any, ...] = ()  # for the rows that joined it
         self._held: list[_Row] = []
@@ -118,16 +119,16 @@ class ReadyRows(EveryRow):
         if now:
             self._decoding.update(sequences)
             return sequences
-        self._usual = frozenset({_decoding(self._programs, one) for one in sequences if one in self._streams})
         if self._streams.issuperset(sequences):  # as in most steps
-            self._needs, self._size = self._usual, StepSize(len(sequences))
+            self._needs = frozenset({_decoding(self._programs, one) for one in sequences})
+            self._size = StepSize(len(sequences))
             self._decoding.update(sequences)
             return sequences
         rows = [_Row(sequence, _decoding(self._programs, sequence), 0) for sequence in sequences]
         if not self._join(rows):
             streams = [row for row in rows if row.sequence in self._streams]
             others = [row for row in rows if row.sequence not in self._streams]
-            self._join(streams)
+            self._add(streams)
             self._held += [row for row in others if not self._join([row])]
             sequences = [sequence for sequence in sequences if sequence in self._decoding]
         return sequences
@@ -175,16 +176,17 @@ class ReadyRows(EveryRow):
 
     def _join(self, rows: Items[_Row]) -> bool:
         """Add rows to the step if it can run with them."""
-        needs, size = self._with(rows)
-        wanted: tuple[Any, ...] = ()
-        if not needs <= self._usual:  # else the step makes its program itself, if it is of a new size
-            fit = self._programs.fit(needs, size)
-            if not fit.ready:
-                return False
-            wanted = fit.wanted
-        self._needs, self._size, self._wanted = needs, size, wanted
-        self._decoding.update(row.sequence for row in rows if not row.length)
+        fit = self._programs.fit(*self._with(rows))
+        if not fit.ready:
+            return False
+        self._add(rows)
+        self._wanted = fit.wanted
         return True
+
+    def _add(self, rows: Items[_Row]) -> None:
+        """Add rows to the step, which makes its program itself if it is not ready."""
+        self._needs, self._size = self._with(rows)
+        self._decoding.update(row.sequence for row in rows if not row.length)
 
     def _with(self, rows: Iterable[_Row]) -> tuple[frozenset[Any], StepSize]:
         """Return the needs and the size of the step with further rows, as far as it has room for them."""

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -86,28 +86,39 @@ class Service:
 
 
 class KeptItems:
-    """The latest items, in memory only; the oldest are dropped first."""
+    """The latest items, in memory only. Beyond the bounds, the sender that has the most of them loses its oldest."""
 
     def __init__(self, most_items: int = MOST_ITEMS, most_characters: int = MOST_CHARACTERS) -> None:
         self._most_items, self._most_characters = most_items, most_characters
-        self._items: OrderedDict[tuple[bytes, str], tuple[Mapping[str, Any], int]] = OrderedDict()
-        self._characters = 0
+        self._items: dict[bytes, OrderedDict[str, tuple[Mapping[str, Any], int]]] = {}  # by sender
+        self._characters = Counter[bytes]()  # by sender
 
     def keep(self, key: bytes, items: Sequence[Mapping[str, Any]]) -> None:
         """Keep the text of items for the sender with this key."""
+        own = self._items.setdefault(key, OrderedDict())
         for item in items:
             content = [{"type": part["type"], "text": part["text"]} for part in item.get("content", ())]
             entry = {**item, "content": content} if "content" in item else dict(item)
             size = characters_of(entry)
-            self._items[key, item["id"]] = entry, size
-            self._characters += size
-        while self._items and (len(self._items) > self._most_items or self._characters > self._most_characters):
-            _, (_, size) = self._items.popitem(last=False)
-            self._characters -= size
+            own[item["id"]] = entry, size
+            self._characters[key] += size
+        while sum(map(len, self._items.values())) > self._most_items or self.characters > self._most_characters:
+            largest = max(self._items, key=self._share)
+            _, (_, size) = self._items[largest].popitem(last=False)
+            self._characters[largest] -= size
+
+    @property
+    def characters(self) -> int:
+        """The number of characters of all items."""
+        return self._characters.total()
+
+    def _share(self, key: bytes) -> float:
+        """Return how much of the room for items and for characters a sender takes, together."""
+        return len(self._items[key]) / self._most_items + self._characters[key] / self._most_characters
 
     def get(self, key: bytes, name: str, path: str) -> Mapping[str, Any]:
         """Return an item by its id. Raise `ApiError` (404) if it is not kept, or belongs to another sender."""
-        entry = self._items.get((key, name))
+        entry = self._items.get(key, {}).get(name)
         if entry is None:
             raise ApiError(
                 404,

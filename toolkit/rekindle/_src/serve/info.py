@@ -111,9 +111,10 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
     ids = [*fields.get("request_ids", ()), *([fields["request_id"]] if "request_id" in fields else ())]
     if not ids:
         raise missing("request_id", "Send request_id or request_ids")
-    life = exchange.service.life
-    aborted = [id_ for id_ in ids if life.abort(_bare(id_), exchange.key)]
-    await exchange.reply({"aborted": aborted})
+    names = {id_: {id_, _bare(id_)} for id_ in ids}  # a request's own id may look like that of an answer
+    # One pass over the requests: thousands of ids must not hold the server's loop.
+    there = exchange.service.life.abort(set().union(*names.values()), exchange.key)
+    await exchange.reply({"aborted": [id_ for id_ in ids if not names[id_].isdisjoint(there)]})
 
 
 def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from rekindle._src.serve.bodies import Scope
@@ -71,8 +71,8 @@ class Life:
         """Admit a request with about `tokens` tokens in its prompts. At its end, abort its unfinished handles.
 
         `named`: the id comes from the body, so it must be unique; a header's id need not be, since proxies trace
-        several requests by one. Raise `ApiError` if the server drains, too many tokens wait, or a request with this
-        id is in progress.
+        several requests by one. Raise `ApiError` if the server drains, too many tokens wait, or a request of this key
+        with this id is in progress; what others call theirs is no reason.
         """
         self.check()
         if self.queued_tokens and self.queued_tokens + tokens > self.max_queued_tokens:
@@ -84,7 +84,7 @@ class Life:
                 code="queue_full",
                 retry_after=self.retry_after,
             )
-        if named and any(other.named and other.id == request_id for other in self.active):
+        if named and any(other.named and (other.id, other.key) == (request_id, key) for other in self.active):
             raise ApiError(400, f"request_id={request_id!r}: lives already. Use a new one", param="request_id")
         active = Active(self, request_id, key, tokens, named=named)
         self.active.add(active)
@@ -103,12 +103,12 @@ class Life:
         """Seconds after which a refused client may try again: about the duration of a request."""
         return min(_LONGEST_WAIT, max(1.0, self._mean_seconds))
 
-    def abort(self, request_id: str, key: bytes) -> bool:
-        """Abort this key's requests with an id. Return False if there are none."""
-        matches = [active for active in self.active if active.id == request_id and active.key == key]
+    def abort(self, request_ids: Collection[str], key: bytes) -> set[str]:
+        """Abort this key's requests with these ids. Return the ids of those that there are."""
+        matches = [active for active in self.active if active.id in request_ids and active.key == key]
         for active in matches:
             active.cancel()
-        return bool(matches)
+        return {active.id for active in matches}
 
     def abort_all(self) -> None:
         """Abort every request, because the server ends. Each answer ends with an error that clients may retry."""

@@ -89,8 +89,8 @@ class Views:
 
     def chat(
         self,
-        *,
         system: str | None = None,
+        *,
         restore: str | None = None,
         suggestions: Sequence[str] | None = None,
         **options: Any,

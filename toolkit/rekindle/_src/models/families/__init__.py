@@ -10,4 +10,6 @@ RELATIVES = {  # the module of each of them
     "olmoe": "olmo2", "qwen2_moe": "qwen2", "qwen3_5_moe_text": "qwen3_5_text", "qwen3_moe": "qwen3",
 }  # fmt: skip
 # Models that draft for others and are none by themselves, and the module of each of them.
-ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_text"}
+ASSISTANTS = {
+    "dflash": "qwen3", "eagle3": "llama", "gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_text",
+}  # fmt: skip

@@ -31,6 +31,10 @@ _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _ASSISTANT_KEYS = (
     "model_type", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k",
 )  # fmt: skip
+# Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
+_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
+_MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
@@ -112,6 +116,12 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
+    if BLOCK_HEAD in _architectures(raw):
+        headers = tuple(_renamed(header, block_name) for header in headers)
+        return StoredCheckpoint(path, block_keys(raw, path), headers, fingerprint)
+    if any(name in _EAGLE for name in _architectures(raw)):
+        headers = tuple(_renamed(header, eagle_name) for header in headers)
+        return StoredCheckpoint(path, eagle_keys(raw, headers), headers, fingerprint)
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
     if len(found) == 1:
@@ -141,6 +151,72 @@ def text_config(raw: Mapping[str, object]) -> dict[str, object]:
         own |= {name: raw[name] for name in _ASSISTANT_KEYS if name in raw}
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
+
+
+def _architectures(raw: Mapping[str, object]) -> list[object]:
+    found = raw.get("architectures")
+    return found if isinstance(found, list) else []
+
+
+def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
+    """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has.
+
+    The config of a "speculator" has the keys of its layer apart.
+    """
+    layer = raw.get("transformer_layer_config")
+    layer = layer if isinstance(layer, Mapping) else {}
+    kind = layer.get("model_type", "llama") if layer else raw.get("model_type", "llama")
+    if kind != "llama":
+        raise UnsupportedModel(
+            f"model_type={str(kind)[:80]!r} of an EAGLE-3 head is not implemented: it has to be llama."
+        )
+    nested = raw.get("eagle_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    own = {name: value for name, value in {**nested, **raw}.items() if value is not None or name not in layer}
+    names = {entry.name for header in headers for entry in header.entries}
+    optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
+    present = [key for key, name in optional.items() if name in names]
+    keys = {name: value for name, value in {**layer, **own}.items() if name not in _ADDED}
+    return {**keys, "model_type": "eagle3", "tensors": present}
+
+
+def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
+    """Return the keys of a DFlash head in one form: its own may be apart, as those of its layers in a "speculator" are.
+
+    Raise UnsupportedModel for a mask with an embedding of its own.
+    """
+    if (path / _MASK_FILE).exists():
+        raise UnsupportedModel(
+            f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
+            "head whose mask is a token of the model."
+        )
+    layer, own = (
+        value if isinstance(value, Mapping) else {}
+        for value in (raw.get("transformer_layer_config"), raw.get("dflash_config"))
+    )
+    given = {name: value for name, value in {**raw, **own}.items() if value is not None or name not in layer}
+    keys: dict[str, object] = {name: value for name, value in {**layer, **given}.items() if name not in _ADDED}
+    inputs = keys.get("aux_hidden_state_layer_ids")
+    if isinstance(inputs, list) and all(type(one) is int for one in inputs):
+        keys.setdefault("target_layer_ids", [one - 1 for one in inputs])
+    return {**keys, "model_type": "dflash"}
+
+
+def block_name(name: str) -> str:
+    """Return the name of a tensor of a DFlash head in one form, whoever wrote it."""
+    name = name.removeprefix(OWN)
+    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
+
+
+def eagle_name(name: str) -> str:
+    """Return the name of a tensor of an EAGLE-3 head in one form, whoever wrote it."""
+    name = name.removeprefix(OWN)
+    name = name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
+
+
+def _renamed(header: Header, rename: Callable[[str], str]) -> Header:
+    return header._replace(entries=tuple(entry._replace(name=rename(entry.name)) for entry in header.entries))
 
 
 def _with_projector(

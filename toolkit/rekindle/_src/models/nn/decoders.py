@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.hooks import Listener, heard
+from rekindle._src.models.nn.block_head import BlockHead, ContextEntry
+from rekindle._src.models.nn.draft_heads import DraftEntries, DraftHead, DraftScores, EagleHead
 from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import (
     Attention,
@@ -371,53 +373,6 @@ class SingleBlock(nnx.Module):
             return step.add("mlp", self.mlp, x, self.norm)
 
 
-class DraftEntries(NamedTuple):
-    """The results of a draft head for all tokens."""
-
-    x: Array  # [T, E]
-    q: Array  # [T, H, D]
-    k: Array  # [T, K, D]
-    v: Array | None  # None: pages are latent
-    gate: Array | None
-
-    def of(self, places: Array) -> tuple[Array, Array, Array | None]:
-        """Return x, queries and gates of the tokens at these places."""
-        return self.x[places], self.q[places], None if self.gate is None else self.gate[places]
-
-
-class DraftHead(nnx.Module):
-    """A head that drafts tokens: a norm of a hidden state and one of the next token's embedding, a matrix that joins
-    both, one block with attention, and a norm. Embedding and head are the model's.
-
-    The keys and values of its block depend on the joined vector alone. So they can be kept for all tokens, and the rest
-    be computed for those tokens after which one is drafted.
-    """
-
-    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., Block]) -> None:
-        E, eps = config.hidden_size, config.norm_eps
-        self.config = config
-        self.embedding_norm, self.hidden_norm = RMSNorm(E, eps, precision), RMSNorm(E, eps, precision)
-        self.join = Linear(E, 2 * E, precision)
-        self.layer = block(config, 0, precision)
-        self.norm = RMSNorm(E, eps, precision)
-
-    def begin(self, embedded: Array, hidden: Array, tables: RopeTables) -> DraftEntries:
-        """Compute the block's input, its queries and what it keeps, of hidden states [T, E] after the model's final
-        norm and of the embeddings [T, E] of the tokens that follow them."""
-        with jax.named_scope("draft_entries"):
-            both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
-            x = self.join(both)
-            return DraftEntries(x, *self.layer.attention.split(x, tables, self.layer.attention_norm))
-
-    def end(self, x: Array, attended: Array, gate: Array | None, step: ForwardPass) -> Array:
-        """Compute the rest of the block and the norm, of the block's input x [N, E] and what was attended to [N, H, D].
-
-        The result [N, E] is what the model's head reads, and the hidden state of a next token to draft."""
-        with jax.named_scope("draft"):
-            x = self.layer.attention.join(attended, gate, x.dtype, x)
-            return self.norm(self.layer.mlp(x, step, x, self.layer.mlp_norm))
-
-
 class Decoder(nnx.Module):
     """The decoder: embedding, blocks, final norm, head. Families differ within the block."""
 
@@ -431,8 +386,14 @@ class Decoder(nnx.Module):
             if config.tie_embeddings
             else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
         )
-        own = config.draft_head
-        self.drafter: Any = nnx.data(None if own is None else DraftHead(own, precision, cast(Any, block)))
+        self.drafter: Any = nnx.data(None if config.draft_head is None else self._head(config.draft_head, block))
+
+    def _head(self, own: ModelConfig, block: Callable[..., nnx.Module]) -> DraftHead | EagleHead | BlockHead:
+        if own.block is not None:
+            return BlockHead(own, self.precision, QkNormBlock)
+        if own.eagle is not None:
+            return EagleHead(own, self.precision)
+        return DraftHead(own, self.precision, cast(Any, block))
 
     def __call__(
         self,
@@ -476,17 +437,45 @@ class Decoder(nnx.Module):
         """Compute the hidden states from the last layer's output."""
         return self.norm(x)
 
+    @property
+    def whole_vocab_size(self) -> int:
+        """The tokens of the whole model, of which a device of a mesh has a part."""
+        shards = self.precision.shards
+        return self.config.vocab_size if shards is None else shards.vocab_size
+
+    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
+        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
+        entries: list[ContextEntry] = self.drafter.context(read, positions, lengths)
+        return entries
+
+    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
+        hidden: Array = self.drafter(self.embedded(tokens), positions, attend)
+        return hidden
+
+    def draft_state(self, read: Array) -> Array:
+        """Compute the hidden states [T, D] from which the draft head drafts, of what it reads [T, F] of the model."""
+        state: Array = self.drafter.state(read)
+        return state
+
     def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
-        """Compute what the draft head keeps of hidden states [T, E] and of the tokens [T] that follow them."""
+        """Compute what the draft head keeps of its hidden states [T, D] and of the tokens [T] that follow them."""
         tables = RopeTables(self.drafter.config, positions, lengths)
-        entries: DraftEntries = self.drafter.begin(self.embed(tokens), hidden, tables)
+        embed = self.embed if self.drafter.embed is None else self.drafter.embed
+        entries: DraftEntries = self.drafter.begin(embed(tokens), hidden, tables)
         return entries
 
     def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
-        """Compute the hidden states [N, E] whose logits draft a token each; see `DraftHead.end`."""
+        """Compute the draft head's hidden states [N, D], of which `draft_scores` drafts a token each."""
         tables = RopeTables.of({})
         drafted: Array = self.drafter.end(x, attended, gate, ForwardPass(tables, cast(Attend, None)))
         return drafted
+
+    def draft_scores(self, hidden: Array, count: Array | None = None) -> DraftScores:
+        """Compute the scores of the tokens that the draft head can draft; rows after the first `count` are
+        undefined."""
+        scores: DraftScores = self.drafter.scores(hidden, self.logits, count)
+        return scores
 
     def logits(self, hidden: Array, count: Array | None = None) -> Array:
         """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""

@@ -39,9 +39,10 @@ class Attention(nnx.Module):
 
     norms_heads = False
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, inputs: int | None = None) -> None:
+        """Make the layer. `inputs` is the size of what it reads, by default that of hidden states."""
         H, K, D = config.num_heads, config.pages_of(layer).heads, config.pages_of(layer).key_size
-        self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
+        self.qkv = Linear((H + 2 * K) * D, inputs or config.hidden_size, precision, bias=config.qkv_bias)
         self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias, partial=True)
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if self.norms_heads else None

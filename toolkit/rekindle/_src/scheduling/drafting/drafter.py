@@ -16,14 +16,6 @@ from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
 
-class TargetReads(NamedTuple):
-    """The parts of the model that a drafter reads. Programs are traced with them, so they are known before."""
-
-    hidden: bool = False  # the final hidden state of each token
-    layers: tuple[int, ...] = ()  # the outputs of these layers
-    cache: str = ""  # the side cache of its own layers, by name
-
-
 class DraftCounts(NamedTuple):
     """The tokens of a drafter that were computed along with others, and those of them that the model chose, too."""
 
@@ -56,7 +48,7 @@ class Drafter:
     """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
 
     name = ""
-    reads = TargetReads()
+    reach = 0  # positions after a request's known tokens that have to have pages while it drafts, however few
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
         """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""

@@ -20,7 +20,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
-from rekindle._src.scheduling.drafting.heads import AssistantDrafter, HeadDrafter
+from rekindle._src.scheduling.drafting.heads import AssistantDrafter, BlockDrafter, EagleDrafter, HeadDrafter
 from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
@@ -43,8 +43,10 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
         past = (SuffixDrafter(),)
     elif limits.prompt_lookup:
         past = (LookupDrafter(),)
-    if limits.drafts == "mtp":
-        past = (*past, HeadDrafter(limits.max_model_len))
+    if limits.head:
+        head = EagleDrafter if limits.head == EagleDrafter.name else HeadDrafter
+        own = BlockDrafter(limits.max_model_len, limits.block) if limits.block else head(limits.max_model_len)
+        past = (*past, own)
     if limits.draft_positions:
         positions = limits.draft_positions
         past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))
@@ -59,7 +61,7 @@ class Drafts:
         # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._working = tuple(one for one in self._drafters if type(one).tasks is not Drafter.tasks)
-        self._has_head = any(one.name == HeadDrafter.name for one in self._drafters)
+        self._has_head = bool(limits.head) and bool(self._drafters)
         self._most = limits.prompt_lookup or _MOST
         if self._has_head:
             self._most = min(self._most, HIDDEN_KEPT - MOST_BEHIND - 1)  # a step keeps the states of all its rows
@@ -93,7 +95,8 @@ class Drafts:
                 sequence.drafting[drafter.name].declined()
                 continue
             room = self._ledger.sides.draft_room(counts.get(sequence, 0))
-            if count := self._within_pages(sequence, room):
+            reached = self._within_pages(sequence, max(room, drafter.reach))
+            if count := min(room, reached) if reached >= drafter.reach else 0:
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
                 drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)

@@ -1,7 +1,7 @@
-"""Drafts that continue the model's hidden state before the latest token: of its own head, and of an assistant.
+"""Drafts that continue the model's hidden state before the latest token: of a head, and of an assistant.
 
 That state exists once the token does, in a request that was computed since its admission. An assistant attends to the
-model's own pages, so it misses nothing of a text and keeps nothing of it. The model's own head has entries in the
+model's own pages, so it misses nothing of a text and keeps nothing of it. A head has entries in the
 pages, which steps make (`programs.draft_head`): it drafts where none is missing.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import DraftTask, Row
 from rekindle._src.programs.draft_model import DRAFTS
-from rekindle._src.scheduling.drafting.drafter import DraftableRow, TargetReads
+from rekindle._src.scheduling.drafting.drafter import DraftableRow
 from rekindle._src.scheduling.drafting.models import WeightsDrafter, WeightsDrafts
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
@@ -31,11 +31,17 @@ class AssistantDrafts(HeadDrafts):
     words = "drafts of the assistant"
 
 
+class EagleDrafts(HeadDrafts):
+    """How the drafts of an EAGLE-3 head for one request fared."""
+
+    __slots__ = ()
+    words = "drafts of the EAGLE-3 head"
+
+
 class HeadDrafter(WeightsDrafter):
-    """Plans the work of the model's own head."""
+    """Plans the work of a head with entries in the model's pages: of the model's own one."""
 
     name = "mtp"
-    reads = TargetReads(hidden=True)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
         return HeadDrafts(self)
@@ -44,13 +50,17 @@ class HeadDrafter(WeightsDrafter):
         """True if all that a draft after a request's latest token reads is on the device."""
         return sequence.has_hidden and sequence.entered >= sequence.known - 1
 
+    def _room(self, sequence: Sequence) -> int:
+        """Return how many tokens it can draft after a request's known ones."""
+        return self._positions - sequence.known
+
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         if not self.awake:
             return [None] * len(rows)
         proposals: list[Proposal | None] = []
         for sequence, skip, most in rows:
             drafts = sequence.drafting[self.name]
-            count = min(most, DRAFTS, self._positions - sequence.known)
+            count = min(most, DRAFTS, self._room(sequence))
             if skip or count <= 0 or not isinstance(drafts, HeadDrafts) or not self.can_draft(sequence):
                 proposals.append(None)
             else:
@@ -64,11 +74,44 @@ class HeadDrafter(WeightsDrafter):
             if not isinstance(drafts, HeadDrafts):
                 continue
             self._note_request(drafts, has_drafts=bool(chain))
-            drafts.near = self.awake and sequence.known < self._positions
+            drafts.near = self.awake and self._room(sequence) > 0
             if chain:
                 last = sequence.known - 1
                 tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
         return tuple(tasks)
+
+
+class BlockDrafts(HeadDrafts):
+    """How the drafts of a DFlash head for one request fared."""
+
+    __slots__ = ()
+    words = "drafts of the DFlash head"
+
+
+class BlockDrafter(HeadDrafter):
+    """Plans the work of a head that drafts a block of tokens at once."""
+
+    name = "dflash"
+
+    def __init__(self, positions: int, size: int) -> None:
+        """`size` is that of a block, the last token of the text included."""
+        super().__init__(positions)
+        self.reach = size - 1
+
+    def begin(self, sequence: Sequence) -> RequestDrafts:
+        return BlockDrafts(self)
+
+    def _room(self, sequence: Sequence) -> int:
+        return self.reach if super()._room(sequence) >= self.reach else 0
+
+
+class EagleDrafter(HeadDrafter):
+    """Plans the work of an EAGLE-3 head."""
+
+    name = "eagle3"
+
+    def begin(self, sequence: Sequence) -> RequestDrafts:
+        return EagleDrafts(self)
 
 
 class AssistantDrafter(HeadDrafter):

@@ -56,6 +56,8 @@ class GgufPlace(NamedTuple):
 
 def place(name: str, form: GgufForm) -> GgufPlace:
     """Return where a tensor lies. `name` is one of the family's manifest."""
+    if name in form.tensors:
+        return GgufPlace(form.tensors[name])
     module, _, end = name.rpartition(".")
     if module in _OUTER:
         return GgufPlace(f"{_OUTER[module]}.{end}")

@@ -1,0 +1,202 @@
+"""A head that drafts a block of tokens at once: its entries of every token in a step, and the programs that draft.
+
+The entries of a token are keys and values for each of the head's layers, made of the inputs of some of the model's
+layers. They lie in the head's layers of the pages at the token's own place, and depend on the text up to there alone.
+
+A call before a step drafts for all rows: the last token of a row and the masks after it are a block, whose tokens see
+the row's entries and each other. The block's own keys and values are written to the pages after the text, as those of a
+prompt are. The step that checks the drafts overwrites them, or they lie past the text's length.
+
+While no row drafts, steps leave entries out as they do for a head of one token; see `draft_head`.
+
+Axes: R empty rows, N rows, B tokens of a block, K kept states of a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, IntArray, Row, StepPlan
+from rekindle._src.models.base import Model, merge
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper, ProgramVariant
+from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShaping, row_sizes
+from rekindle._src.programs.feature import ChosenStep, Columns, Feature, StepInputs
+from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
+from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.request_state import RequestState
+from rekindle_kernels import LayerKV, write_kv
+
+HeadPages = tuple[LayerKV, ...]
+
+
+class BlockEntries(Feature):
+    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
+
+    row_ints, follows = 1, True
+    variant, warmed = ProgramVariant.DRAFTS, True
+    inside = True  # it needs pages after the choice, which programs made of parts have given away
+
+    def __init__(self, layers: int) -> None:
+        """`layers` are those of the head."""
+        self._layers = layers
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return plan.enters
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        out[0] = min(row.behind, HIDDEN_KEPT)
+
+    def unpack(self, columns: Columns) -> Array:
+        behind: Array = columns.row_ints[:, 0]
+        return behind
+
+    def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
+        inputs, model = step.inputs, step.model
+        pages = _caught_up(model, inputs, step.state, step.own, _pages(kv, self._layers))
+        entries = model.draft_context(step.read, inputs.positions, inputs.rope_lengths)
+        return _with_pages(
+            kv,
+            [
+                write_kv(layer, entry.k, entry.v, inputs.page_ids, inputs.offsets)
+                for layer, entry in zip(pages, entries, strict=True)
+            ],
+        )
+
+
+def _pages(kv: paged.KV, layers: int) -> HeadPages:
+    """Return the pages of the head's layers, which are the last ones."""
+    return paged.pages_of(kv[-layers:])
+
+
+def _with_pages(kv: paged.KV, pages: Sequence[LayerKV]) -> paged.KV:
+    count = len(pages)
+    return *kv[:-count], *(layer._replace(pages=own) for layer, own in zip(kv[-count:], pages, strict=True))
+
+
+def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: HeadPages) -> HeadPages:
+    """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
+    hidden, size = state.hidden, pages[0].page_size
+    assert hidden is not None, "a session whose model has a head keeps what it reads"
+    (waiting,) = jnp.nonzero(behind > 0, size=behind.shape[0], fill_value=0)
+
+    def catch_up(number: Array, pages: HeadPages) -> HeadPages:
+        row = waiting[number]
+        slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
+        missing = place < behind[row]
+        positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
+        lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
+        entries = model.draft_context(hidden[slot, positions % HIDDEN_KEPT], positions, lengths)
+        page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
+        offsets = jnp.where(missing, positions % size, 0)
+        return tuple(
+            write_kv(layer, entry.k, entry.v, page_ids, offsets) for layer, entry in zip(pages, entries, strict=True)
+        )
+
+    caught: HeadPages = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
+    return caught
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRecipes:
+    """The recipes of the programs by which such a head drafts."""
+
+    config: EngineConfig  # resolved
+    target: Recipes
+
+    @functools.cached_property
+    def drafts(self) -> dict[int, Helper]:
+        """The programs that draft, by their rows, the fewest first."""
+        return {rows: Helper(f"block{rows}") for rows in row_sizes(self.config.max_requests)}
+
+    @property
+    def keys(self) -> tuple[Helper, ...]:
+        return tuple(self.drafts.values())
+
+    def layout(self, rows: int) -> DraftLayout:
+        """Return the buffers of the program for so many rows."""
+        return DraftLayout(rows, self.target.width, shaped=True)
+
+    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the buffers of the program for so many rows, for tasks that have drafts."""
+        return self.layout(rows).pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
+
+    def recipe(self, key: Helper) -> Recipe:
+        """Return the recipe of one of `keys`."""
+        layout = self.layout(next(rows for rows, name in self.drafts.items() if name == key))
+        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
+        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
+        target = self.target
+        arguments = (target.leaves, target.kv, target.state, ints, floats)
+        operands = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
+        return Recipe(functools.partial(self._draft, layout), arguments, (1,), operands, (PAGES, ROWS))
+
+    def _draft(
+        self,
+        layout: DraftLayout,
+        leaves: Sequence[Array],
+        kv: paged.KV,
+        state: RequestState,
+        ints: Array,
+        floats: Array,
+    ) -> tuple[paged.KV, Array]:
+        """Draft tokens [N, DRAFTS] for all rows. Those beyond a row's number are undefined."""
+        head, columns, tables = layout.sections(ints)
+        steps, used, flags = head
+        graph, vocab_size = self.target.graph, self.target.model.vocab_size
+        own = graph.config.draft_head
+        assert own is not None, "the model has a head"
+        assert own.block is not None, "it drafts blocks"
+        choice = DraftChoice.of(columns[:, 1:], floats, flags, vocab_size, graph.precision.implementation)
+        shaping = DraftShaping.of(layout, columns, floats, state)
+        latest, lengths = columns[:, 1], columns[:, 2]
+        size, count = own.block.size, min(DRAFTS, own.block.size - 1)
+        blocks = jnp.full((layout.rows, size), own.block.mask, jnp.int32)
+        blocks = blocks.at[:, 0].set(jnp.clip(latest, 0, vocab_size - 1))
+        model: Any = merge(graph, leaves)
+        paging, positions = self._paging(tables[0], lengths, used, size)
+        attend = paged.PagedAttention(own, kv[-own.num_layers :], paging, SMALLEST_ROWS, self.config.kernels)
+        tokens = jnp.concatenate([jnp.zeros(SMALLEST_ROWS, jnp.int32), blocks.reshape(-1)])
+        hidden = model.draft_block(tokens, positions, attend)[SMALLEST_ROWS:]
+        hidden = hidden.reshape(layout.rows, size, -1)[:, 1 : 1 + count]
+        logits = model.logits(hidden.reshape(layout.rows * count, -1), used * count)
+        logits = logits.reshape(layout.rows, count, -1)
+
+        def another(place: Array, drafts: Array) -> Array:
+            tokens = choice.tokens(logits[:, place], lengths + place, shaping.at(place, drafts))
+            return drafts.at[:, place].set(tokens)
+
+        drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32)
+        drafts = lax.fori_loop(0, jnp.minimum(steps, count), another, drafts)
+        return (*kv[: -own.num_layers], *attend.kv), drafts
+
+    def _paging(self, table: Array, lengths: Array, used: Array, size: int) -> tuple[paged.Paging, Array]:
+        """Return where the blocks of the `used` rows lie and attend, and the positions of their tokens.
+
+        As in steps, rows of one token come first: these are empty.
+        """
+        page_size, (rows, width) = self.target.page_size, table.shape
+        numbers, none = lax.iota(jnp.int32, rows), jnp.zeros(SMALLEST_ROWS, jnp.int32)
+        valid, start = numbers < used, jnp.maximum(lengths - 1, 0)
+        places = jnp.where(valid[:, None], start[:, None] + lax.iota(jnp.int32, size), 0)
+        pages = jnp.take_along_axis(table, jnp.minimum(places // page_size, width - 1), axis=1)
+        pages = jnp.where(valid[:, None], pages, 0)
+        paging = paged.Paging(
+            jnp.concatenate([none, pages.reshape(-1)]),
+            jnp.concatenate([none, (places % page_size).reshape(-1)]),
+            jnp.concatenate([jnp.zeros((SMALLEST_ROWS, width), jnp.int32), table]),
+            jnp.concatenate([none, jnp.where(valid, start + size, 0)]),
+            jnp.minimum(lax.iota(jnp.int32, rows + 1), used) * size,
+            used,
+            {},
+        )
+        return paging, jnp.concatenate([none, places.reshape(-1)])
