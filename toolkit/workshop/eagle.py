@@ -138,7 +138,7 @@ def batches(model: LoadedModel, texts: Sequence[Text], reads: tuple[int, ...]) -
         shape = (ROWS, LENGTH, -1)
         return read.reshape(shape).astype(jnp.bfloat16), hidden.reshape(shape).astype(jnp.bfloat16)
 
-    for place in range(0, len(texts) - ROWS + 1, ROWS):
+    for place in range(0, len(texts), ROWS):
         tokens, answers = np.zeros((ROWS, LENGTH), np.int32), np.zeros((ROWS, LENGTH), bool)
         for row, text in enumerate(texts[place : place + ROWS]):
             tokens[row, : len(text.ids)] = text.ids
