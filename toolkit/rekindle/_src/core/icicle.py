@@ -45,7 +45,7 @@ class RunLike(Protocol):
 
 
 class HitCounts(Protocol):
-    """Counts what a cache was good for so far; see `CacheStats`."""
+    """Counts of what a cache found so far; see `CacheStats`."""
 
     @property
     def page_size(self) -> int: ...
