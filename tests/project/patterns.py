@@ -186,7 +186,10 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": US("what a process of ours prints", "a line"),
         "shlex.split": US("the option --linker", "a line"),
     },
-    "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
+    "kernels/rekindle_kernels/native/library.py": {
+        "json.loads": US("the manifest of compiled kernels", "a file"),
+        "lzma.decompress": US("compiled kernels in the package", "a file"),
+    },
     "toolkit/rekindle/__init__.py": {
         "difflib.get_close_matches": USER("an attribute of the package", "a name; those compared with it are ours"),
     },

@@ -188,13 +188,13 @@ def grouped_in_tiles(
 
     def add(index: Array, y: Array) -> Array:
         first = index * step
-        tile, own, tile_scale, tile_minimum = (
-            None if array is None else lax.dynamic_slice_in_dim(array, first, step)
-            for array in (weight, sizes, scale, minimum)
+        tile, own = (lax.dynamic_slice_in_dim(array, first, step) for array in (weight, sizes))
+        factors, offsets = (
+            None if array is None else lax.dynamic_slice_in_dim(array, first, step) for array in (scale, minimum)
         )
         # The rows of these experts come first; the product leaves those after them zero.
         rows = jnp.roll(x, -begins[first], axis=0)
-        return y + jnp.roll(grouped_linear(rows, tile, own, tile_scale, tile_minimum, dtype), begins[first], axis=0)
+        return y + jnp.roll(grouped_linear(rows, tile, own, factors, offsets, dtype), begins[first], axis=0)
 
     y: Array = lax.fori_loop(0, experts // step, add, jnp.zeros((x.shape[0], outputs), dtype))
     return y
