@@ -186,7 +186,10 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": US("what a process of ours prints", "a line"),
         "shlex.split": US("the option --linker", "a line"),
     },
-    "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
+    "kernels/rekindle_kernels/native/library.py": {
+        "json.loads": US("the manifest of compiled kernels", "a file"),
+        "lzma.decompress": US("compiled kernels in the package", "a file"),
+    },
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
