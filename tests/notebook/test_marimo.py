@@ -34,7 +34,10 @@ CELLS = {
     "views": ("views", "    session.view\n"),
     "dashboard": ("dashboard", "    dashboard = session.watch()\n    dashboard\n"),
     "stream": ("stream", '    stream = session.view.stream("hello", max_tokens=400)\n    stream\n'),
-    "chat": ("chat", "    chat = session.view.chat(max_tokens=20)\n    chat\n"),
+    "chat": (
+        "chat",
+        '    chat = session.view.chat(max_tokens=20, template="{{ messages[0].content }}")\n    chat\n',
+    ),
     "tree": ("tree", "    tree = session.view.tree()\n    tree\n"),
     "shown": ("shown", "    from helpers import shown\n    shown\n"),
     "attention": ("attention", "    attention = shown.attention()\n    attention\n"),
