@@ -46,7 +46,12 @@ Progress = Callable[[str], None]
 
 
 async def measure(
-    model: LoadedModel | str, vocab_size: int, given: Mapping[str, object], *, scale: float = 1.0, say: Progress = print
+    model: LoadedModel | str,
+    vocab_size: int,
+    settings: Mapping[str, object],
+    *,
+    scale: float = 1.0,
+    say: Progress = print,
 ) -> list[Point]:
     """Measure every sweep, up to `scale` times its largest x."""
     points: list[Point] = []
@@ -56,7 +61,9 @@ async def measure(
 
     with tempfile.TemporaryDirectory() as cache:
         common = {"cache_dir": cache, "host_memory": 0, "disk_memory": 0, "precompile": "lazy", "quiet": True}
-        options: dict[str, Any] = {name: given[name] for name in given if name not in ("max_model_len", "max_requests")}
+        options: dict[str, Any] = {
+            name: settings[name] for name in settings if name not in ("max_model_len", "max_requests")
+        }
         many, long = {"max_requests": max(ROWS), "max_model_len": 512}, {"max_requests": 2, "max_model_len": 8192}
         async with opening.open(model, **{**common, **options, **many}) as session:
             await whole_programs(session)
