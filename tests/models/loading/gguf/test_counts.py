@@ -127,6 +127,13 @@ def test_a_number_for_each_layer_is_that_many_numbers() -> None:
         model.attends()
 
 
+@pytest.mark.parametrize("values", [np.ones(65, np.int32), np.ones(3, np.float32)], ids=["many", "floats"])
+def test_a_list_is_of_a_few_integers(values: np.ndarray) -> None:
+    assert model_of("eagle3", target_layers=np.array([2, 9, 13], np.int32)).listed("target_layers") == [2, 9, 13]
+    with pytest.raises(UnsupportedModel, match="numbers' is not implemented where up to 64 integers are"):
+        model_of("eagle3", target_layers=values).listed("target_layers")
+
+
 @pytest.mark.parametrize("key", ["block_count", "nextn_predict_layers"])
 def test_families_have_no_other_way_to_these_counts(key: str) -> None:
     model = model_of("llama")

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -235,9 +235,7 @@ class Engine:
         return self.scheduler.status(request_id)
 
     def explain(self, request_id: str) -> Explanation | None:
-        explanation = self.scheduler.explain(request_id)
-        assert explanation is None or isinstance(explanation, Explanation)
-        return explanation
+        return cast("Explanation | None", self.scheduler.explain(request_id))
 
     def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:
         """Have `lost` called, from any thread, when a process that shares the model is gone."""

@@ -268,7 +268,7 @@ def read_eagle_gguf(model: GgufModel) -> dict[str, Any]:
         | {
             "target_hidden_size": model.integer("target_hidden_size"),
             "draft_vocab_size": draft,
-            "eagle_aux_hidden_state_layer_ids": [*map(int, model.metadata.numbers(f"{model.prefix}.target_layers"))],
+            "eagle_aux_hidden_state_layer_ids": model.listed("target_layers"),
             "norm_before_residual": model.get("norm_before_residual", False),
             "norm_before_fc": model.get("norm_before_fc", False),
             "tensors": [*present, "absolute"],

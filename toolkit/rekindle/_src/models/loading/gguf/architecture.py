@@ -17,6 +17,7 @@ from rekindle.errors import CheckpointError, UnsupportedModel
 
 _LLAMA3_LENGTH = 8192  # the pre-training length of all published models with Llama 3's rope
 _MOST = 1 << 14  # frequencies
+_LISTED = 64  # integers of a list
 # Counts that decide how much is built for a file: `GgufModel` reads them, against bounds, and families can't.
 _COUNTS = ("block_count", "nextn_predict_layers")
 
@@ -48,6 +49,15 @@ class GgufModel(NamedTuple):
         if len(values) > blocks:
             raise self.unsupported(key, f"{len(values):,} numbers", f"for {layers} layers")
         return values[:layers]
+
+    def listed(self, key: str) -> list[int]:
+        """Return a list of a few integers, however many layers there are."""
+        values = self.metadata.numbers(self._key(key))
+        if len(values) > _LISTED or values.dtype.kind not in "iu":
+            raise self.unsupported(
+                key, f"{len(values):,} {values.dtype} numbers", f"where up to {_LISTED} integers are"
+            )
+        return [int(value) for value in values]
 
     def _key(self, key: str) -> str:
         assert key not in _COUNTS, f"{key} is believed by nobody but GgufModel.blocks and .drafting"
