@@ -220,8 +220,10 @@ class SharedPages(html.Line):
     Made by `await session.cache.share()`. It ends with `close()` or with its session.
     """
 
-    def __init__(self, loop: SessionLoop, writer: CacheWriter, *, at: str, port: int, secret: bytes) -> None:
-        self._loop, self._writer = loop, writer
+    # Any: the signature of a public class names no private type.
+    def __init__(self, loop: Any, writer: Any, *, at: str, port: int, secret: bytes) -> None:
+        self._loop: SessionLoop = loop
+        self._writer: CacheWriter = writer
         self._secret = secret
         self._cache, self._tiers = parts(writer)
         try:

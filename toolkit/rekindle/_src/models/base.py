@@ -156,12 +156,12 @@ class Placement:
         return 1
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
         return []
 
     @property
-    def local_devices(self) -> list[jax.Device]:
+    def local_devices(self) -> list[Any]:
         """The devices that this process has of those."""
         return jax.local_devices()[:1]
 

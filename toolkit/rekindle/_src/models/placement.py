@@ -233,11 +233,11 @@ class MeshPlacement(Placement):
         return self.place(path, np.array(new))
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
 
     @property
-    def local_devices(self) -> list[jax.Device]:
+    def local_devices(self) -> list[Any]:
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @functools.cached_property
