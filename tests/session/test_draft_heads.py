@@ -16,6 +16,7 @@ import rekindle
 from helpers import block_heads, checkpoints, eagle
 from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
+from helpers.sessions import eventually
 from helpers.thorough import by_default
 from programs.test_layered import many_layers
 from rekindle import Session
@@ -25,6 +26,7 @@ from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.heads import HeadDrafter
+from rekindle._src.session.session import client_of
 from rekindle.errors import ConfigError
 from session.test_drafts_of_states import FEW, REQUESTS
 from session.test_state_cache import OPTIONS, tokens
@@ -206,7 +208,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(case: str, monkeypatch: pyte
     else:
         pair = (with_blocks if case == "dflash" else with_eagle)(tmp_path, attention=20.0)
     if case == "eagle3 in parts":
-        many_layers(monkeypatch)
+        many_layers(monkeypatch, peace=2.0)
     model, options = pair.model, pair.options | {"precompile": "background" if "parts" in case else "lazy"}
     first = tokens(40, seed=8)
     whole = [*first, *plain_loop(model, first, 200)]
@@ -216,6 +218,11 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(case: str, monkeypatch: pyte
     monkeypatch.setattr(HeadDrafter, "planned", lambda self, step: (steps.append(step), planned(self, step))[1])
     monkeypatch.setattr(HeadDrafter, "awake", property(lambda self: steps[-1:] > [80] and steps[-1] % 45 > 40))
     with rekindle.open_sync(model, **options) as session:
+        if "parts" in case:  # drafts wait for the whole programs, and read what the parts kept
+            assert [*first, *session.generate_sync(first, **LONG | {"max_tokens": 60}).token_ids] == whole[:100]
+            assert not seen
+            scheduler: Any = client_of(session).engine.scheduler
+            eventually(scheduler._ready_rows.drafts, 120.0)
         assert [*first, *session.generate_sync(first, **LONG | {"max_tokens": 200}).token_ids] == whole
         ran = session.stats().programs
     assert 2 < len(seen) < 20
@@ -272,8 +279,11 @@ def test_preempted_and_cancelled_requests(pair: Pair, expected: dict[str, list[i
         for name, handle in handles.items():
             assert name == "free" or list(handle.result_sync().token_ids)[:70] == expected[name]
         assert texts(session) == expected
-        assert session.stats().preemptions > 0, "there was room for all of them"
-        assert session.stats().accepted_tokens > 10
+        stats = session.stats()
+        assert stats.preemptions > 0, "there was room for all of them"
+        assert stats.drafted_tokens > 10
+        # A block needs pages for all of its tokens, which few rows have here.
+        assert stats.accepted_tokens > 10 or pair.drafter == "dflash"
 
 
 @pytest.mark.thorough
