@@ -53,7 +53,13 @@ class Pair(NamedTuple):
     chains: Callable[[list[int], list[int], int], Mapping[int, Sequence[NDArray[Any]]]]
 
 
-@pytest.fixture(scope="module", params=by_default(["qwen3.5", "eagle3", "dflash", "qwen3.5-moe", "glm4-moe-lite"], 1))
+PAIRS = [
+    *by_default(["qwen3.5", "eagle3", "dflash"], 1),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5-moe", "glm4-moe-lite")),
+]
+
+
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     if request.param == "eagle3":
         return with_eagle(tmp_path_factory.mktemp("head"))

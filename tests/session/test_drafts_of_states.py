@@ -61,7 +61,13 @@ def texts(session: Session, names: list[str]) -> dict[str, list[int]]:
     return found
 
 
-@pytest.fixture(scope="module", params=by_default(["qwen3.5", *OTHERS], 1))
+MODELS = [
+    *by_default(["qwen3.5", *OTHERS[:2]], 1),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS[2:]),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return of_context(request.param, 512)
 
