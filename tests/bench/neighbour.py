@@ -79,7 +79,7 @@ class Gaps:
 
 
 def uses(session: Session) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """What is used for the first time, in order."""
+    """Return the kinds of requests that are sent for the first time, in order."""
     return {
         "nothing": lambda: asyncio.sleep(3.0),
         "a drawn text": lambda: session.generate("Hello", max_tokens=12, temperature=1.0),

@@ -21,7 +21,7 @@ MISTAKES = {
     "a model with a slip": (["generate", "x", "--model", "tinny"], "Did you mean 'tiny'?"),
     "a folder that is not there": (["chat", "--model", "./no/such"], "no/such does not exist"),
     "a prompt without quotes": (["generate", "Once", "upon", "a"], "Put text with spaces in quotes"),
-    "an option's letter": (["run-batch", "requests.jsonl", "-o", "answers.jsonl"], "there is no option -o"),
+    "a short option that there is not": (["run-batch", "requests.jsonl", "-o", "answers.jsonl"], "there is no option -o"),
     "a model by itself": (["doctor", __file__], f"A model is passed as --model {__file__}"),
     "an empty prompt": (["generate", ""], "Write at least one character"),
     "a negative temperature": (["generate", "x", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),

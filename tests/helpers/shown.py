@@ -1,4 +1,4 @@
-"""What a notebook shows besides its live views: objects and figures, as code of cells, with their roles in a page."""
+"""Objects and figures that notebooks display in addition to live views: their cells, and their ARIA roles."""
 
 from __future__ import annotations
 

@@ -92,13 +92,18 @@ def test_many_rows_times_a_matrix(dtype: str) -> None:
         np.testing.assert_allclose(got, wide @ meaning.T, rtol=1e-5, atol=1e-3, err_msg=f"{len(x)} rows")
 
 
-@pytest.mark.usefixtures("either_way")
-def test_many_rows_times_a_float32_matrix_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that are split into three bfloat16 lose nothing: errors are those of sums of float32."""
+@pytest.fixture
+def small_ones_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest products of float32 are split into those of bfloat16, too, where the processor does that."""
     if not cpu.multiplies_many("float32"):
         pytest.skip("XLA multiplies them on this processor")
     monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
     monkeypatch.setattr(products, "SPLIT_ROWS", 1)
+
+
+@pytest.mark.usefixtures("either_way", "small_ones_split")
+def test_many_rows_times_a_float32_matrix_are_exact() -> None:
+    """Numbers that are split into three bfloat16 lose nothing: errors are those of sums of float32."""
     shapes = [(1, 16, 16), (33, 48, 80), (40, 304, 1040), (530, 32, 32)]
     inputs = [(weights("float32", N, K)[0], RANDOM.standard_normal((R, K), np.float32)) for R, N, K in shapes]
     inputs += [(weight * 1e-20, x * 1e25) for weight, x in inputs[:2]]
@@ -111,12 +116,8 @@ def test_many_rows_times_a_float32_matrix_are_exact(monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_less(np.nan_to_num(np.abs(got - wide @ matrix.T) / most), 6e-7)
 
 
-@pytest.mark.usefixtures("either_way")
-def test_a_float32_product_takes_norm_gate_and_residual_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cpu.multiplies_many("float32"):
-        pytest.skip("XLA multiplies them on this processor")
-    monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
-    monkeypatch.setattr(products, "SPLIT_ROWS", 1)
+@pytest.mark.usefixtures("either_way", "small_ones_split")
+def test_a_float32_product_takes_norm_gate_and_residual_along() -> None:
     weight, _, _ = weights("float32", 96, 128)
     x, residual = (RANDOM.standard_normal((70, width), np.float32) for width in (128, 48))
     norm, count = jnp.asarray(RANDOM.random(128, np.float32)), jnp.int32(67)

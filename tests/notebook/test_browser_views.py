@@ -229,7 +229,7 @@ def test_stop_keeps_its_place_and_its_focus_while_a_long_text_comes(page: Any, v
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_texts_can_be_read_on_light_and_dark(page: Any, views: dict[str, Mounted], name: str) -> None:
-    """As they are painted: shades below them, what is quiet or has a colour, in the colours of eight front ends."""
+    """Check the contrast of each text as it is painted, on shaded backgrounds too, for the colours of eight pages."""
     show(page, views[name])
     page.evaluate("() => document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     for host, colours in PAGES.items():

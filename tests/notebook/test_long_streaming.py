@@ -27,7 +27,7 @@ EXPLAINED = 1024  # ended requests that a session remembers
 
 
 class Memory(NamedTuple):
-    """What Python holds, after its collector ran and freed memory went back to the system."""
+    """Memory in use after a garbage collection, with freed memory returned to the system."""
 
     blocks: int
     resident: int  # bytes

@@ -292,14 +292,19 @@ def test_rows_that_wait_for_nothing_run() -> None:
     exact(loop, request)
 
 
-def test_nothing_is_drafted_before_the_programs_of_drafts_are_ready() -> None:
-    programs = Programs(drafting=False)
+def repeating(programs: Programs) -> tuple[Loop, Request]:
+    """Run the first steps of a text that lookup drafts, while the plainest program is ready."""
     programs.make("plain")
     loop = Loop(programs=programs, model=EchoModel(surprises=0.0), prompt_lookup=3)
-    stream = make_request("again and again and ", max_tokens=60)
-    loop.submit(stream)
+    loop.submit(stream := make_request("again and again and ", max_tokens=60))
     for _ in range(20):
         loop.step()
+    return loop, stream
+
+
+def test_nothing_is_drafted_before_the_programs_of_drafts_are_ready() -> None:
+    programs = Programs(drafting=False)
+    loop, stream = repeating(programs)
     assert not any(plan.drafted for plan in loop.runner.plans)
     programs.drafting = True
     loop.run()
@@ -311,13 +316,9 @@ def test_nothing_is_drafted_before_the_programs_of_drafts_are_ready() -> None:
 def test_drafts_make_no_step_larger_than_the_programs_that_are_ready(ahead: bool) -> None:
     """Where none are made ahead, the step makes its program."""
     programs = Programs(most=2, ahead=ahead)
-    programs.make("plain")
-    loop = Loop(programs=programs, model=EchoModel(surprises=0.0), prompt_lookup=3)
-    stream = make_request("again and again and ", max_tokens=60)
-    loop.submit(stream)
-    for _ in range(20):
-        loop.step()
-    largest = max(len(plan.decode) for plan in loop.runner.plans[4:])  # its first tokens keep nobody waiting
+    loop, stream = repeating(programs)
+    # The first steps may wait for a program: no stream runs before them.
+    largest = max(len(plan.decode) for plan in loop.runner.plans[4:])
     assert largest == 2 if ahead else largest > 2
     assert (Program(frozenset({"plain", "larger"}), False) in programs.wanted) == ahead
     programs.make("plain", "larger")

@@ -75,5 +75,5 @@ def digest_of(content: bytes) -> str:
 
 
 def _is_private() -> bool:
-    """True if nobody can exchange a file here between a look at it and its being loaded by its name."""
+    """True if no other user can replace a file in the folder after it was checked and before it is loaded."""
     return is_trusted() and not private_files.is_shared(folder())

@@ -71,7 +71,7 @@ def test_heads_that_cannot_draft(model: Any, tmp_path: Path) -> None:
     for match, changes in (
         ("reads the layers 1, 10, and this model has", {"target_layer_ids": [0, 9]}),
         ("whose hidden states have 64 numbers, and this one's have", {"hidden_size": 64}),
-        ("has the mask 5,000, which is no token of this model", {"mask_token_id": 5000}),
+        ("has mask_token_id=5,000, and the vocabulary of this model has", {"mask_token_id": 5000}),
     ):
         with pytest.raises(ConfigError, match=match):
             opened(**changes)

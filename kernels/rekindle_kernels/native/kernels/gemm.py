@@ -26,9 +26,8 @@ import numpy as np
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature, multiplies_widened, on_arm
 from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_widened
-from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe, finisher, narrower
+from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe, finisher, narrower, packed_first
 from rekindle_kernels.native.kernels.gemm_panels import list_rows_of_rank
-from rekindle_kernels.native.kernels.operands import free_packed
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import add_ints, transpose
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
@@ -103,15 +102,7 @@ def _of_one_form(size: int, prepare_rows: Any, pack: Any, multiply: Any) -> Kern
         describe(frame, job, size)
         return prepare_rows(job, threads)
 
-    @jit
-    def block(job: Any, index: int) -> None:
-        if index < job.packs:
-            pack(job, index)
-            return
-        wait_for_blocks(job, job.packs)
-        multiply(job, index - job.packs)
-
-    return Kernel(kernel_table.GEMM, JOB, prepare, block, free_packed)
+    return packed_first(prepare, pack, multiply)
 
 
 # Hundreds of rows times a 16-bit or 8-bit matrix: strips of the matrix are turned, and every row passes over them.

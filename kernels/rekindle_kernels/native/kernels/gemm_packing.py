@@ -11,8 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.kernels.norms_and_gates import normalise
-from rekindle_kernels.native.kernels.operands import ROW_FIELDS, ROW_NUMBERS, describe_rows, first_row, row_of
+from rekindle_kernels.native.kernels.operands import (
+    ROW_FIELDS,
+    ROW_NUMBERS,
+    describe_rows,
+    first_row,
+    free_packed,
+    row_of,
+)
 from rekindle_kernels.native.language.dot_products import (
     from_ints,
     store_i8,
@@ -22,7 +30,7 @@ from rekindle_kernels.native.language.dot_products import (
     transpose,
     unsigned,
 )
-from rekindle_kernels.native.language.handler import job_layout
+from rekindle_kernels.native.language.handler import Kernel, job_layout, wait_for_blocks
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, malloc, set_f32
 from rekindle_kernels.native.language.records import dim
@@ -67,6 +75,20 @@ JOB = job_layout(
     "pieces",
     numbers=ROW_NUMBERS,
 )
+
+
+def packed_first(prepare: Any, pack: Any, multiply: Any) -> Kernel:
+    """Return the kernel of a product whose first blocks pack rows, and whose others multiply once that is done."""
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        if index < job.packs:
+            pack(job, index)
+            return
+        wait_for_blocks(job, job.packs)
+        multiply(job, index - job.packs)
+
+    return Kernel(kernel_table.GEMM, JOB, prepare, block, free_packed)
 
 
 @inline

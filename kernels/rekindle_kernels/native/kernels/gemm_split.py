@@ -21,12 +21,18 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.kernels.gemm_amx import units_of
-from rekindle_kernels.native.kernels.gemm_packing import JOB, PANEL, count_packs, describe, finisher, panels_of
+from rekindle_kernels.native.kernels.gemm_packing import (
+    PANEL,
+    count_packs,
+    describe,
+    finisher,
+    packed_first,
+    panels_of,
+)
 from rekindle_kernels.native.kernels.gemm_panels import OUTPUTS
 from rekindle_kernels.native.kernels.norms_and_gates import normalise
-from rekindle_kernels.native.kernels.operands import free_packed, row_of
+from rekindle_kernels.native.kernels.operands import row_of
 from rekindle_kernels.native.language.amx import (
     DEPTH,
     MEMORY,
@@ -39,7 +45,7 @@ from rekindle_kernels.native.language.amx import (
     zero_tile,
 )
 from rekindle_kernels.native.language.dot_products import add_pairs, rounded, store_rounded, transpose
-from rekindle_kernels.native.language.handler import Kernel, first_unit, wait_for_blocks
+from rekindle_kernels.native.language.handler import Kernel, first_unit
 from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, f32, free, malloc
 from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store, subtract
@@ -241,12 +247,4 @@ def kernel() -> Kernel:
             end(shapes)
         free(shapes)
 
-    @jit
-    def block(job: Any, index: int) -> None:
-        if index < job.packs:
-            pack(job, index)
-            return
-        wait_for_blocks(job, job.packs)
-        multiply(job, index - job.packs)
-
-    return Kernel(kernel_table.GEMM, JOB, prepare, block, free_packed)
+    return packed_first(prepare, pack, multiply)

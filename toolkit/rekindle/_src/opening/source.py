@@ -271,7 +271,7 @@ def _check_block(name: str, own: ModelConfig, block: BlockSpec, model: ModelConf
         problem = f"drafts for a model whose hidden states have {own.hidden_size:,} numbers, and this one's have"
         refuse_drafter(name, f"{problem} {model.hidden_size:,}", fix)
     if block.mask >= model.vocab_size:
-        problem = f"has the mask {block.mask:,}, which is no token of this model, of {model.vocab_size:,}"
+        problem = f"has mask_token_id={block.mask:,}, and the vocabulary of this model has {model.vocab_size:,} tokens"
         refuse_drafter(name, problem, fix)
 
 
