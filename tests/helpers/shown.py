@@ -17,7 +17,7 @@ from rekindle._src.notebook.figures import Figure
 
 TESTS = Path(__file__).parents[1]
 PROMPTS = ("a" * 64 + "b" * 40, "a" * 64 + "c" * 40, "d" * 70)
-# The first cell, in which the others' names come from; it needs no model.
+# The first cell defines the names that the others use; it needs no model.
 FIRST = f"""import sys
 sys.path.insert(0, {str(TESTS)!r})
 from helpers import shown
@@ -49,7 +49,7 @@ ROLES = {
 
 
 def saved(session: Session, dashboard: Dashboard, done: Completion) -> dict[str, str]:
-    """The HTML of each, as a notebook saves it."""
+    """Return the HTML of each, as a notebook saves it."""
     names = {"shown": sys.modules[__name__], "session": session, "dashboard": dashboard, "done": done}
     made = {name: eval(code, names) for name, code in CELLS.items()}
     return {name: one.saved() if isinstance(one, Figure) else one._repr_html_() for name, one in made.items()}

@@ -14,54 +14,35 @@ from typing import Any
 
 import pytest
 
+from helpers import shown
 from helpers.browsing import blank_page, running
 
 pytest.importorskip("marimo")
 
 ROOT = Path(__file__).parent.parent.parent
 CELLS = {
-    "session": (
-        "session",
-        "    from helpers.sessions import fake_session\n    session = fake_session(step_seconds=0.002)\n    session\n",
-    ),
-    "completion": (
-        "done",
-        '    done = await session.generate("hello", max_tokens=20, logprobs=1)\n    done\n',
-    ),
-    "list": ("many", '    many = await session.generate(["hello", "you"], max_tokens=20)\n    many\n'),
-    "handle": ("handle", '    handle = session.submit("hello", max_tokens=20)\n    handle\n'),
-    "stats": ("stats", "    stats = done, session.stats()\n    stats[1]\n"),
-    "views": ("views", "    session.view\n"),
-    "dashboard": ("dashboard", "    dashboard = session.watch()\n    dashboard\n"),
-    "stream": ("stream", '    stream = session.view.stream("hello", max_tokens=400)\n    stream\n'),
-    "chat": (
-        "chat",
-        '    chat = session.view.chat(max_tokens=20, template="{{ messages[0].content }}")\n    chat\n',
-    ),
-    "tree": ("tree", "    tree = session.view.tree()\n    tree\n"),
-    "shown": ("shown", "    from helpers import shown\n    shown\n"),
-    "attention": ("attention", "    attention = shown.attention()\n    attention\n"),
-    "lens": ("lens", "    lens = shown.lens()\n    lens\n"),
-    "distribution": (
-        "distribution",
-        "    distribution = session.view.distribution(shown.logits(session))\n    distribution\n",
-    ),
-    "prefixes": ("prefixes", '    prefixes = session.view.prefixes(["the boy went", "the boy ran"])\n    prefixes\n'),
-    "cache": ("cache", "    cache = done, session.cache\n    cache[1]\n"),
-    "explained": ("explained", "    explained = session.explain(done.id)\n    explained\n"),
+    "session": "sessions.fake_session(step_seconds=0.002)",
+    "done": 'await session.generate("hello", max_tokens=20, logprobs=1)',
+    "many": 'await session.generate(["hello", "you"], max_tokens=20)',
+    "handle": 'session.submit("hello", max_tokens=20)',
+    "stats": "(done, session.stats())[1]",  # marimo runs it after the cell of `done`
+    "views": "session.view",
+    "dashboard": "session.watch()",
+    "stream": 'session.view.stream("hello", max_tokens=400)',
+    "chat": 'session.view.chat(max_tokens=20, template="{{ messages[0].content }}")',
+    "tree": "session.view.tree()",
+    **{name: shown.CELLS[name] for name in ("attention", "lens", "distribution", "prefixes", "explain")},
+    "cache": "(done, session.cache)[1]",
 }
 VIEWS = ("dashboard", "stream", "chat", "tree")
 
 
 def notebook() -> str:
-    cells = []
-    for name, (made, source) in CELLS.items():
-        takes = ", ".join(
-            word for word in ("session", "done", "shown") if re.search(rf"\b{word}\b", source) and word != made
-        )
-        takes = "" if name == "session" else takes
-        gives = f"    return ({made},)\n" if name != "views" else "    return\n"
-        cells.append(f"@app.cell\n{'async ' * ('await' in source)}def _({takes}):\n{source}{gives}")
+    cells = ["@app.cell\ndef _():\n    from helpers import sessions, shown\n    return sessions, shown\n"]
+    for name, code in CELLS.items():
+        takes = ", ".join(word for word in ("sessions", "session", "shown", "done") if re.search(rf"\b{word}\b", code))
+        start = "async def" if code.startswith("await") else "def"
+        cells.append(f"@app.cell\n{start} _({takes}):\n    {name} = {code}\n    {name}\n    return ({name},)\n")
     return "import marimo\n\napp = marimo.App()\n\n\n" + "\n\n".join(cells)
 
 
@@ -82,21 +63,21 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(executed: Path) -> dict[str, Any]:
     """What each cell shows, by its name."""
     cells = json.loads((executed / "__marimo__" / "session" / "views.py.json").read_text())["cells"]
-    return {name: cell["outputs"][0] for name, cell in zip(CELLS, cells, strict=True)}
+    return {name: cell["outputs"][0] for name, cell in zip(CELLS, cells[1:], strict=True)}
 
 
 @pytest.mark.parametrize(
     ("name", "word"),
     [
         ("session", "rekindle session: fake"),
-        ("completion", "20 tokens, cut at max_tokens"),
+        ("done", "20 tokens, cut at max_tokens"),
         ("handle", "<div"),
         ("stats", "Session over fake"),
         ("views", "session.view.chat"),
         ("attention", "position 0"),
         ("lens", "layer 3: the answer"),
         ("cache", "tokens on the device"),
-        ("explained", "timeline"),
+        ("explain", "timeline"),
     ],
 )
 def test_objects_show_themselves(outputs: dict[str, Any], name: str, word: str) -> None:
@@ -105,7 +86,7 @@ def test_objects_show_themselves(outputs: dict[str, Any], name: str, word: str) 
 
 
 def test_a_list_of_completions_shows_its_texts(outputs: dict[str, Any]) -> None:
-    assert "2 completions · 40 tokens" in outputs["list"]["data"].get("text/html", ""), outputs["list"]
+    assert "2 completions · 40 tokens" in outputs["many"]["data"].get("text/html", ""), outputs["many"]
 
 
 @pytest.mark.parametrize("name", [*VIEWS, "distribution", "prefixes"])

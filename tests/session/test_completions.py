@@ -64,6 +64,18 @@ def test_a_completion_with_a_whole_vocabulary_of_probabilities_shows_a_few(sessi
     assert many.count("13.5%") == html.ALTERNATIVES < 27
 
 
+def test_shades_are_explained_where_there_are_some(session: Session) -> None:
+    shade, others = "the more orange, the less likely", "point at a token for others"
+    for options, words in (
+        ({}, ()),
+        ({"logprobs": 0}, (shade,)),
+        ({"prompt_logprobs": 0}, (shade,)),
+        ({"logprobs": 2}, (shade, others)),
+    ):
+        made = session.generate_sync("hello", max_tokens=2, **options)._repr_html_()
+        assert [word for word in (shade, others) if word in made] == [*words], options
+
+
 def test_several_of_each_prompt_have_their_places(session: Session) -> None:
     many = session.generate_sync(["hello", "you"], max_tokens=3, n=2, temperature=1.0, seed=1)
     made = many._repr_html_()

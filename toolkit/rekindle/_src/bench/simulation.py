@@ -90,7 +90,7 @@ class SimulatedDevice:
         return StepResult(plan, rows)
 
     def fetch(self, in_flight: InFlightLike) -> StepResult:
-        assert isinstance(in_flight, StepResult), "its own"
+        assert isinstance(in_flight, StepResult), "a step of this device"
         return in_flight
 
     def program(self, plan: StepPlan) -> str:

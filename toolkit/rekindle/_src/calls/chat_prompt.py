@@ -129,7 +129,8 @@ def _arguments(function: Callable[..., object]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-_ARGUMENTS = _arguments(chat_prompt) & _arguments(ChatTemplate.prepare)  # those of a chat that every template is given
+# Arguments of a chat that reach its template anyway, so that they can't be variables as well.
+_ARGUMENTS = _arguments(chat_prompt) & _arguments(ChatTemplate.prepare)
 
 
 def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -73,13 +73,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
 
     def _unexpected(self, unknown: Sequence[str]) -> str:
-        option = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
+        dashed = (text.partition("=")[0] for text in unknown if text.startswith("-"))
+        option = next((name for name in dashed if name.lstrip("-")[:1].isalpha()), None)  # no dash or negative number
         if len(unknown) == 1 and "--model" in self._option_string_actions and Path(unknown[0]).exists():
             return f"unexpected {unknown[0]!r}. A model is passed as --model {unknown[0]}"
         if option is None:
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
         # The second line of every mistake names --help.
-        return f"there is no option {option}{_nearest(option, set(self._option_string_actions) - {'--help'})}"
+        return f"there is no option {option}{_nearest(option, set(self._option_string_actions) - {'-h', '--help'})}"
 
     def _message(self, error: RekindleError) -> str:
         """Return an error as a line of text, with the option's name of the command line."""

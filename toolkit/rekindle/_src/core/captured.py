@@ -154,10 +154,8 @@ class Captured(Mapping[Any, Any]):
 
         if not parts:
             return cls(np.empty(0, np.int32), {}, layers, pictures=pictures)
-        if len(parts) == 1:
-            return cls(parts[0].positions, parts[0].arrays, layers, pictures=pictures)
-        arrays = {key: np.concatenate([part.arrays[key] for part in parts]) for key in parts[0].arrays}
-        return cls(np.concatenate([part.positions for part in parts]), arrays, layers, pictures=pictures)
+        positions, arrays = CapturedPart.joined([CapturedPart(part.positions, part.arrays) for part in parts])
+        return cls(positions, arrays, layers, pictures=pictures)
 
     def __getitem__(self, key: Any) -> NDArray[Any]:
         if isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], int) and key[1] < 0:

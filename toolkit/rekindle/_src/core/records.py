@@ -654,13 +654,15 @@ class Completion:
     def _facts(self) -> dict[str, str]:
         """Return how the text was made, for a closer look."""
         usage, timings = self.usage, self.timings
+        shaded = (*(self.prompt_logprobs or ()), *(self.logprobs or ()))
+        others = "; point at a token for others" if any(entry.top_ids for entry in shaded) else ""
         return {
             "prompt": f"{html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "first token after": html.seconds(timings.first_token) if timings.total else "",
             "queued for": html.seconds(timings.queued) if timings.queued >= 0.001 else "",
             "compiling": html.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
             "grammar": f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
-            "shade": "the more orange, the less likely; point at a token for others" if self.logprobs else "",
+            "shade": f"the more orange, the less likely{others}" if shaded else "",
             "seed": "" if self.sampling.greedy or self.sampling.seed is None else str(self.seed),
             "request": self.id,
         }

@@ -12,13 +12,10 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rekindle._src.core import html
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    pass
 
 Positions = int | Sequence[int] | slice | Literal["prompt", "output"] | None
 Layers = int | Sequence[int] | Literal["all"]

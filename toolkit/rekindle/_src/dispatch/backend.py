@@ -174,7 +174,7 @@ class GrammarsLike(Protocol):
 
 
 class AdaptersLike(Protocol):
-    """The adapters of a session."""
+    """The adapters of a session or a fleet."""
 
     @property
     def names(self) -> tuple[str, ...]: ...

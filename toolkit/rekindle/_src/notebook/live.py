@@ -415,9 +415,9 @@ class Live:
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}
+        self._bundled = True  # before `_left` is read: `_leave` sets that one first, and reads this one after it
         if self._left:
             return bundle, {}
-        self._bundled = True
         # Colab reads in the metadata how to show third-party widgets.
         data, metadata = self.widget._repr_mimebundle_() or ({}, {})
         return {**data, **bundle}, metadata

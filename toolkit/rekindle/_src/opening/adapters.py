@@ -85,7 +85,7 @@ class AdapterShelf:
             return None if self._has(old.digest) else old
 
     def use(self, value: str | Mapping[str, float]) -> AdapterUse:
-        """Return the adapter that a request's option means, and the digests that its pages depend on."""
+        """Return what a request with this option carries: the adapter, and the digests that its pages depend on."""
         with self._lock:
             if isinstance(value, str):
                 adapter = self._adapters.get(value)

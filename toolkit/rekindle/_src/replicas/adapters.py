@@ -62,7 +62,6 @@ class FleetAdapters:
     def __init__(self, fleet: FleetBackend) -> None:
         self._fleet = fleet
         self._remote: dict[str, str] = {}  # the replicas' name by the user's
-        self._loaded: set[str] = set()  # the replicas' names of those that every replica has to have
         self._number, self._sweeping = 0, False
         self._turn = anyio.Lock()
 
@@ -92,7 +91,6 @@ class FleetAdapters:
             async def give(link: Link) -> None:
                 await link.make(remote, loading)
                 self._fleet.changes[remote] = loading
-                self._loaded.add(remote)
 
             await roll_out(f"the adapter {name!r}", lambda: self._without(remote), give, lambda: remote in self._loaded)
             self._remote = {**self._remote, name: remote}
@@ -116,7 +114,6 @@ class FleetAdapters:
             async with self._turn:
                 named = set(self._remote.values())  # one of `old` may have been loaded meanwhile
                 for remote in [name for name in old - named if not self._used(name)]:
-                    self._loaded.discard(remote)
                     del self._fleet.changes[remote]
                     for link in [link for link in self._fleet.replicas.values() if remote in link.changes]:
                         try:
@@ -124,6 +121,11 @@ class FleetAdapters:
                         except Exception as error:  # it keeps the adapter until its end
                             log.debug("replica %s keeps the adapter %r: %s", link.name, remote, error)
         self._sweeping = False
+
+    @property
+    def _loaded(self) -> set[str]:
+        """The replicas' names of the adapters that every replica has to have."""
+        return {name for name, change in self._fleet.changes.items() if isinstance(change, AdapterLoading)}
 
     def _used(self, remote: str) -> bool:
         """True if a request has an adapter that replicas know by this name."""

@@ -81,8 +81,7 @@ class BatchRun:
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         served = self._service.models.get(None)
-        assert served.session is not None, "a session that is open"
-        self._name, self._session = served.name, served.session
+        self._name, self._session = served.name, served.open()
         self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._resume, field="output")
         self._known: set[str] = set()
         self._custom_ids: set[str] = set()

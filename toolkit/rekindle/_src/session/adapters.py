@@ -13,8 +13,8 @@ from rekindle.errors import ConfigError
 
 def names(client: Client) -> tuple[str, ...]:
     """Return the names of the adapters that requests may use."""
-    shelf: Any = client.front.adapters
-    return () if shelf is None else shelf.names
+    adapters = client.front.adapters
+    return () if adapters is None else adapters.names
 
 
 async def load(client: Client, name: str, source: Any, alpha: float | None) -> None:
@@ -31,7 +31,7 @@ async def unload(client: Client, name: str) -> None:
 
 def _shelf(client: Client) -> AdapterShelf:
     client.host.check()
-    shelf: Any = client.front.adapters
+    shelf = client.front.adapters
     if shelf is None:
         raise ConfigError("adapter", None, "can't be used in this session", "Open one with rekindle.open")
     assert isinstance(shelf, AdapterShelf), "a session's own"
