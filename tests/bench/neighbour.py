@@ -9,7 +9,6 @@ only the first say something, and those of a stream count what compiles at the s
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 import subprocess
@@ -33,8 +32,8 @@ QUESTION = [{"role": "user", "content": "Tell me a long story."}]
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def points() -> None:
-    """Run the tests that take turns with a thread, and print its longest turn in each."""
+def points() -> int:
+    """Run the tests that take turns with a thread, and print its longest turn in each. Return their exit status."""
     page = HARDENING.read_text()
     rows = page[page.index("## A neighbour's longest turn") : page.index("## The soak")]
     tests = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", rows, re.MULTILINE)
@@ -53,7 +52,7 @@ def points() -> None:
     for what, _, name in tests:
         found = longest.get(name, [])
         print(f"{max(found, default=float('nan')) * 1e3:9.0f} ms  {len(found):5}  {what}")
-    sys.exit(done.returncode)
+    return done.returncode
 
 
 class Gaps:
@@ -129,13 +128,11 @@ async def firsts(model: str, precompile: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("points", "firsts"))
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--precompile", default="background")
-    arguments = parser.parse_args()
+    arguments = harness.options(
+        __doc__, "what", what=(str, ("points", "firsts")), model="tiny", precompile="background"
+    )
     if arguments.what == "points":
-        points()
+        sys.exit(points())
     asyncio.run(firsts(arguments.model, arguments.precompile))
 
 

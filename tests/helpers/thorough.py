@@ -1,4 +1,4 @@
-"""Cases that only CI runs, and the third of them that it runs at one change."""
+"""Cases that only CI runs, and the draw of a fourth of the files for each change."""
 
 from __future__ import annotations
 

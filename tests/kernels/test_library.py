@@ -173,6 +173,20 @@ def test_a_damaged_library_is_never_loaded(packed: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
+def test_xla_does_the_work_of_a_library_that_can_not_be_unpacked(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed.write_bytes(b"cut")
+    manifest(tmp_path, library=packed.name)
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    assert library.find() is not None
+    assert [library.address("norm"), library.address("norm")] == [None, None]
+    assert [record.getMessage() for record in caplog.records if "is damaged" in record.getMessage()] == [
+        f"the native kernels of the installation can't be used: {packed} is damaged: install rekindle again"
+    ]
+
+
 @pytest.mark.skipif(system.owner() is None, reason="files have no owners here")
 def test_where_others_could_write_a_process_unpacks_for_itself(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

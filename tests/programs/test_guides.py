@@ -63,3 +63,8 @@ def test_a_collection_of_garbage_amid_a_guide_is_not_its_own(monkeypatch: pytest
     assert laps.lap() == guides.QUICK
     now += 1.0
     assert laps.lap() == 1.0, "none ran since"
+    gc.collect()
+    now += 0.03
+    assert laps.lap() == pytest.approx(0.03)
+    now += 1.0
+    assert laps.lap() == 1.0, "it ran amid the quick one before"

@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, ".ci/wheels.py", "--out", str(folder)],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and "can't be compiled" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import rekindle
-from helpers import block_heads, checkpoints, eagle
+from helpers import adapters, block_heads, checkpoints, eagle
 from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
 from helpers.sessions import eventually
@@ -274,6 +274,42 @@ def test_a_folder_is_opened_with_its_head(tmp_path: Path) -> None:
         found = session.generate_sync(ids, max_tokens=12, temperature=0.0, ignore_eos=True, logit_bias=FEW)
         assert session.stats().drafted_tokens > 3
     assert np.isin(found.token_ids, [*FEW]).all()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["own", "eagle3"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_dropped_and_swapped_weights(case: str, adapted: bool, tmp_path: Path) -> None:
+    """A head of another checkpoint stays with other weights of its model; one of the model comes with them."""
+    raw = with_head("qwen3.5") if case == "own" else {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
+    config = checkpoints.CASES["qwen3.5"] if case == "own" else raw
+    folders = [str(checkpoints.write(tmp_path / f"{seed}", config, checkpoints.tensors(raw, seed))) for seed in (0, 1)]
+    drafts = "mtp" if case == "own" else eagle.write(tmp_path / "head", eagle.raw_of(raw))
+    options = {**HEAD, "max_model_len": 256, "drafts": drafts}
+    if adapted:
+        options["merge"] = adapters.write(tmp_path / "adapter", checkpoints.model(raw, checkpoints.tensors(raw)).config)
+    ids, ask = tokens(20, seed=3), {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "logit_bias": FEW}
+
+    def text(session: Session) -> list[int]:
+        before = session.stats().drafted_tokens
+        found = list(session.generate_sync(ids, **ask).token_ids)
+        assert session.stats().drafted_tokens > before
+        return found
+
+    expected = []
+    for folder in folders:
+        with rekindle.open_sync(folder, **options) as session:
+            expected.append(text(session))
+    with rekindle.open_sync(folders[0], **options) as session:
+        assert text(session) == expected[0]
+        session.sleep(weights="drop").result_sync()
+        session.wake().result_sync()
+        assert text(session) == expected[0]
+        session.swap_weights(folders[1]).result_sync()
+        assert text(session) == expected[1]
+        session.sleep(weights="drop").result_sync()
+        session.wake(weights=folders[0]).result_sync()
+        assert text(session) == expected[0]
 
 
 @pytest.mark.thorough

@@ -445,6 +445,13 @@ def main() -> None:
         for level in levels:
             compile_objects(arguments.objects, level, kernels, arguments.only_objects)
         return
+    if arguments.here and arguments.objects:
+        parser.error(
+            "--here measures how this processor prefetches, which --objects does not tell apart: leave one out"
+        )
+    unlinked = not arguments.linker and library.platform_tag(levels[0].machine, arguments.system) == UNLINKED
+    if arguments.packed and unlinked:
+        parser.error("--packed compresses a shared library: name what links it, such as --linker cc")
     if arguments.here:
         os.environ[library.FOLDER] = str(arguments.out)
         found = library.find()

@@ -179,9 +179,9 @@ def has_amx() -> bool:
 
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
-    if dtype == "float32":  # by AMX, as bfloat16; code for a level has it where that can round to bfloat16
-        return has_amx() if level is None else "avx512bf16" in level.features
     features = _used() if level is None else level.features
+    if dtype == "float32":  # rounded to bfloat16 and multiplied by AMX; whether that is there is asked on the machine
+        return "avx512bf16" in features and (level is not None or has_amx())
     return dtype in DOT_PRODUCTS and (not features.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(dtype, features))
 
 

@@ -127,7 +127,8 @@ def address(name: str) -> int | None:
             entry = symbol(name, cpu.level_called(level))
             if library.objects:
                 return _loaded_object(library, entry)
-            return ctypes.cast(getattr(_loaded(library), entry), ctypes.c_void_p).value
+            shared = _loaded(library)
+            return None if shared is None else ctypes.cast(getattr(shared, entry), ctypes.c_void_p).value
     return None
 
 
@@ -145,20 +146,25 @@ def _own_entries() -> Any:
     return (ctypes.c_int64 * SLOTS)()
 
 
-def _loaded(library: Library) -> ctypes.CDLL:
+def _loaded(library: Library) -> ctypes.CDLL | None:
     return _opened(library.path, library.digest)
 
 
 @cache
-def _opened(path: Path, digest: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(unpacked(path, digest) if path.suffix == PACKED else path))
+def _opened(path: Path, digest: str) -> ctypes.CDLL | None:
+    """Return the shared library; None if it can't be loaded or unpacked, which is said once: XLA does its work then."""
+    try:
+        return ctypes.CDLL(str(unpacked(path, digest) if path.suffix == PACKED else path))
+    except OSError as error:
+        log.warning("the native kernels of the installation can't be used: %s", error)
+        return None
 
 
 def unpacked(path: Path, digest: str) -> Path:
-    """Return the file of the shared library that `path` has packed, whose digest was looked at.
+    """Return a file with the shared library that is compressed in `path`, after checking its digest.
 
-    It is kept, and found by later processes, where no other user could exchange it. Elsewhere it is this process's own.
-    Raises OSError if `path` is damaged.
+    It is kept for later processes if no other user can replace it there; else it lies in a temporary folder, which this
+    process removes when it ends. Raises OSError if `path` is damaged.
     """
     plain = Path(path.stem)
     name = f"{plain.stem}-{digest}{plain.suffix}"

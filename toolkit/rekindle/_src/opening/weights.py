@@ -78,7 +78,7 @@ def replace_weights(
         if path in running and running[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
     }
     config = weights.config if isinstance(weights, LoadedModel) else None
-    of_head = model.fingerprint.partition(HEAD_MARK)[2]
+    of_head = model.fingerprint.partition(HEAD_MARK)[2].partition("+")[0]  # without the digest of a merged adapter
     if of_head:
         leaves |= {path: leaf for path, leaf in (head or heads_arrays(model)).items() if path not in leaves}
         config = None if config is None else dataclasses.replace(config, draft_head=model.config.draft_head)
@@ -263,7 +263,7 @@ class Weights:
 
     @property
     def _head(self) -> dict[str, Any] | None:
-        """The arrays of a head of another checkpoint while the session sleeps; None while it does not."""
+        """The draft head's arrays as a sleeping session keeps them, None for dropped ones; None while it is awake."""
         if self._asleep is None:
             return None
         leaves = zip(self.model.graph.paths, self._asleep, strict=True)

@@ -171,8 +171,9 @@ class _Clock:
     """Measures the CPU time of one guide after the other.
 
     Reading a thread's CPU time takes as long as a quick mask, ten times as long as reading the wall time. So it is read
-    only where a guide took longer than most: it may have been slow, or the thread was held up. A collection of all of
-    Python's objects, which takes as long as a process has many, is nobody's: a lap in which one ran counts as quick.
+    only where a guide took longer than most: it may have been slow, or the thread was held up. A full collection of
+    Python's garbage takes as long as the process has many objects, and is not the guide's own time: a lap over
+    `SLOWEST_TOKEN` in which one ran counts as quick.
     """
 
     __slots__ = ("_before", "_collections", "_cpu", "_quick")
@@ -192,10 +193,8 @@ class _Clock:
         cpu = time.thread_time()
         seconds = max(0.0, cpu - self._cpu - self._quick)
         self._cpu, self._quick = cpu, 0.0
-        if seconds > SLOWEST_TOKEN:
-            before, self._collections = self._collections, _full_collections()
-            seconds = seconds if before == self._collections else QUICK
-        return seconds
+        before, self._collections = self._collections, _full_collections()
+        return QUICK if seconds > SLOWEST_TOKEN and before != self._collections else seconds
 
 
 def _full_collections() -> int:

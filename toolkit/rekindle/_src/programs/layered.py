@@ -198,13 +198,14 @@ class LayeredProgram:
         outer = tuple(leaves[index] for index in cut.outer)
         opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
-        streams = [x]
+        wanted = cut.graph.config.streams_read
+        streams = {0: x} if 0 in wanted else {}
         for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
             own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
             new_kv[source], x = layer(mine, new_kv[source], x, tables, paging, *own)
-            streams.append(x)
-        read = tuple(streams[layer] for layer in cut.graph.config.streams_read)
-        return outer, tuple(new_kv), (x, *read), opened.inputs
+            if number + 1 in wanted:
+                streams[number + 1] = x
+        return outer, tuple(new_kv), (x, *(streams[layer] for layer in wanted)), opened.inputs
 
 
 class LayeredStep(LayeredProgram):

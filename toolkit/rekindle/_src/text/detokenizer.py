@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple, Protocol
 
 from rekindle._src.core.sampling import Sampling
@@ -247,7 +246,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
         return b""
     if token_id in tokenizer.special_ids:
         return spelling.encode()
-    kinds = _kinds(tokenizer)
+    kinds = tokenizer.decoder_kinds
     if "ByteLevel" in kinds:
         try:
             return bytes([BYTES[character] for character in spelling])
@@ -256,8 +255,3 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     if (byte := _BYTE_TOKEN.fullmatch(spelling)) is not None:
         return bytes([int(byte[1], 16)])
     return (spelling.replace("▁", " ") if kinds & {"Metaspace", "Replace"} else spelling).encode()
-
-
-@cache
-def _kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    return tokenizer.decoder_kinds

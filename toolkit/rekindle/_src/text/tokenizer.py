@@ -225,7 +225,7 @@ class Tokenizer:
         """The sections of tokenizer.json, of the model without its vocabulary."""
         return self._text.parts
 
-    @property
+    @functools.cached_property
     def decoder_kinds(self) -> frozenset[str]:
         """The kinds in the decoder section of tokenizer.json, by which detokenizing chooses its stream."""
         decoder = self._text.parts.decoder or {}

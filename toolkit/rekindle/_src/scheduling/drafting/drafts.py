@@ -100,7 +100,10 @@ class Drafts:
         proposals = self._proposals(sequences)
         if not proposals:
             return
-        counts = self._counts(proposals, len(rows), ready(room), mixed=mixed)
+        room = ready(min(room, sum(len(proposal.tokens) for _, proposal in proposals.values())))
+        if not room:
+            return  # their program is being made, which says nothing of what drafts bring
+        counts = self._counts(proposals, len(rows), room, mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
             if not counts[sequence]:
                 sequence.drafting[drafter.name].declined()
