@@ -279,8 +279,9 @@ def test_a_folder_is_opened_with_its_head(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", ["own", "eagle3"])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_dropped_and_swapped_weights(case: str, adapted: bool, tmp_path: Path) -> None:
+def test_dropped_and_swapped_weights(case: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of another checkpoint stays with other weights of its model; one of the model comes with them."""
+    monkeypatch.setattr(HeadDrafter, "awake", True)
     raw = with_head("qwen3.5") if case == "own" else {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
     config = checkpoints.CASES["qwen3.5"] if case == "own" else raw
     folders = [str(checkpoints.write(tmp_path / f"{seed}", config, checkpoints.tensors(raw, seed))) for seed in (0, 1)]

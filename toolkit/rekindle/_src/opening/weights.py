@@ -47,7 +47,10 @@ def replacement(
         if unpacks and isinstance(weights, LoadedModel):
             weights = unpacked_model(weights)
         return replace_weights(model, weights, head=head)
-    description = describe(tiny.located(weights), dtype=config.dtype, quantize=config.quantize, unpack=unpacks)
+    own_head = model.config.draft_head is not None and HEAD_MARK not in model.fingerprint
+    description = describe(
+        tiny.located(weights), dtype=config.dtype, quantize=config.quantize, unpack=unpacks, drafts=own_head
+    )
     if not model.placement.divided:
         return replace_weights(model, read(description), head=head)
     expected = dict(zip(model.graph.paths, model.placement.whole_shapes(model.leaves), strict=True))
