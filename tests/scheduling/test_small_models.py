@@ -13,6 +13,7 @@ from rekindle._src.core.records import DraftTask, StepPlan
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.models import ModelDrafter
+from scheduling.test_ready_rows import Programs
 
 SIZE = 8
 
@@ -104,6 +105,17 @@ def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) ->
     assert loop.scheduler.statistics().drafted_tokens < 60
     assert not drafter.awake
     assert device.tokens < 400
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_pause_does_not_grow_while_the_program_for_drafts_is_made() -> None:
+    programs = Programs(most=1)
+    programs.make("plain")
+    loop, _, drafter = small(programs=programs)
+    run(loop, text(9, 1), temperature=1.0, seed=1)
+    assert programs.rows > 1, "drafts asked for it"
+    assert not loop.scheduler.statistics().drafted_tokens
+    assert drafter._pause == models._SHORTEST
 
 
 @pytest.mark.usefixtures("eager")
