@@ -297,6 +297,11 @@ class ModelConfig:
         return self.eagle is not None or self.block is not None
 
     @property
+    def drafter(self) -> str:
+        """The name of the drafter that such a head is, or a model's own head."""
+        return "dflash" if self.block is not None else "mtp" if self.eagle is None else "eagle3"
+
+    @property
     def streams_read(self) -> tuple[int, ...]:
         """The layers whose inputs its draft head reads, as in `reads`; none if that reads the final hidden state."""
         return () if self.draft_head is None else self.draft_head.reads

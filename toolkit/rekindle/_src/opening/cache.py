@@ -201,5 +201,4 @@ def _head(plan: Blueprint) -> str:
     """Return the name of the drafter of the model's head; empty if none drafts."""
     if plan.config.drafts != "mtp" or plan.model.draft_head is None:
         return ""
-    own = plan.model.draft_head
-    return "dflash" if own.block is not None else "mtp" if own.eagle is None else "eagle3"
+    return plan.model.draft_head.drafter

@@ -18,7 +18,7 @@ from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.names import nearest
 from rekindle._src.models.base import Graph, LoadedModel, Placement, graph_of, kinds_in
-from rekindle._src.models.config import BlockSpec, ModelConfig
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.kept_weights import MappedWeights
@@ -245,16 +245,19 @@ def _fitted(head: CheckpointSource, model: ModelConfig) -> ModelConfig:
         refuse_drafter(head.name, problem, 'Use drafts="mtp"')
     reads = own.reads or (2, model.num_layers // 2, model.num_layers - 3)
     if not all(0 <= layer <= model.num_layers for layer in reads):
-        shown = ", ".join(map(str, reads))
+        shown = ", ".join(map(str, reads))[:80]
         refuse_drafter(head.name, f"reads the layers {shown}, and this model has {model.num_layers}", fix)
+    wanted = own.hidden_size if own.eagle is None else own.eagle.hidden_size
+    if wanted != model.hidden_size:
+        problem = f"drafts for a model whose hidden states have {wanted:,} numbers, and this one's have"
+        refuse_drafter(head.name, f"{problem} {model.hidden_size:,}", fix)
     if own.block is not None:
-        _check_block(head.name, own, own.block, model)
+        if own.block.mask >= model.vocab_size:
+            problem = f"has mask_token_id={own.block.mask:,}, and the vocabulary of this model has"
+            refuse_drafter(head.name, f"{problem} {model.vocab_size:,} tokens", fix)
         return own
     spec = own.eagle
     assert spec is not None, "the checkpoint is a head"
-    if spec.hidden_size != model.hidden_size:
-        problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
-        refuse_drafter(head.name, f"{problem} {model.hidden_size:,}", fix)
     if not spec.own_embedding and own.hidden_size != model.hidden_size:
         problem = f"has no embedding, and hidden states of {own.hidden_size:,} numbers where this model's have"
         refuse_drafter(head.name, f"{problem} {model.hidden_size:,}", fix)
@@ -262,17 +265,6 @@ def _fitted(head: CheckpointSource, model: ModelConfig) -> ModelConfig:
         problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
         refuse_drafter(head.name, problem, fix)
     return dataclasses.replace(own, reads=reads)
-
-
-def _check_block(name: str, own: ModelConfig, block: BlockSpec, model: ModelConfig) -> None:
-    """Raise ConfigError for a head that drafts blocks and was made for another model."""
-    fix = "Use the head that was made for this model"
-    if own.hidden_size != model.hidden_size:
-        problem = f"drafts for a model whose hidden states have {own.hidden_size:,} numbers, and this one's have"
-        refuse_drafter(name, f"{problem} {model.hidden_size:,}", fix)
-    if block.mask >= model.vocab_size:
-        problem = f"has mask_token_id={block.mask:,}, and the vocabulary of this model has {model.vocab_size:,} tokens"
-        refuse_drafter(name, problem, fix)
 
 
 def _check_tokens(name: str, head: LoadedModel) -> None:

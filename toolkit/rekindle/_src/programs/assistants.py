@@ -15,28 +15,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, PageRun
 from rekindle._src.models.base import merge
 from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import Helper
 from rekindle._src.programs.draft_model import (
     DRAFTS,
     DraftChoice,
     DraftLayout,
     DraftShapes,
     DraftShaping,
-    row_sizes,
 )
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
-from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.target_drafts import TargetDrafts
 from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention
 
 
@@ -50,21 +46,11 @@ def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | Non
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantRecipes:
+class AssistantRecipes(TargetDrafts):
     """The recipes of an assistant's programs, over those of the model that it drafts for."""
 
+    name = "assistant"
     shapes: DraftShapes
-    config: EngineConfig  # resolved
-    target: Recipes
-
-    @functools.cached_property
-    def drafts(self) -> dict[int, Helper]:
-        """The programs that draft, by their rows, the fewest first."""
-        return {rows: Helper(f"assistant{rows}") for rows in row_sizes(self.config.max_requests)}
-
-    @property
-    def keys(self) -> tuple[Helper, ...]:
-        return tuple(self.drafts.values())
 
     @functools.cached_property
     def windows(self) -> int | None:
@@ -73,15 +59,12 @@ class AssistantRecipes:
         return names.index("windows") if "windows" in names else None
 
     def layout(self, rows: int) -> DraftLayout:
-        """Return the buffers of the program for so many rows."""
         return DraftLayout(rows, self.target.width, tables=1 if self.windows is None else 2, shaped=True)
 
     def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of the program for so many rows, for tasks that have drafts."""
-        layout = self.layout(rows)
-        ints, floats = layout.pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
+        ints, floats = super().pack(rows, tasks)
         if self.windows is not None:
-            _, _, tables = layout.sections(ints)
+            _, _, tables = self.layout(rows).sections(ints)
             for place, task in enumerate(tasks):
                 run = task.row.sides[self.windows]
                 assert isinstance(run, PageRun), "the row has no pages of layers that give some back"
@@ -95,15 +78,9 @@ class AssistantRecipes:
         assert None not in found, "it was checked"
         return tuple(layer for layer in found if layer is not None)
 
-    def recipe(self, key: Helper) -> Recipe:
-        """Return the recipe of one of `keys`."""
-        layout = self.layout(next(rows for rows, name in self.drafts.items() if name == key))
-        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
-        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
-        target = self.target
-        arguments = (self.shapes.leaves, target.leaves, target.kv, target.state, ints, floats)
+    def _recipe(self, layout: DraftLayout, arguments: tuple[Any, ...]) -> Recipe:
         operands = (WEIGHTS, WEIGHTS, PAGES, ROWS, ROWS, ROWS)
-        return Recipe(functools.partial(self._draft, layout), arguments, (), operands, ROWS)
+        return Recipe(functools.partial(self._draft, layout), (self.shapes.leaves, *arguments), (), operands, ROWS)
 
     def _draft(
         self,

@@ -9,31 +9,25 @@ prompt are. The step that checks the drafts overwrites them, or they lie past th
 
 While no row drafts, steps leave entries out as they do for a head of one token; see `draft_head`.
 
-Axes: R empty rows, N rows, B tokens of a block, K kept states of a request.
+Axes: N rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, IntArray, Row, StepPlan
+from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Row, StepPlan
 from rekindle._src.models.base import Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import SMALLEST_ROWS, Helper, ProgramVariant
-from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShaping, row_sizes
+from rekindle._src.programs.buckets import SMALLEST_ROWS, ProgramVariant
+from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShaping
 from rekindle._src.programs.feature import ChosenStep, Columns, Feature, StepInputs
-from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
-from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.target_drafts import HeadProgramRecipes
 from rekindle_kernels import LayerKV, write_kv
 
 HeadPages = tuple[LayerKV, ...]
@@ -106,39 +100,10 @@ def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Ar
     return caught
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockRecipes:
-    """The recipes of the programs by which such a head drafts."""
+class BlockRecipes(HeadProgramRecipes):
+    """The recipes of the programs by which a head drafts blocks."""
 
-    config: EngineConfig  # resolved
-    target: Recipes
-
-    @functools.cached_property
-    def drafts(self) -> dict[int, Helper]:
-        """The programs that draft, by their rows, the fewest first."""
-        return {rows: Helper(f"block{rows}") for rows in row_sizes(self.config.max_requests)}
-
-    @property
-    def keys(self) -> tuple[Helper, ...]:
-        return tuple(self.drafts.values())
-
-    def layout(self, rows: int) -> DraftLayout:
-        """Return the buffers of the program for so many rows."""
-        return DraftLayout(rows, self.target.width, shaped=True)
-
-    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of the program for so many rows, for tasks that have drafts."""
-        return self.layout(rows).pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
-
-    def recipe(self, key: Helper) -> Recipe:
-        """Return the recipe of one of `keys`."""
-        layout = self.layout(next(rows for rows, name in self.drafts.items() if name == key))
-        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
-        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
-        target = self.target
-        arguments = (target.leaves, target.kv, target.state, ints, floats)
-        operands = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
-        return Recipe(functools.partial(self._draft, layout), arguments, (1,), operands, (PAGES, ROWS))
+    name = "block"
 
     def _draft(
         self,

@@ -21,34 +21,27 @@ Axes: R decode rows, T prefill tokens, N rows, K kept hidden states of a request
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, IntArray, Row, StepPlan
+from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Row, StepPlan
 from rekindle._src.models.base import Model, merge
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import Helper, ProgramVariant
+from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.draft_model import (
     DRAFTS,
     DraftChoice,
     DraftLayout,
     DraftShaping,
     prompt_lengths,
-    row_sizes,
 )
 from rekindle._src.programs.feature import ChosenStep, Columns, Feature, StepInputs
-from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
-from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.target_drafts import HeadProgramRecipes
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, paged_attention, write_kv
 
 
@@ -138,39 +131,10 @@ def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:
     return jnp.clip(after, 0, vocab_size - 1)  # places of pictures have no token of the vocabulary
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadRecipes:
-    """The recipes of the programs by which the model's own head drafts."""
+class HeadRecipes(HeadProgramRecipes):
+    """The recipes of the programs by which a head drafts one token after another."""
 
-    config: EngineConfig  # resolved
-    target: Recipes
-
-    @functools.cached_property
-    def drafts(self) -> dict[int, Helper]:
-        """The programs that draft, by their rows, the fewest first."""
-        return {rows: Helper(f"head{rows}") for rows in row_sizes(self.config.max_requests)}
-
-    @property
-    def keys(self) -> tuple[Helper, ...]:
-        return tuple(self.drafts.values())
-
-    def layout(self, rows: int) -> DraftLayout:
-        """Return the buffers of the program for so many rows."""
-        return DraftLayout(rows, self.target.width, shaped=True)
-
-    def pack(self, rows: int, tasks: Sequence[DraftTask]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of the program for so many rows, for tasks that have drafts."""
-        return self.layout(rows).pack(tasks, [task.row.slot for task in tasks], others=self.config.max_requests)
-
-    def recipe(self, key: Helper) -> Recipe:
-        """Return the recipe of one of `keys`."""
-        layout = self.layout(next(rows for rows, name in self.drafts.items() if name == key))
-        ints = jax.ShapeDtypeStruct((layout.ints,), jnp.int32)
-        floats = jax.ShapeDtypeStruct((layout.floats,), jnp.float32)
-        target = self.target
-        arguments = (target.leaves, target.kv, target.state, ints, floats)
-        operands = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
-        return Recipe(functools.partial(self._draft, layout), arguments, (1,), operands, (PAGES, ROWS))
+    name = "head"
 
     def _draft(
         self,

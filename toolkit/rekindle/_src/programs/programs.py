@@ -74,6 +74,7 @@ from rekindle._src.programs.store import (
     watching_hits,
 )
 from rekindle._src.programs.taps import tap_features
+from rekindle._src.programs.target_drafts import TargetDrafts
 from rekindle._src.programs.user_functions import CustomTaps, LogitsProcessor, Tap, check_processors
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
@@ -267,20 +268,20 @@ class Programs:
         if any(plan.spare for plan in self.sides):
             more = (*more, DraftChains())
         head = model.draft_head
-        blocks = head is not None and head.block is not None
+        block = head if head is not None and head.block is not None else None
         if config.drafts == "mtp":
-            more = (*more, HeadEntries() if head is None or not blocks else BlockEntries(head.num_layers))
+            more = (*more, HeadEntries() if block is None else BlockEntries(block.num_layers))
         self.features = features or features_of(
             self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
         )
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | AssistantRecipes | HeadRecipes | BlockRecipes | None = None
+        self.drafting: DraftRecipes | TargetDrafts | None = None
         if config.drafts == "mtp":
-            self.drafting = BlockRecipes(config, self._recipes) if blocks else HeadRecipes(config, self._recipes)
+            self.drafting = (HeadRecipes if block is None else BlockRecipes)(config, self._recipes)
         elif drafter is not None and drafter.assists:
-            self.drafting = AssistantRecipes(drafter, config, self._recipes)
+            self.drafting = AssistantRecipes(config, self._recipes, drafter)
         elif drafter is not None:
             self.drafting = DraftRecipes(drafter, config, model.vocab_size)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state

@@ -1,7 +1,7 @@
 """Rows whose program is ready: those of a step that can run now, while others wait for a program that is being made.
 
 A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
-rows of the step before come first: a stream never waits because of a row that came later, and needs what it doesn't,
+rows of the step before come first: a stream never waits because of a row that came later and needs what it doesn't,
 such as log-probabilities. Where programs are made ahead, in the background, it does not wait either for a row or for
 drafts that make the step larger than every program that is ready; elsewhere the step makes its program then. Where no
 stream runs, the step waits for its program.

@@ -54,8 +54,8 @@ class Limits:
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
     drafts: DraftSource | str = "auto"  # where drafts come from
-    block: int = 0  # tokens of a block of that head, the last one of a text included; 0: it drafts no blocks
     head: str = ""  # the drafter of the head that is part of the model; empty: none drafts
+    block: int = 0  # tokens of a block that it drafts at once, the last one of the text included; 0: no blocks
     draft_positions: int = 0  # that the model has which drafts, with weights of its own; 0: there is none
     assists: bool = False  # it is an assistant, which reads the model's pages
 

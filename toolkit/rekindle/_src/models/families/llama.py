@@ -246,7 +246,7 @@ def eagle_config(keys: ConfigKeys) -> ModelConfig:
         own_embedding="embed_tokens" in present,
         own_head="lm_head" in present,
         maps="d2t" in present,
-        absolute="absolute" in present,
+        absolute=bool(keys.get("absolute_ids", False)),
         norm_before_residual=bool(keys.get("norm_before_residual", False)),
         norm_before_join=bool(keys.get("norm_before_fc", False)),
     )
@@ -271,7 +271,8 @@ def read_eagle_gguf(model: GgufModel) -> dict[str, Any]:
             "eagle_aux_hidden_state_layer_ids": model.listed("target_layers"),
             "norm_before_residual": model.get("norm_before_residual", False),
             "norm_before_fc": model.get("norm_before_fc", False),
-            "tensors": [*present, "absolute"],
+            "tensors": present,
+            "absolute_ids": True,
         }
     )
 

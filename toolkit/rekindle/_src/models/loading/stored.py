@@ -33,7 +33,7 @@ _ASSISTANT_KEYS = (
 )  # fmt: skip
 # Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
+_BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
 _MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
@@ -116,12 +116,11 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
-    if BLOCK_HEAD in _architectures(raw):
-        headers = tuple(_renamed(header, block_name) for header in headers)
-        return StoredCheckpoint(path, block_keys(raw, path), headers, fingerprint)
-    if any(name in _EAGLE for name in _architectures(raw)):
-        headers = tuple(_renamed(header, eagle_name) for header in headers)
-        return StoredCheckpoint(path, eagle_keys(raw, headers), headers, fingerprint)
+    kinds = _architectures(raw)
+    if _BLOCK_HEAD in kinds or any(name in _EAGLE for name in kinds):
+        headers = tuple(_renamed(header, _head_name) for header in headers)
+        keys = _block_keys(raw, path) if _BLOCK_HEAD in kinds else _eagle_keys(raw, headers)
+        return StoredCheckpoint(path, keys, headers, fingerprint)
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
     if len(found) == 1:
@@ -158,14 +157,14 @@ def _architectures(raw: Mapping[str, object]) -> list[object]:
     return found if isinstance(found, list) else []
 
 
-def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
+def _eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
     """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has.
 
     The config of a "speculator" has the keys of its layer apart.
     """
     layer = raw.get("transformer_layer_config")
     layer = layer if isinstance(layer, Mapping) else {}
-    kind = layer.get("model_type", "llama") if layer else raw.get("model_type", "llama")
+    kind = (layer or raw).get("model_type", "llama")
     if kind != "llama":
         raise UnsupportedModel(
             f"model_type={str(kind)[:80]!r} of an EAGLE-3 head is not implemented: it has to be llama."
@@ -177,10 +176,10 @@ def eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str
     optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
     present = [key for key, name in optional.items() if name in names]
     keys = {name: value for name, value in {**layer, **own}.items() if name not in _ADDED}
-    return {**keys, "model_type": "eagle3", "tensors": present}
+    return {**keys, "model_type": "eagle3", "tensors": present, "absolute_ids": False}
 
 
-def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
+def _block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
     """Return the keys of a DFlash head in one form: its own may be apart, as those of its layers in a "speculator" are.
 
     Raise UnsupportedModel for a mask with an embedding of its own.
@@ -202,16 +201,11 @@ def block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
     return {**keys, "model_type": "dflash"}
 
 
-def block_name(name: str) -> str:
-    """Return the name of a tensor of a DFlash head in one form, whoever wrote it."""
+def _head_name(name: str) -> str:
+    """Return the name of a tensor of a head of another checkpoint in one form, whoever wrote it."""
     name = name.removeprefix(OWN)
-    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
-
-
-def eagle_name(name: str) -> str:
-    """Return the name of a tensor of an EAGLE-3 head in one form, whoever wrote it."""
-    name = name.removeprefix(OWN)
-    name = name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+    if name.startswith("midlayer."):
+        name = f"layers.0.{name.removeprefix('midlayer.')}"
     return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
 
 

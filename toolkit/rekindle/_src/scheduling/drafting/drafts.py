@@ -20,7 +20,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
 from rekindle._src.scheduling.drafting.forced import ForcedDrafter
-from rekindle._src.scheduling.drafting.heads import AssistantDrafter, BlockDrafter, EagleDrafter, HeadDrafter
+from rekindle._src.scheduling.drafting.heads import AssistantDrafter, HeadDrafter
 from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
 from rekindle._src.scheduling.drafting.repeats import LookupDrafter
@@ -44,9 +44,7 @@ def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
     elif limits.prompt_lookup:
         past = (LookupDrafter(),)
     if limits.head:
-        head = EagleDrafter if limits.head == EagleDrafter.name else HeadDrafter
-        own = BlockDrafter(limits.max_model_len, limits.block) if limits.block else head(limits.max_model_len)
-        past = (*past, own)
+        past = (*past, HeadDrafter(limits.max_model_len, limits.head, limits.block))
     if limits.draft_positions:
         positions = limits.draft_positions
         past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))

@@ -1,8 +1,8 @@
 """Drafts that continue the model's hidden state before the latest token: of a head, and of an assistant.
 
 That state exists once the token does, in a request that was computed since its admission. An assistant attends to the
-model's own pages, so it misses nothing of a text and keeps nothing of it. A head has entries in the
-pages, which steps make (`programs.draft_head`): it drafts where none is missing.
+model's own pages, so it misses nothing of a text and keeps nothing of it. A head has entries in the pages, which steps
+make (`programs.draft_head`): it drafts where none is missing.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from rekindle._src.scheduling.drafting.models import WeightsDrafter, WeightsDraf
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
+_OWNERS = {
+    "mtp": "the model's own head",
+    "eagle3": "the EAGLE-3 head",
+    "dflash": "the DFlash head",
+    "assistant": "the assistant",
+}
+
 
 class HeadDrafts(WeightsDrafts):
-    """How the drafts of the model's own head for one request fared."""
+    """How the drafts of a head or an assistant for one request fared."""
 
     __slots__ = ()
-    words = "drafts of the model's own head"
 
-
-class AssistantDrafts(HeadDrafts):
-    """How the drafts of an assistant for one request fared."""
-
-    __slots__ = ()
-    words = "drafts of the assistant"
-
-
-class EagleDrafts(HeadDrafts):
-    """How the drafts of an EAGLE-3 head for one request fared."""
-
-    __slots__ = ()
-    words = "drafts of the EAGLE-3 head"
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        return f"drafts of {_OWNERS[self.drafter.name]}"
 
 
 class HeadDrafter(WeightsDrafter):
-    """Plans the work of a head with entries in the model's pages: of the model's own one."""
+    """Plans the work of a head with entries in the model's pages."""
 
-    name = "mtp"
+    def __init__(self, positions: int, name: str = "mtp", block: int = 0) -> None:
+        """`block` is the number of tokens of a block, the last one of the text included; 0: it drafts no blocks."""
+        super().__init__(positions)
+        self.name, self.reach = name, max(0, block - 1)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
         return HeadDrafts(self)
@@ -51,8 +50,9 @@ class HeadDrafter(WeightsDrafter):
         return sequence.has_hidden and sequence.entered >= sequence.known - 1
 
     def _room(self, sequence: Sequence) -> int:
-        """Return how many tokens it can draft after a request's known ones."""
-        return self._positions - sequence.known
+        """Return how many tokens it can draft after a request's known ones: a block is drafted whole or not at all."""
+        room = self._positions - sequence.known
+        return room if room >= self.reach else 0
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         if not self.awake:
@@ -81,46 +81,11 @@ class HeadDrafter(WeightsDrafter):
         return tuple(tasks)
 
 
-class BlockDrafts(HeadDrafts):
-    """How the drafts of a DFlash head for one request fared."""
-
-    __slots__ = ()
-    words = "drafts of the DFlash head"
-
-
-class BlockDrafter(HeadDrafter):
-    """Plans the work of a head that drafts a block of tokens at once."""
-
-    name = "dflash"
-
-    def __init__(self, positions: int, size: int) -> None:
-        """`size` is that of a block, the last token of the text included."""
-        super().__init__(positions)
-        self.reach = size - 1
-
-    def begin(self, sequence: Sequence) -> RequestDrafts:
-        return BlockDrafts(self)
-
-    def _room(self, sequence: Sequence) -> int:
-        return self.reach if super()._room(sequence) >= self.reach else 0
-
-
-class EagleDrafter(HeadDrafter):
-    """Plans the work of an EAGLE-3 head."""
-
-    name = "eagle3"
-
-    def begin(self, sequence: Sequence) -> RequestDrafts:
-        return EagleDrafts(self)
-
-
 class AssistantDrafter(HeadDrafter):
     """Plans the work of an assistant."""
 
-    name = "assistant"
-
-    def begin(self, sequence: Sequence) -> RequestDrafts:
-        return AssistantDrafts(self)
+    def __init__(self, positions: int) -> None:
+        super().__init__(positions, "assistant")
 
     def can_draft(self, sequence: Sequence) -> bool:
         return sequence.has_hidden
