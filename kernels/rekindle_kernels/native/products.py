@@ -43,7 +43,7 @@ from rekindle_kernels.xla import linear as plain
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
-# Rows, and numbers of a float32 matrix, for which splitting them into bfloat16 is worth it.
+# From so many rows, and numbers in the matrix, products of float32 are faster as products of bfloat16 by AMX.
 SPLIT_ROWS, SPLIT_NUMBERS = 256, 1 << 18
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together

@@ -68,7 +68,7 @@ JOB = job_layout(
         "parts": "blocks into which the outputs are cut",
         "striped": "1 if the matrix is turned, strip by strip",
         "tiled": "1 if it is multiplied by AMX: no row is left over then",
-        "by_vectors": "1 if numbers that were split are multiplied without AMX",
+        "by_vectors": "1 if float32 numbers, split into bfloat16, are multiplied without AMX",
         "wanted": "[pieces]: where each piece of memory begins that is prefetched meanwhile, or 0",
         "pace": "bytes of a piece that are prefetched with each word of a tile",
     },

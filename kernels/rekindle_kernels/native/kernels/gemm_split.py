@@ -55,7 +55,7 @@ STEP = 2 * LANES  # columns that one instruction multiplies
 PIECE = LANES * PANEL * 4  # bytes of one part of a step: of a panel's rows, in words of two columns, or of 32 outputs
 TILE = PIECE // 2  # of 16 outputs: a line each
 STEP_BYTES = PARTS * PIECE
-SUMS = 2 * PIECE  # bytes of the sums of 32 outputs, for a panel
+UNIT_SUMS = 2 * PIECE  # bytes of the sums of 32 outputs, for a panel
 STEPS, UNITS, ROWS = 4, 8, 512  # of a block: steps at a time, of 32 outputs each; rows that share a split matrix
 PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))  # parts of an output and of a row: the largest comes last
 ZERO = np.float32(0)
@@ -158,13 +158,8 @@ def pack(job: Any, index: int) -> None:
                 normalise(x, job.norm, job.eps, width, normed + lane * width * 4)
         for step in range(steps):
             for lane in range(LANES):
-                if lane < rows and job.norm > 0:
-                    split(normed + lane * width * 4, width, step * STEP, parts + lane * LINE)
-                elif lane < rows:
-                    x = job.x + row_of(job, first + lane) * width * 4
-                    split(x, width, step * STEP, parts + lane * LINE)
-                else:
-                    split(normed, 0, 0, parts + lane * LINE)
+                x = normed + lane * width * 4 if job.norm > 0 else job.x + row_of(job, first + lane) * width * 4
+                split(x, width if lane < rows else 0, step * STEP, parts + lane * LINE)
             for part in range(PARTS):
                 transpose(parts + part * PIECE, LANES, panel + step * STEP_BYTES + part * PIECE, PANEL)
     free(normed)
@@ -193,7 +188,6 @@ def kernel() -> Kernel:
         describe(frame, job, 4)
         job.tiled = 1  # panels are whole
         job.by_vectors = 0 if frame.settings.amx > 0 and allowed() > 0 else 1
-        job.group = ROWS
         units, groups = units_of(job), max(1, (job.rows + ROWS - 1) // ROWS)
         job.parts = min(units, max(threads, min(4 * threads, (units + UNITS - 1) // UNITS)))
         job.packed = malloc(panels_of(job) * steps_of(job) * STEP_BYTES + LINE)
@@ -216,14 +210,14 @@ def kernel() -> Kernel:
     def multiply(job: Any, index: int) -> None:
         steps, units, parts = steps_of(job), units_of(job), job.parts
         group, part = index // parts, index % parts
-        first, last = group * job.group, min(job.rows, (group + 1) * job.group)
+        first, last = group * ROWS, min(job.rows, (group + 1) * ROWS)
         panels, end_unit = (last - first + PANEL - 1) // PANEL, first_unit(part + 1, parts, units)
         shapes = malloc(MEMORY)
         if job.by_vectors == 0:
             begin(shapes, DEPTH)
-        weights = malloc(UNITS * STEPS * STEP_BYTES + UNITS * panels * SUMS + 2 * TILE)
+        weights = malloc(UNITS * STEPS * STEP_BYTES + UNITS * panels * UNIT_SUMS + 2 * TILE)
         sums = weights + UNITS * STEPS * STEP_BYTES
-        turned = sums + UNITS * panels * SUMS
+        turned = sums + UNITS * panels * UNIT_SUMS
         for unit in range(first_unit(part, parts, units), end_unit, UNITS):
             count = min(UNITS, end_unit - unit)
             for step in range(0, steps, STEPS):
@@ -233,7 +227,7 @@ def kernel() -> Kernel:
                 for p in range(panels):
                     x = job.packed + ((first // PANEL + p) * steps + step) * STEP_BYTES
                     for u in range(count):
-                        w, at = weights + u * STEPS * STEP_BYTES, sums + (u * panels + p) * SUMS
+                        w, at = weights + u * STEPS * STEP_BYTES, sums + (u * panels + p) * UNIT_SUMS
                         if job.by_vectors == 0:
                             multiply_by_tiles(w, x, depth, at, step == 0)
                         else:
@@ -241,7 +235,7 @@ def kernel() -> Kernel:
             for u in range(count):
                 for p in range(panels):
                     begins = first + p * PANEL
-                    put(job, sums + (u * panels + p) * SUMS, unit + u, begins, min(last, begins + PANEL), turned)
+                    put(job, sums + (u * panels + p) * UNIT_SUMS, unit + u, begins, min(last, begins + PANEL), turned)
         free(weights)
         if job.by_vectors == 0:
             end(shapes)
