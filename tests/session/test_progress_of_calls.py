@@ -89,7 +89,8 @@ async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Pa
     async with rekindle.open(tiny_model(), precompile="all", cache_dir=str(tmp_path), **OPTIONS) as session:
         text = shown(terminal)
         assert "opening model: " in text
-        assert f"programs 1 of {len(session.programs())}, compiling " in text
+        counts = [int(number) for number in re.findall(rf"programs (\d+) of {len(session.programs())}\b", text)]
+        assert counts and counts == sorted(counts)  # which of them are drawn depends on the machine
 
 
 @pytest.mark.thorough
