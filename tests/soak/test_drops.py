@@ -252,8 +252,8 @@ def test_clients_that_leave_at_any_byte_change_no_answer_and_leave_nothing_behin
             programs.append(sum(session.stats().compilations for session in sessions))
             descriptors.append(process.num_fds())
             held = (
-                f"{live[-1] >> 20} MiB live, {process.memory_info().rss >> 20} resident, {descriptors[-1]} descriptors, "
-                f"{programs[-1]} programs"
+                f"{live[-1] >> 20} MiB live, {process.memory_info().rss >> 20} resident, "
+                f"{descriptors[-1]} descriptors, {programs[-1]} programs"
             )
             said = f"{counts.finished} streams of others, at most {counts.longest_gap:.2f} s between two events"
             print(f"{count // 4} requests: {dict(sorted(seen.items()))}; {said}; {held}", flush=True)
