@@ -18,6 +18,7 @@ import pytest
 import rekindle
 from helpers import adapters, assistants, block_heads, checkpoints, eagle
 from helpers.draft_heads import with_head
+from helpers.sessions import eventually
 from helpers.small import LEAST
 from rekindle import Completion, Session, tiny
 from rekindle._src.models.config import ModelConfig
@@ -129,6 +130,17 @@ def texts(session: Session, each: int) -> dict[str, Any]:
     return found
 
 
+def wait_for_drafts(session: Session, drafter: str) -> None:
+    """Generate until there are drafts: they wait for programs that are compiled meanwhile."""
+
+    def drafted() -> bool:
+        session.generate_sync([*tokens(12, seed=7)] * 2, max_tokens=18, temperature=0.0, ignore_eos=True)
+        counts = session.stats().drafters.get(drafter)
+        return counts is not None and counts.drafted > 0
+
+    eventually(drafted, 240)
+
+
 _expected: dict[str, dict[str, Any]] = {}
 
 
@@ -145,6 +157,7 @@ def test_tokens_are_those_without_drafts(drafter: str, folders: dict[str, str], 
     name = DRAFTERS[drafter]
     wanted = expected(folders, name, tmp_path / "none")
     with opened(folders, name, drafter, tmp_path / "cache") as session:
+        wait_for_drafts(session, drafter)
         found = texts(session, EACH)
         assert found == wanted
         stats = session.stats()
@@ -153,6 +166,7 @@ def test_tokens_are_those_without_drafts(drafter: str, folders: dict[str, str], 
         assert stats.drafters["forced"].accepted > 20, stats.drafters
         session.save("texts").result_sync()
     with opened(folders, name, drafter, tmp_path / "cache", restore="texts") as session:
+        wait_for_drafts(session, drafter)
         few = texts(session, 2)
         assert few == {place: found[place] for place in few}
         stats = session.stats()
