@@ -21,6 +21,7 @@ from fleet import measured, pace
 import rekindle
 from rekindle._src.bench.simulation import HEAD, SimulatedRequest, Watch, simulate
 from rekindle._src.channels.bulk import BulkChannel
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache.sharing import PageAddress, Puller
 
 SECRET = "a secret of this benchmark"
@@ -80,7 +81,7 @@ def wire(arguments: Any) -> None:
                 other.stdout.readline()
             rates, found = [], None
             for number in range(arguments.rounds + 1):
-                found = puller.prefix(address, np.asarray(prompt(arguments.tokens), np.int32))
+                found = puller.prefix(address, Prefix(np.asarray(prompt(arguments.tokens), np.int32)))
                 found.held.release()
                 if number:  # the first one fills fresh memory
                     rates.append(found.bytes / found.seconds / 1e9)

@@ -30,6 +30,7 @@ import numpy as np
 
 import rekindle
 import rekindle._src.kvcache.writer
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import StepResult
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.session.session import Session
@@ -113,7 +114,7 @@ def fill(session: Session, cache: PrefixCache, nodes: int, draw: np.random.Gener
         length = min(CHAIN, nodes - len(cache))
         tokens = draw.integers(3, 4000, length * PAGE).astype(np.int32)
         pages = cache.pool.take(length)
-        published = cache.publish(cache.root, cache.keys(tokens), tokens, pages)
+        published = cache.publish(cache.root, cache.keys(Prefix(tokens)), tokens, pages)
         assert published is not None, "a key was taken"
         cache.pool.release(pages)
         cache.unreference(published.node)

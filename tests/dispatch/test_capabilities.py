@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,15 +14,17 @@ from helpers.fakes import EOS
 from helpers.sessions import fake_front, opened, submission
 from rekindle import Session
 from rekindle._src.core.extension import Extension
+from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import Request, Row, RowResult, TokenEvent
 from rekindle._src.core.report import Report
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capabilities import Capabilities, capabilities_of
-from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.capabilities import AdapterIntake, Capabilities, capabilities_of
+from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.scheduling import followers
 from rekindle._src.scheduling.followers import Follower
+from rekindle._src.session import client
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -88,6 +90,9 @@ class Counting(Capability):
             raise InvalidRequest("logit_bias", bias, "counts down", "Count up")
         return Counted(resource + int(bias))
 
+    def keying(self, prompt: KeyedPrompt, front: Front) -> Counted | None:
+        return Counted(0) if 7 in prompt.sampling.logit_bias else None
+
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         counted = request.extensions.get(Counted)
         return None if counted is None else CountedOutput(counted)
@@ -96,7 +101,8 @@ class Counting(Capability):
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     plain = capabilities_of().entries
-    monkeypatch.setattr(intake, "capabilities_of", lambda: Capabilities(*plain, Counting()))
+    for user in (intake, client):
+        monkeypatch.setattr(user, "capabilities_of", lambda: Capabilities(*plain, Counting()))
     monkeypatch.setitem(followers.FOLLOWERS, Counted, lambda counted, request, kept: Counter(counted))
     with opened() as fake:
         yield fake
@@ -114,6 +120,9 @@ def test_a_new_capability_is_one_class_and_what_it_names(session: Session) -> No
     assert again.usage.cached_tokens > 0
     with pytest.raises(InvalidRequest, match="counts down"):
         session.generate_sync(prompt, logit_bias={7: -1})
+    pages = len(prompt) // session.config.page_size * session.config.page_size
+    assert session._client.pin(prompt, logit_bias={7: 20}) == pages, "its pages are named by the same options"
+    assert session._client.unpin(prompt, logit_bias={7: 20}) == pages
 
 
 WRONG: dict[str, dict[str, Any]] = {  # in the order in which they are told
@@ -140,6 +149,20 @@ def test_the_first_that_is_wrong_is_told(place: int) -> None:
     with pytest.raises(InvalidRequest) as caught:
         intake.prepare(submission(**options), ids, front, random.Random(0), capabilities_of())
     assert caught.value.field == fields[place + 1]
+
+
+def test_capabilities_that_change_pages_say_so_for_a_prompt_alone() -> None:
+    """What names cached pages, as `session.pin` does, has the namespace and the names of a request with its options."""
+    changing = [one for one in capabilities_of().entries if changes_pages(type(one))]
+    assert [type(one).__name__ for one in changing] == ["AdapterIntake", "PictureIntake", "TapIntake"]
+    assert all(type(one).keying is not Capability.keying for one in changing)
+
+
+def changes_pages(capability: type[Capability]) -> bool:
+    """True if requests carry something of it on which pages depend."""
+    carried = {AdapterIntake: AdapterUse}.get(capability) or get_type_hints(capability.admit)["return"]
+    kinds = [kind for kind in get_args(carried) or (carried,) if kind not in (type(None), Extension)]
+    return any(kind.altered is not Extension.altered or kind.names is not Extension.names for kind in kinds)
 
 
 def test_records_have_no_field_of_a_capability() -> None:

@@ -12,6 +12,7 @@ import pytest
 from helpers import checkpoints
 from helpers.fakes import DictTier
 from rekindle import EngineConfig
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache import PagePool, PrefixCache, SideCache, page_digest, root_digest
 from rekindle._src.kvcache.persist import prefix_file
 from rekindle._src.kvcache.persist.identity import Identity
@@ -42,7 +43,7 @@ def tree(*plans: Any) -> tuple[PrefixCache, list[SideCache]]:
     sides = [plan.cache(DictTier(9), number=number) for number, plan in enumerate(plans)]
     cache = PrefixCache(pool, SIZE, root_digest("test"), sides=sides)
     tokens = np.arange(8 * SIZE, dtype=np.int32)
-    cache.publish(cache.root, cache.keys(tokens), tokens, pool.take(8))
+    cache.publish(cache.root, cache.keys(Prefix(tokens)), tokens, pool.take(8))
     return cache, sides
 
 
@@ -57,8 +58,8 @@ def give(cache: PrefixCache, side: SideCache, *depths: int) -> None:
 
 def depth(cache: PrefixCache) -> int:
     tokens = np.arange(8 * SIZE, dtype=np.int32)
-    match = cache.match(cache.keys(tokens), tokens)
-    assert cache.probe(cache.keys(tokens)) == len(match.nodes) == len(cache.continuable(list(match.nodes)))
+    match = cache.match(cache.keys(Prefix(tokens)), Prefix(tokens))
+    assert cache.probe(cache.keys(Prefix(tokens))) == len(match.nodes) == len(cache.continuable(list(match.nodes)))
     assert match.reached == 8
     return len(match.nodes)
 

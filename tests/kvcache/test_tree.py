@@ -11,6 +11,7 @@ import pytest
 
 from helpers.fakes import DictTier
 from helpers.scheduling import prefix_of
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, page_digest, root_digest
 
@@ -33,8 +34,8 @@ class Tree:
 
     def insert(self, text: IntArray) -> list[int]:
         """Admit, compute, publish and finish a prompt; returns its pages."""
-        keys = self.cache.keys(text)
-        match = self.cache.match(keys, text)
+        keys = self.cache.keys(Prefix(text))
+        match = self.cache.match(keys, Prefix(text))
         pages = self.cache.lock(match)
         taken = self.pool.take(len(keys) - match.on_device)
         self.cache.restore(match, taken[: len(match.nodes) - match.on_device])
@@ -50,7 +51,7 @@ class Tree:
         return final
 
     def found(self, text: IntArray) -> int:
-        return len(self.cache.match(self.cache.keys(text), text).nodes)
+        return len(self.cache.match(self.cache.keys(Prefix(text)), Prefix(text)).nodes)
 
     def check(self) -> None:
         self.cache.check_integrity()
@@ -66,8 +67,8 @@ class Tree:
 def test_the_longest_prefix_of_whole_pages_is_found() -> None:
     tree = Tree()
     pages = tree.insert(tokens(1, 2, 3))
-    keys = tree.cache.keys(tokens(1, 2, 9))
-    match = tree.cache.match(keys, tokens(1, 2, 9))
+    keys = tree.cache.keys(Prefix(tokens(1, 2, 9)))
+    match = tree.cache.match(keys, Prefix(tokens(1, 2, 9)))
     assert match.pages == pages[:2] and match.on_device == 2
     assert tree.found(tokens(1, 2, 3, 4)) == 3
     assert tree.found(tokens(2, 1)) == 0
@@ -93,7 +94,7 @@ def test_branches_share_their_stem() -> None:
 def test_a_key_collision_costs_a_hit_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = Tree()
     tree.insert(tokens(1, 2))
-    monkeypatch.setattr(tree.cache, "keys", lambda text: list(range(len(text) // SIZE)))
+    monkeypatch.setattr(tree.cache, "keys", lambda prefix: list(range(len(prefix.tokens) // SIZE)))
     tree.insert(tokens(5, 6))
     assert tree.found(tokens(5, 6)) == 2
     assert tree.found(tokens(5, 7)) == 1  # the key of 6 and 7 is the same, their tokens are not
@@ -109,7 +110,7 @@ def test_a_page_computed_twice_is_kept_once() -> None:
     kept = tree.insert(tokens(1, 2))
     mine = tree.pool.take(3)
     text = tokens(1, 2, 3)
-    done = tree.cache.publish(tree.cache.root, tree.cache.keys(text), text, mine)
+    done = tree.cache.publish(tree.cache.root, tree.cache.keys(Prefix(text)), text, mine)
     assert done is not None
     assert done.pages == [*kept, mine[2]] and done.duplicates == mine[:2]
     assert tree.pool.held == 5, "the duplicates are still the caller's, until no step reads them"
@@ -149,7 +150,7 @@ def test_of_equally_recent_leaves_the_least_visited_goes_first() -> None:
 def test_held_pages_and_their_ancestors_stay() -> None:
     tree = Tree()
     tree.insert(tokens(1, 2, 3))
-    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    match = tree.cache.match(tree.cache.keys(Prefix(tokens(1, 2))), Prefix(tokens(1, 2)))
     pages = tree.cache.lock(match)
     assert tree.pool.cached == 1
     tree.cache.evict(10)
@@ -164,7 +165,7 @@ def test_held_pages_and_their_ancestors_stay() -> None:
 def test_a_page_was_used_until_it_was_let_go() -> None:
     tree = Tree()
     tree.insert(tokens(1))
-    match = tree.cache.match(tree.cache.keys(tokens(1)), tokens(1))
+    match = tree.cache.match(tree.cache.keys(Prefix(tokens(1))), Prefix(tokens(1)))
     pages = tree.cache.lock(match)
     tree.insert(tokens(2))
     tree.pool.release(pages)
@@ -188,7 +189,7 @@ def test_an_evicted_page_goes_to_the_host_and_comes_back() -> None:
     assert [move.page for move in moves] == pages[::-1] and moves[0].digest == expected
     assert tree.found(tokens(1, 2)) == 0, "its payload is on its way"
     tree.land(moves)
-    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    match = tree.cache.match(tree.cache.keys(Prefix(tokens(1, 2))), Prefix(tokens(1, 2)))
     assert len(match.nodes) == 2 and match.on_device == 0
     fresh = tree.pool.take(2)
     assert [move.page for move in tree.cache.restore(match, fresh)] == fresh
@@ -205,7 +206,7 @@ def test_what_the_host_pruned_is_forgotten_when_a_match_reaches_it() -> None:
     tree.land(tree.cache.evict(2))
     tier.payloads.clear()
     assert tree.found(tokens(1, 2)) == 0
-    tree.cache.match(tree.cache.keys(tokens(1)), tokens(1))
+    tree.cache.match(tree.cache.keys(Prefix(tokens(1))), Prefix(tokens(1)))
     assert len(tree.cache) == 2, "the first page has a child that was not asked about yet"
     assert tree.insert(tokens(1, 2)) and tree.pool.cached == 2
 
@@ -223,7 +224,7 @@ def test_a_failed_restore_takes_everything_below_off_the_device() -> None:
     tree = Tree(tier=DictTier())
     tree.insert(tokens(1, 2))
     tree.land(tree.cache.evict(2))
-    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    match = tree.cache.match(tree.cache.keys(Prefix(tokens(1, 2))), Prefix(tokens(1, 2)))
     fresh = tree.pool.take(2)
     moves = tree.cache.restore(match, fresh)
     tree.cache.detach(moves[:1])
@@ -238,13 +239,13 @@ def test_pinned_prefixes_stay_until_unpinned_as_often_as_pinned() -> None:
     tree.insert(tokens(1, 2, 3))
     tree.insert(tokens(7))
     text = tokens(1, 2, 2)
-    assert tree.cache.pin(text) == tree.cache.pin(text) == 2 * SIZE
+    assert tree.cache.pin(Prefix(text)) == tree.cache.pin(Prefix(text)) == 2 * SIZE
     tree.cache.evict(10)
     assert tree.found(tokens(1, 2, 3)) == 2 and tree.found(tokens(7)) == 0
-    tree.cache.unpin(text)
+    tree.cache.unpin(Prefix(text))
     tree.cache.evict(10)
     assert tree.found(text) == 2 == tree.cache.pinned_pages
-    assert tree.cache.unpin(text) == 2 * SIZE
+    assert tree.cache.unpin(Prefix(text)) == 2 * SIZE
     tree.cache.evict(10)
     assert len(tree.cache) == 0 == tree.cache.pinned_pages
     tree.check()
@@ -253,8 +254,8 @@ def test_pinned_prefixes_stay_until_unpinned_as_often_as_pinned() -> None:
 def test_a_reset_forgets_pages_that_are_held_too() -> None:
     tree = Tree()
     tree.insert(tokens(1, 2))
-    tree.cache.pin(tokens(1))
-    match = tree.cache.match(tree.cache.keys(tokens(1, 2)), tokens(1, 2))
+    tree.cache.pin(Prefix(tokens(1)))
+    match = tree.cache.match(tree.cache.keys(Prefix(tokens(1, 2))), Prefix(tokens(1, 2)))
     pages = tree.cache.lock(match)
     tree.cache.reset(root_digest("other weights"))
     assert tree.found(tokens(1, 2)) == 0 and tree.pool.held == 2
@@ -299,7 +300,7 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
         text = rng.integers(0, 50_000, 2048 * size).astype(np.int32)
         pages = pool.take(2048)
         start = time.thread_time()
-        done = cache.publish(cache.root, cache.keys(text), text, pages)
+        done = cache.publish(cache.root, cache.keys(Prefix(text)), text, pages)
         spent = time.thread_time() - start
         assert done is not None
         pool.release(pages)
@@ -308,7 +309,7 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
 
     def match(text: IntArray) -> float:
         start = time.thread_time()
-        assert cache.match(cache.keys(text), text).on_device == 2048
+        assert cache.match(cache.keys(Prefix(text)), Prefix(text)).on_device == 2048
         return time.thread_time() - start
 
     text, _ = insert()

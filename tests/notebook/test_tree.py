@@ -13,6 +13,7 @@ import pytest
 from helpers.sessions import CONFIG, opened
 from rekindle import NodeView, Session
 from rekindle._src.core.icicle import ago, icicle, rows, strength
+from rekindle._src.core.prefix import Prefix
 from rekindle.errors import InvalidRequest
 
 SIZE = CONFIG.page_size
@@ -221,7 +222,7 @@ def grown(session: Session, texts: int, pages: int) -> None:
     random = np.random.default_rng(0)
     for index in range(texts):
         shared = np.full(SIZE, index % 10, np.int32)
-        known = cache.find(shared)
+        known = cache.find(Prefix(shared))
         after = known[-1] if known else cache.root
         tokens = random.integers(97, 122, (pages - bool(known)) * SIZE).astype(np.int32)
         cache.graft(tokens if known else np.concatenate([shared, tokens[SIZE:]]), after=after)

@@ -11,6 +11,7 @@ from helpers.fakes import DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve, exact
 from helpers.thorough import by_default
 from rekindle._src.core.config import POLICIES
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, Request, Status
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
@@ -156,10 +157,10 @@ def test_a_pin_holds_in_every_shard_that_has_the_pages() -> None:
         loop.events[copy.id] = []
         shard.submit(copy)
     loop.run()
-    assert loop.scheduler.pin(prompt.token_ids) == 16
+    assert loop.scheduler.pin(Prefix(prompt.token_ids)) == 16
     assert [cache.pinned_pages for cache in loop.caches] == [2, 2]
     loop.scheduler.check_integrity()
-    assert loop.scheduler.unpin(prompt.token_ids) == 16
+    assert loop.scheduler.unpin(Prefix(prompt.token_ids)) == 16
     assert [cache.pinned_pages for cache in loop.caches] == [0, 0]
 
 
@@ -174,7 +175,7 @@ def test_a_pin_that_one_shard_refuses_holds_in_none() -> None:
     loop.events[large.id] = []
     loop.shards[1].submit(large)
     with pytest.raises(OutOfPages):
-        loop.scheduler.pin(make_request("sixteen letters!").token_ids)
+        loop.scheduler.pin(Prefix(make_request("sixteen letters!").token_ids))
     assert [cache.pinned_pages for cache in loop.caches] == [0, 0]
     loop.run()
 
@@ -185,7 +186,7 @@ def test_a_request_goes_where_pins_leave_room_for_it() -> None:
     loop.events[one.id] = []
     loop.shards[0].submit(one)
     loop.run()
-    assert loop.scheduler.pin(one.token_ids) == 16
+    assert loop.scheduler.pin(Prefix(one.token_ids)) == 16
     large = submitted(loop, "x" * 36, max_tokens=8)
     assert shard_of(loop, large) == 1
     with pytest.raises(OutOfPages):

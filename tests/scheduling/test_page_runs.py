@@ -8,6 +8,7 @@ import pytest
 
 from helpers.fakes import DictTier, make_request
 from helpers.scheduling import Loop, answered, cached, prefix_of, text
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, PageMove
 from rekindle._src.kvcache import SidePages
 from rekindle.errors import StoreError
@@ -73,12 +74,12 @@ def test_requests_at_once_share_pages() -> None:
 def test_a_pinned_prefix_keeps_its_window() -> None:
     model = loop(pages=512, window_pages=8)
     answered(model, text(80))
-    assert model.scheduler.pin(prefix_of(model.cache, max(model.cache, key=lambda node: node.depth))[:80]) == 80
+    assert model.scheduler.pin(Prefix(prefix_of(model.cache, max(model.cache, key=lambda node: node.depth))[:80])) == 80
     for start in range(4):
         answered(model, [(start + 50 + 3 * position) % 89 for position in range(200)])
     (again,) = answered(model, text(80, 91, 92, 93, 94, 95))
     assert cached(model, again) == 80
-    model.scheduler.unpin(again.token_ids[:80])
+    model.scheduler.unpin(Prefix(again.token_ids[:80]))
     assert not windows(model).pinned
 
 

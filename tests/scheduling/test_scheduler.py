@@ -9,6 +9,7 @@ import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve, exact
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, Request, RowResult, Status, StepPlan, StepResult
 from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull, StepFailed
@@ -270,7 +271,7 @@ def test_pinned_pages_are_never_promised_to_a_request() -> None:
     system = make_request("s" * 33, max_tokens=1)
     submit(loop, system)
     loop.run()
-    assert loop.scheduler.pin(system.token_ids) == 32
+    assert loop.scheduler.pin(Prefix(system.token_ids)) == 32
     with pytest.raises(OutOfPages, match="4 can be used"):
         loop.scheduler.submit(make_request("x" * 40))
     stranger = make_request("x" * 20, max_tokens=60)
@@ -282,10 +283,10 @@ def test_pinned_pages_are_never_promised_to_a_request() -> None:
     large = make_request("y" * 60, max_tokens=2)
     with pytest.raises(OutOfPages):
         loop.scheduler.submit(large)
-    loop.scheduler.unpin(system.token_ids)
+    loop.scheduler.unpin(Prefix(system.token_ids))
     submit(loop, large)
     with pytest.raises(OutOfPages, match="Pin later or less"):
-        loop.scheduler.pin(system.token_ids)
+        loop.scheduler.pin(Prefix(system.token_ids))
     loop.run()
     exact(loop, large)
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.config import POLICIES, DraftSource
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.core.report_kinds import PROMPT_LOGPROBS
 from rekindle.errors import OutOfPages, PromptTooLong, QueueFull
@@ -171,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pin(self, text: int, length: int) -> None:
         tokens = make_request([(position * (text + 3)) % 4 for position in range(length)]).token_ids
         try:
-            self.loop.scheduler.pin(tokens)
+            self.loop.scheduler.pin(Prefix(tokens))
         except OutOfPages:
             return
         self.pinned = [*self.pinned, tokens]
@@ -179,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         if self.pinned:
-            self.loop.scheduler.unpin(self.pinned.pop())
+            self.loop.scheduler.unpin(Prefix(self.pinned.pop()))
 
     @precondition(lambda self: self.turns % 8 == 3)
     @rule(recompute=st.booleans())

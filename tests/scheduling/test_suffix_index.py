@@ -15,8 +15,9 @@ from hypothesis import given, settings
 
 from helpers.fakes import FakeModel, make_request
 from helpers.scheduling import Loop, exact
+from rekindle._src.core.prefix import SHARED, Namespace
 from rekindle._src.scheduling.drafting.repeats import SIZE, RepeatChances
-from rekindle._src.scheduling.drafting.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex
+from rekindle._src.scheduling.drafting.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex, mixed_in
 
 ROOTS = (None, "one tenant", "another")
 
@@ -43,7 +44,7 @@ class Search:
         key = 0
         for token in tokens[-SIZE:]:
             key = key << 20 | token
-        return self.index.entry(key & ((1 << 60) - 1), self.index.salted(root))
+        return self.index.entry(key & ((1 << 60) - 1), mixed_in(Namespace(root)))
 
     def latest(self, number: int) -> tuple[int, int] | None:
         """The text and place after the latest run that shares the entry, if it is this very run and something follows
@@ -78,7 +79,7 @@ def test_it_finds_what_a_search_finds(
     search, chances, lookups = Search(index), RepeatChances(), list[PastLookup]()
     followed: dict[int, tuple[int, int] | None] = {}
     for row, (root, prompt) in enumerate(prompts):
-        text = index.begin(root, ids(prompt))
+        text = index.begin(Namespace(root), ids(prompt))
         search.texts[text.number] = root, []
         for token in prompt:
             search.add(text.number, token)
@@ -115,22 +116,22 @@ def check(lookup: PastLookup, search: Search, source: tuple[int, int] | None) ->
 def test_how_far_a_text_is_the_same_counts() -> None:
     index = SuffixIndex()
     past = list(range(100, 140))
-    index.end(index.begin(None, ids(past)))
-    lookup = PastLookup(RepeatChances(), index, index.begin(None, ids([7, *past[3:9]])))
+    index.end(index.begin(SHARED, ids(past)))
+    lookup = PastLookup(RepeatChances(), index, index.begin(SHARED, ids([7, *past[3:9]])))
     lookup.push(past[9])
     assert lookup.length == 7 - SIZE
     for token in past[10:35]:
         lookup.push(token)
     assert lookup.length == 7 - SIZE + 25
-    deep = PastLookup(RepeatChances(), index, index.begin(None, ids(past[:30])))
+    deep = PastLookup(RepeatChances(), index, index.begin(SHARED, ids(past[:30])))
     assert deep.length == DEPTH - SIZE, "no more are compared"
 
 
 def test_pictures_are_neither_looked_up_nor_proposed() -> None:
     """All pictures have the same tokens, which stand as -1 here; pages with one are named by numbers below that."""
     index, names = SuffixIndex(), [-70_000, -3, -900]
-    index.end(index.begin(None, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54])))
-    index.end(index.begin(None, ids([11, 12, 13, 14, *names, 21, 22, 23, 24])))
+    index.end(index.begin(SHARED, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54])))
+    index.end(index.begin(SHARED, ids([11, 12, 13, 14, *names, 21, 22, 23, 24])))
     for prompt, token, expected in (
         ([1, 2], 3, [4]),
         ([-1, -1], 50, None),
@@ -140,22 +141,23 @@ def test_pictures_are_neither_looked_up_nor_proposed() -> None:
         ([12, 13], 14, None),
         ([*names[1:]], 21, None),
     ):
-        lookup = PastLookup(RepeatChances(), index, index.begin(None, ids([900, *prompt])))
+        lookup = PastLookup(RepeatChances(), index, index.begin(SHARED, ids([900, *prompt])))
         lookup.push(token)
         proposal = lookup.propose(0, 5)
         assert (None if proposal is None else list(proposal.tokens)) == expected, prompt
-    again = index.begin(None, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54] * 4), known=48)
+    again = index.begin(SHARED, ids([1, 2, 3, 4, -1, -1, -1, 50, 51, 52, 53, 54] * 4), known=48)
     assert len(again.tokens) == 48 and again.place > 0
 
 
 def test_no_text_is_seen_from_another_root() -> None:
     index = SuffixIndex()
     secret = list(range(50, 90))
-    index.end(index.begin("a tenant", ids(secret)))
+    index.end(index.begin(Namespace("a tenant"), ids(secret)))
     for root, sees in ((None, False), ("another", False), ("a tenant", True)):
-        lookup = PastLookup(RepeatChances(), index, index.begin(root, ids(secret[:10])))
+        lookup = PastLookup(RepeatChances(), index, index.begin(Namespace(root), ids(secret[:10])))
         lookup.push(secret[10])
         assert (lookup.propose(0, 3) is not None) == sees, root
+    index.end(index.begin(Namespace("\ud800"), ids(secret)))  # a salt that UTF-8 can't hold
 
 
 def test_the_oldest_texts_leave_when_the_bytes_are_full() -> None:
@@ -164,11 +166,11 @@ def test_the_oldest_texts_leave_when_the_bytes_are_full() -> None:
     rng = np.random.default_rng(1)
     texts = [rng.integers(0, 1 << 20, 200) for _ in range(400)]
     for tokens in texts:
-        index.end(index.begin(None, tokens.astype(np.int32)))
+        index.end(index.begin(SHARED, tokens.astype(np.int32)))
         assert index.bytes <= most
     kept = sum(sys.getsizeof(text.tokens) for text in index._ended.values()) + index.table.nbytes
     assert most // 2 < kept <= most
-    oldest, latest = index.begin(None, ids(texts[0][:9].tolist())), index.begin(None, ids(texts[-1][:9].tolist()))
+    oldest, latest = index.begin(SHARED, ids(texts[0][:9].tolist())), index.begin(SHARED, ids(texts[-1][:9].tolist()))
     lookups = [PastLookup(RepeatChances(), index, text) for text in (oldest, latest)]
     for lookup, tokens in zip(lookups, (texts[0], texts[-1]), strict=True):
         lookup.push(int(tokens[9]))
@@ -179,10 +181,10 @@ def test_a_text_of_use_outlives_others() -> None:
     index = SuffixIndex(1 << 16)
     rng = np.random.default_rng(2)
     used = rng.integers(0, 1 << 20, 200).astype(np.int32)
-    first = index.begin(None, used)
+    first = index.begin(SHARED, used)
     index.end(first)
     for _ in range(200):
-        index.end(index.begin(None, rng.integers(0, 1 << 20, 200).astype(np.int32)))
+        index.end(index.begin(SHARED, rng.integers(0, 1 << 20, 200).astype(np.int32)))
         index.used(first)
     assert first.number in index._ended
 
@@ -190,26 +192,26 @@ def test_a_text_of_use_outlives_others() -> None:
 def test_a_prompt_that_the_index_has_is_not_added_again() -> None:
     index = SuffixIndex()
     shared = list(range(1000, 3000))
-    index.end(index.begin(None, ids([*shared, 1, 2, 3, 4])))
+    index.end(index.begin(SHARED, ids([*shared, 1, 2, 3, 4])))
     before = index.bytes
     for turn in range(50):
-        index.end(index.begin(None, ids([*shared, 10 + turn, 2, 3, 4]), known=len(shared)))
+        index.end(index.begin(SHARED, ids([*shared, 10 + turn, 2, 3, 4]), known=len(shared)))
     assert index.bytes - before < 50 * 1000, "each adds what is new, and no more than that"
-    lookup = PastLookup(RepeatChances(), index, index.begin(None, ids([*shared, 99]), known=len(shared)))
+    lookup = PastLookup(RepeatChances(), index, index.begin(SHARED, ids([*shared, 99]), known=len(shared)))
     for token in shared[500:504]:
         lookup.push(token)
     proposal = lookup.propose(0, 3)
     assert proposal is not None and list(proposal.tokens) == shared[504:507]
-    strange = index.begin("another", ids([*shared, 99]), known=len(shared))
+    strange = index.begin(Namespace("another"), ids([*shared, 99]), known=len(shared))
     assert len(strange.tokens) == 2001, "what the pages of another root hold, this root's texts don't"
 
 
 def test_a_cleared_index_knows_nothing_and_goes_on() -> None:
     index = SuffixIndex()
     past = list(range(100, 140))
-    live = PastLookup(RepeatChances(), index, index.begin(None, ids(past)))
+    live = PastLookup(RepeatChances(), index, index.begin(SHARED, ids(past)))
     index.clear()
-    lookup = PastLookup(RepeatChances(), index, index.begin(None, ids(past[:9])))
+    lookup = PastLookup(RepeatChances(), index, index.begin(SHARED, ids(past[:9])))
     lookup.push(past[9])
     assert lookup.propose(0, 3) is None
     live.push(1)
@@ -228,7 +230,7 @@ def test_a_token_costs_as_much_in_a_long_text(kind: str) -> None:
 
     def seconds(count: int) -> float:
         index = SuffixIndex()
-        lookup = PastLookup(RepeatChances(), index, index.begin(None, ids(tokens(100))))
+        lookup = PastLookup(RepeatChances(), index, index.begin(SHARED, ids(tokens(100))))
         start = time.process_time()
         for token in tokens(count):
             lookup.push(token)

@@ -10,7 +10,7 @@ import pytest
 from helpers.sessions import wait_until_idle
 from helpers.thorough import by_default
 from helpers.tiered import NEW, opened, plain, prompt
-from rekindle._src.kvcache.digest import is_salted, salt_key, salted_root
+from rekindle._src.core.prefix import SHARED, Namespace, is_namespace
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
 
@@ -58,7 +58,9 @@ def test_digests_of_the_same_tokens_differ_between_salts_and_not_within_one(tmp_
                 ask(session, 0, salt)
                 cache = session._cache_writer.cache
                 assert cache is not None
-                mine = {cache.digest_of(node) for node in cache.find(session._client.tokens(list(prompt(0))), salt)}
+                mine = {
+                    cache.digest_of(node) for node in cache.find(session._client.prefix(list(prompt(0)), salt=salt))
+                }
                 assert digests.setdefault(salt, mine) == mine, "another process would not find its own pages"
     assert not digests[None] & digests["alice"] and not digests["alice"] & digests["bob"]
 
@@ -144,8 +146,9 @@ def test_what_is_no_salt_is_refused(tmp_path: Path, salt: Any) -> None:
 
 def test_a_salted_root_is_known_as_one_of_its_tree_alone() -> None:
     root, other = b"r" * 16, b"o" * 16
-    salted = salted_root(root, "alice")
-    assert is_salted(salted, root) and not is_salted(salted, other) and not is_salted(root, root)
-    assert salted != salted_root(other, "alice") and salted != salted_root(root, "bob")
-    assert salt_key(None) == 0 != salt_key("alice") != salt_key("bob")
-    assert salted_root(root, "\ud800")  # text that UTF-8 can't hold
+    alice, bob = Namespace("alice"), Namespace("bob")
+    salted = alice.root(root)
+    assert is_namespace(salted, root) and not is_namespace(salted, other) and not is_namespace(root, root)
+    assert salted != alice.root(other) and salted != bob.root(root)
+    assert SHARED.key == 0 != alice.key != bob.key
+    assert Namespace("\ud800").root(root)  # text that UTF-8 can't hold

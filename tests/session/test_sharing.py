@@ -23,6 +23,7 @@ from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPa
 from rekindle._src.channels import greeting
 from rekindle._src.channels.bulk import BulkChannel, ReceiveMemory, SendMemory
 from rekindle._src.channels.channel import MessageKind
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
 from rekindle._src.kvcache.sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
@@ -230,7 +231,7 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
     liar = Liar(two, answers)
     puller = Puller(two._host, two._cache_writer)
     with pytest.raises(ProcessLost):
-        puller.prefix(liar.address, np.asarray(prompt(0), np.int32))
+        puller.prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     assert ask(two, 0) == 0
     two.check_integrity()
 
@@ -262,13 +263,15 @@ def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
     writer = one._cache_writer
 
     def answers(channel: BulkChannel, identity: Any) -> None:
-        nodes = one._host.ask(lambda: writer.cache.find(np.asarray(prompt(0), np.int32)))
+        nodes = one._host.ask(lambda: writer.cache.find(Prefix(np.asarray(prompt(0), np.int32))))
         pairs = writer.payloads(one._host.ask(lambda: [writer.page_record(node) for node in nodes[:3]]))
         pieces = [memoryview(np.asarray(leaf).reshape(-1).view(np.uint8)) for _, pair in pairs for leaf in pair]
         channel.send_followed(MessageKind.PAGES, indexes(0, 1, 2), pieces)
         channel.close()
 
-    pulled = Puller(two._host, two._cache_writer).prefix(Liar(two, answers).address, np.asarray(prompt(0), np.int32))
+    pulled = Puller(two._host, two._cache_writer).prefix(
+        Liar(two, answers).address, Prefix(np.asarray(prompt(0), np.int32))
+    )
     assert (pulled.tokens, pulled.pages) == (24, 3)
     pulled.held.release()
     assert ask(two, 0) == 24

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.stored_pages import IDENTITY, payload_of
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray, LostPage, PageMove
 from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.tiers import restoring
@@ -28,7 +29,7 @@ def grafted(pages: int, *, missing: int = 0) -> tuple[PrefixCache, Tiers]:
     cache = PrefixCache(PagePool(pages + 1), SIZE, IDENTITY.root, host_tier=tiers)
     for text in (LONG, OTHER):
         cache.graft(text)
-    gone = cache.find(LONG)[len(LONG) // SIZE - missing :]
+    gone = cache.find(Prefix(LONG))[len(LONG) // SIZE - missing :]
     for node in cache:
         if node not in gone:
             tiers.put(cache.digest_of(node), payload_of(cache.digest_of(node)))
@@ -36,7 +37,7 @@ def grafted(pages: int, *, missing: int = 0) -> tuple[PrefixCache, Tiers]:
 
 
 def on_device(cache: PrefixCache, text: IntArray) -> int:
-    return cache.match(cache.keys(text), text).on_device
+    return cache.match(cache.keys(Prefix(text)), Prefix(text)).on_device
 
 
 @pytest.mark.parametrize(("pages", "missing", "expected"), [(40, 0, (4, 3)), (40, 2, (2, 3)), (12, 0, (3, 2))])
@@ -60,7 +61,7 @@ def test_pages_come_parents_first_as_far_as_there_is_room(pages: int, missing: i
 
 def test_a_page_that_can_not_be_filled_stays_away_with_all_below_it() -> None:
     cache, tiers = grafted(40)
-    second = cache.digest_of(cache.find(LONG)[2])
+    second = cache.digest_of(cache.find(Prefix(LONG))[2])
 
     def fill(moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
         return tuple(LostPage(move, ValueError()) for move in moves if move.digest == second)

@@ -11,9 +11,10 @@ import numpy as np
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
 from rekindle._src.core.html import ImageLike
 from rekindle._src.core.pictures import PictureLike
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, PicturesLike
-from rekindle._src.dispatch.pictures import PromptPictures, encoded, names_of
+from rekindle._src.dispatch.capability import KeyedPrompt
+from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.images.thumbnail import Thumbnail
 from rekindle.errors import InvalidRequest
 
@@ -64,21 +65,19 @@ def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "image
     return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read))
 
 
-def prefix_of(front: Front, prompt: Prompt, images: object) -> IntArray:
-    """Return what the prefix tree calls the tokens of a prompt. Its pictures are decoded, which may take seconds.
+def keyed(front: Front, prompt: Prompt, images: object, sampling: Sampling) -> KeyedPrompt:
+    """Return all on which the pages of a prompt depend.
 
     Token ids that have places of pictures already, such as those of a completion, come with these pictures.
     """
     if prompt.text is not None:
         prompt = with_pictures(front, prompt, images)
         given = prompt.extensions.get(PromptPictures)
-        shown = () if given is None else given.pictures
-        token_ids = encoded(front, prompt.text or "", shown)
+        token_ids = encoded(front, prompt.text or "", () if given is None else given.pictures)
     else:
         assert prompt.token_ids is not None, "a prompt has text or token ids"
-        token_ids, shown = prompt.token_ids, read_values(front, images)
-    pictures, page_size = front.pictures, front.config.page_size
-    return token_ids if pictures is None or page_size is None else names_of(token_ids, shown, pictures, page_size)
+        token_ids, prompt = prompt.token_ids, prompt.plus(PromptPictures(read_values(front, images)))
+    return KeyedPrompt(token_ids, sampling, prompt.extensions)
 
 
 def parts_of(text: str, pictures: Sequence[Any] | None) -> str | list[dict[str, Any]]:

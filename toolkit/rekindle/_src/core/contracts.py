@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import (
     FinishReason,
-    IntArray,
     PageMove,
     Request,
     Status,
@@ -105,10 +105,10 @@ class SchedulerLike(Protocol):
     def vacated(self) -> None:
         """End the read-out of pages that `vacate` returned."""
 
-    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep the cached pages of `tokens`; return the number of tokens that they cover."""
+    def pin(self, prefix: Prefix) -> int:
+        """Keep the cached pages of a prompt; return the number of tokens that they cover."""
 
-    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
+    def unpin(self, prefix: Prefix) -> int:
         """Undo one `pin`; return the number of tokens that are no longer pinned."""
 
     def status(self, request_id: str) -> Status | None:

@@ -140,6 +140,10 @@ class Extensions(dict[type[Extension], Extension]):
         """Return how many leading tokens of the prompt may have pages from the cache."""
         return min((extension.reusable(prompt_length) for extension in self.values()), default=prompt_length)
 
+    def names(self, tokens: NDArray[np.int32], page_size: int) -> NDArray[np.int32]:
+        """Return what the prefix tree calls a prompt's tokens."""
+        return tokens if self.naming is None else self.naming.names(tokens, 0, page_size)
+
     def notes(self, cached: int) -> tuple[PromptNote, ...]:
         """Return what they add to an explanation of the request, whose first `cached` tokens came from the cache."""
         return tuple(note for extension in self.values() if (note := extension.note(cached)) is not None)

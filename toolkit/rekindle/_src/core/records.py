@@ -21,6 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
+from rekindle._src.core.prefix import Namespace, Prefix
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -158,17 +159,6 @@ class ResumeState(NamedTuple):
     scored: int = 0  # prompt positions whose log-probabilities were delivered
 
 
-def root_name(salt: str | None, altered: Sequence[str] = ()) -> str | None:
-    """Return the name of a root in the prefix tree; None for that of requests without a salt or a change.
-
-    No salt can be the name of a root of altered pages: their names begin with one zero character, and salts that do
-    are preceded by another.
-    """
-    if not altered:
-        return f"\0{salt}" if salt is not None and salt.startswith("\0") else salt
-    return f"\0{' '.join(altered)}\0{salt or ''}"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, validated and tokenized; `n=3` arrives as three requests of one group."""
@@ -187,18 +177,23 @@ class Request:
     extensions: Extensions = NONE  # of the capabilities that it uses
 
     @property
-    def root(self) -> str | None:
-        """The name of its root in the prefix tree, by its salt and by what changes its keys and values."""
-        return root_name(self.sampling.salt, self.extensions.altered)
+    def namespace(self) -> Namespace:
+        """The requests that it shares pages with."""
+        return Namespace(self.sampling.salt, self.extensions.altered)
 
     @property
     def prompt_length(self) -> int:
         return len(self.token_ids)
 
-    def names(self, page_size: int) -> IntArray:
-        """Return what the prefix tree calls the tokens of its prompt."""
-        naming = self.extensions.naming
-        return self.token_ids if naming is None else naming.names(self.token_ids, 0, page_size)
+    @property
+    def begun(self) -> IntArray:
+        """The tokens that it begins with: its prompt, and what another process has generated after it."""
+        resumed = self.resumed
+        return self.token_ids if resumed is None else np.concatenate([self.token_ids, resumed.token_ids])
+
+    def prefix(self, page_size: int) -> Prefix:
+        """Return the tokens that it begins with as prefix trees know them."""
+        return Prefix(self.extensions.names(self.begun, page_size), self.namespace)
 
     @property
     def generates(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.extensions import PromptPooling, PromptScoring
+from rekindle._src.core.prefix import Namespace, Prefix
 from rekindle._src.core.records import (
     EmbeddingResult,
     FinishReason,
@@ -24,8 +25,9 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.core.reply import ReplyEvent, fold
 from rekindle._src.core.report_kinds import LOGPROBS, POOLED, PROMPT_LOGPROBS
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.captures import TapIntake
 from rekindle._src.dispatch.pictures import PictureIntake
 from rekindle._src.dispatch.structures import StructureIntake
@@ -104,13 +106,18 @@ class AdapterIntake(Capability):
     """Adapters of the session."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
-        value = submission.sampling.adapter
-        if value is None:
+        return self._use(submission.sampling, front)
+
+    def keying(self, prompt: KeyedPrompt, front: Front) -> Extension | None:
+        return self._use(prompt.sampling, front)
+
+    def _use(self, sampling: Sampling, front: Front) -> Extension | None:
+        if sampling.adapter is None:
             return None
         if front.adapters is None:
             fix = "Use a session of one device, opened with rekindle.open"
-            raise InvalidRequest("adapter", value, "can't be used here", fix)
-        return front.adapters.use(value)
+            raise InvalidRequest("adapter", sampling.adapter, "can't be used here", fix)
+        return front.adapters.use(sampling.adapter)
 
 
 class PriorityIntake(Capability):
@@ -218,6 +225,7 @@ class Capabilities:
         self._overtaken = tuple(one.overtaken for one in entries if _overrides(one, "overtaken"))
         self._resources = tuple(one for one in entries if _overrides(one, "resource"))
         self._admitting = tuple(one for one in entries if _overrides(one, "admit"))
+        self._keying = tuple(one.keying for one in entries if _overrides(one, "keying"))
         self._parts = tuple(one.part for one in entries if _overrides(one, "part"))
 
     def spelled(self, submission: Submission, front: Front) -> Submission:
@@ -252,6 +260,15 @@ class Capabilities:
         extensions = [extension for extension in admitted if extension is not None]
         return Extensions(*extensions) if extensions else NONE
 
+    def prefix(self, prompt: KeyedPrompt, front: Front) -> Prefix:
+        """Return a prompt as prefix trees know it, if it came as a request. Raise `InvalidRequest` as for that."""
+        page_size = front.config.page_size
+        assert page_size is not None, "resolved"
+        keyed = [keying(prompt, front) for keying in self._keying]
+        extensions = Extensions(*[extension for extension in keyed if extension is not None])
+        namespace = Namespace(prompt.sampling.salt, extensions.altered)
+        return Prefix(extensions.names(prompt.token_ids, page_size), namespace)
+
     def parts(self, request: Request, submission: Submission, front: Front) -> tuple[Part, ...]:
         """Return the parts of a sequence's output."""
         found = [part(request, submission, front) for part in self._parts]
@@ -261,7 +278,7 @@ class Capabilities:
 def capabilities_of() -> Capabilities:
     """Return the capabilities of a session. Of several that refuse a request, the first one's error is told.
 
-    The roots of cached pages have the digests of extensions in this order, too.
+    Namespaces of cached pages have the digests of extensions in this order, too.
     """
     return Capabilities(
         EmbeddingIntake(),

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rekindle._src.core.extension import Extension
+from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.records import EmbeddingResult, FinishReason, IntArray, Request, Timings, TokenEvent, Usage
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 
@@ -68,6 +69,14 @@ class Part:
         """Give up what the part holds; its sequence has ended with `count` tokens."""
 
 
+class KeyedPrompt(NamedTuple):
+    """A prompt whose cached pages a caller names: all on which they depend, and nothing that runs."""
+
+    token_ids: IntArray
+    sampling: Sampling
+    extensions: Extensions = NONE  # what its caller has resolved, as in a submission
+
+
 class Capability:
     """A capability that no request uses, and the base of all others."""
 
@@ -94,6 +103,13 @@ class Capability:
         """Return what a request of this prompt carries; None if it does not use the capability.
 
         Raise `InvalidRequest` for what can't be had. `resource` is that of the method.
+        """
+        return None
+
+    def keying(self, prompt: KeyedPrompt, front: Front) -> Extension | None:
+        """Return the extension that decides what the prompt's pages are known by, without what `admit` waits for.
+
+        Raise `InvalidRequest` for what can't be had. Overridden where extensions override `altered` or `names`.
         """
         return None
 

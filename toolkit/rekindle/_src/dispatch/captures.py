@@ -14,7 +14,7 @@ from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEve
 from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps, resolve
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle.errors import InvalidRequest
@@ -42,6 +42,13 @@ class TapIntake(Capability):
         if tapped is None or tapped.into is None or not tapped.keys:
             return tapped
         return dataclasses.replace(tapped, backlog=Backlog())
+
+    def keying(self, prompt: KeyedPrompt, front: Front) -> RequestTaps | None:
+        sampling = prompt.sampling
+        if not sampling.looks_inside:
+            return None
+        length = len(prompt.token_ids)
+        return resolve(sampling.capture, sampling.steer, sampling.patch, length, front.taps, sampling.taps)
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         tapped = request.extensions.get(RequestTaps)

@@ -12,7 +12,7 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, PicturesLike, Submission
-from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong
 
@@ -80,6 +80,16 @@ class PictureIntake(Capability):
             raise InvalidRequest("images", "a picture", problem, fix)
         return use
 
+    def keying(self, prompt: KeyedPrompt, front: Front) -> PictureUse | None:
+        """Return the places of the prompt's pictures, which are decoded for this, without their rows."""
+        given, pictures = prompt.extensions.get(PromptPictures), front.pictures
+        if pictures is None:
+            return None
+        shown = () if given is None else given.pictures
+        for picture in shown:
+            pictures.identify(picture)
+        return PictureUse(tuple(span for span, _ in _spans(prompt.token_ids, shown, pictures)), ())
+
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
         use = request.extensions.get(PictureUse)
@@ -103,17 +113,6 @@ def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, speci
     spelled = front.pictures.spelled(text, shown) if shown and front.pictures is not None else text
     token_ids = np.asarray(front.tokenizer.encode(spelled, add_special_tokens=special), np.int32)
     return _expanded(token_ids, shown, front.pictures) if shown and front.pictures is not None else token_ids
-
-
-def names_of(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P], page_size: int) -> IntArray:
-    """Return what the prefix tree calls the tokens of a prompt with pictures, which are decoded for this.
-
-    Raises `InvalidRequest` if its tokens are not theirs.
-    """
-    for picture in shown:
-        pictures.identify(picture)
-    spans = tuple(span for span, _ in _spans(token_ids, shown, pictures))
-    return PictureUse(spans, ()).names(token_ids, 0, page_size)
 
 
 def placed(

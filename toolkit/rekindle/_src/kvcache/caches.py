@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
@@ -41,7 +42,7 @@ class PrefixCaches:
 
     @property
     def roots(self) -> list[Node]:
-        """The roots of all trees, those of salts included."""
+        """The roots of all trees, those of namespaces included."""
         return [root for tree in self.shards for root in tree.roots]
 
     def has(self, node: Node) -> bool:
@@ -56,9 +57,9 @@ class PrefixCaches:
         """Return the tokens of this page alone."""
         return self._owner(node).tokens_of(node)
 
-    def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
+    def find(self, prefix: Prefix) -> list[Node]:
         """Return the known nodes of a prompt, in the tree that knows most of it."""
-        return max((tree.find(tokens, salt) for tree in self.shards), key=len)
+        return max((tree.find(prefix) for tree in self.shards), key=len)
 
     def continuable(self, nodes: list[Node]) -> list[Node]:
         """Return `nodes`, since models with side caches run without data shards."""

@@ -32,41 +32,6 @@ def root_digest(*parts: str) -> bytes:
     return state.digest()
 
 
-def salted_root(root: bytes, salt: str) -> bytes:
-    """Return the root of the pages of requests with `salt`, in a tree with the root `root`.
-
-    The first half marks it as such a root of that tree, so that stored pages can be attached to it without
-    their salt, which is not stored. The second half stands for the salt.
-    """
-    return _mark(root) + blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"rekindle salt").digest()
-
-
-def altered_by(root: str) -> tuple[str, ...]:
-    """Return the digests in the name of a root, as `records.root_name` makes it; none in that of a salt."""
-    if not root.startswith("\0") or root.startswith("\0\0"):
-        return ()
-    return tuple(root[1:].partition("\0")[0].split())
-
-
-def is_salted(digest: bytes, root: bytes) -> bool:
-    """True if `digest` is the `salted_root` of `root` and some salt."""
-    return digest.startswith(_mark(root))
-
-
-def salt_key(salt: str | None) -> int:
-    """Return the key before the first page of requests with `salt`, for `previous` of `page_keys`."""
-    return 0 if salt is None else root_lookup_key(salted_root(b"", salt))
-
-
-def root_lookup_key(salted: bytes) -> int:
-    """Return the `salt_key` of the salt that a salted root stands for."""
-    return int.from_bytes(salted[8:], "little")
-
-
-def _mark(root: bytes) -> bytes:
-    return blake2b(root, digest_size=8, person=b"rekindle salted").digest()
-
-
 def page_digest(parent: bytes, tokens: IntArray) -> bytes:
     """Return the name of the page that holds `tokens` after the page (or root) named `parent`."""
     return blake2b(parent + tokens.astype("<i4").tobytes(), digest_size=DIGEST_SIZE).digest()

@@ -1,6 +1,6 @@
 """Captures that are kept: what requests captured at the tokens of a page, by the page's digest.
 
-A digest names model, weights, salt, adapters and changes, and all tokens up to the page's last one, so that what was
+A digest names model, weights and namespace, and all tokens up to the page's last one, so that what was
 captured there once is what any other request would capture. It lies in host memory, under a budget of its own. A page
 may leave the device, come back or be computed again meanwhile: its digest stays. A snapshot has the lines of its pages
 on disk (`StoredCaptures`), from where a later session takes them.
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.captured import CapturedPart
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.core.taps import Key
-from rekindle._src.kvcache.digest import page_digest, salted_root
+from rekindle._src.kvcache.digest import page_digest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -59,10 +59,10 @@ class KeptCaptures:
         self.nbytes = self._reused = self._dropped = 0
         self._pages: OrderedDict[bytes, dict[Key, _Lines]] = OrderedDict()
 
-    def names(self, root: str | None, tokens: IntArray) -> list[bytes]:
-        """Return the digests of the full pages of a prompt, below the root with that name."""
-        size, names = self.page_size, []
-        digest = self.root_key if root is None else salted_root(self.root_key, root)
+    def names(self, prefix: Prefix) -> list[bytes]:
+        """Return the digests of the full pages of a prompt."""
+        tokens, size, names = prefix.tokens, self.page_size, []
+        digest = prefix.namespace.root(self.root_key)
         for start in range(0, len(tokens) - size + 1, size):
             digest = page_digest(digest, tokens[start : start + size])
             names.append(digest)

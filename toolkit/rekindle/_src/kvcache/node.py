@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from rekindle._src.core.prefix import key_of
 from rekindle._src.core.records import IntArray, PageMove, StepResult
-from rekindle._src.kvcache.digest import page_digest, root_lookup_key
+from rekindle._src.kvcache.digest import page_digest
 
 
 class Node:
@@ -50,13 +51,13 @@ class Node:
 
 
 class NodeTable:
-    """Holds all nodes below the root and the roots of salts, with their tokens in one array."""
+    """Holds all nodes below the root and the roots of namespaces, with their tokens in one array."""
 
     def __init__(self, page_size: int, root_key: bytes) -> None:
         self.page_size = page_size
         self.root = Node(0, None, -1, 0.0)
         self.root.digest = root_key
-        self._salted: WeakValueDictionary[bytes, Node] = WeakValueDictionary()  # those with nodes below, or in use
+        self._namespaces: WeakValueDictionary[bytes, Node] = WeakValueDictionary()  # those with nodes below, or in use
         self._nodes: dict[int, Node] = {}
         self._tokens: IntArray = np.zeros((64, page_size), np.int32)
         self._rows = list(range(63, -1, -1))
@@ -74,17 +75,19 @@ class NodeTable:
         """Return the node of this key, if there is one. Tokens are not compared."""
         return self._nodes.get(key)
 
-    def salted(self, digest: bytes) -> Node:
-        """Return the root with this digest, which is that of a salt."""
-        root = self._salted.get(digest)
+    def namespace(self, digest: bytes) -> Node:
+        """Return the root of the namespace with this digest."""
+        if digest == self.root.digest:
+            return self.root
+        root = self._namespaces.get(digest)
         if root is None:
-            root = self._salted[digest] = Node(root_lookup_key(digest), None, -1, 0.0)
+            root = self._namespaces[digest] = Node(key_of(digest), None, -1, 0.0)
             root.digest = digest
         return root
 
     def roots(self) -> list[Node]:
-        """Return every root that is in use, the one without a salt first."""
-        return [self.root, *self._salted.values()]
+        """Return every root that is in use, that of the namespace which all share first."""
+        return [self.root, *self._namespaces.values()]
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
         """Return the known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""

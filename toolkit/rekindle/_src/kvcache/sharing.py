@@ -23,16 +23,13 @@ from rekindle._src.channels import greeting
 from rekindle._src.channels.bulk import BulkChannel
 from rekindle._src.channels.channel import MessageKind
 from rekindle._src.core import html
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.prefix import Prefix, is_namespace, key_of
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.digest import (
     DIGEST_SIZE,
     LOOKUP_SECRET,
-    is_salted,
     page_digest,
     page_keys,
-    root_lookup_key,
-    salt_key,
 )
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import Identity, shown, verify
@@ -486,21 +483,22 @@ class Puller:
         """Bytes of host memory for pages."""
         return self._tiers.host.budget
 
-    def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> PulledPages:
-        """Take the leading pages of `tokens` that are not here. Raise the errors of `PageSource` if none arrived."""
+    def prefix(self, address: PageAddress, wanted: Prefix) -> PulledPages:
+        """Take the leading pages of a prompt that are not here. Raise the errors of `PageSource` if none arrived."""
         start, identity, host = time.perf_counter(), self.identity, self._tiers.host
-        missing = self._missing(tokens, salt)
+        missing = self._missing(wanted)
         held = HostHold(host, missing.digests)
         arrived: set[int] = set()
 
         def keys_of(pages: slice, lookup: bytes) -> list[int]:
-            return page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=lookup)[pages]
+            previous = wanted.namespace.key
+            return page_keys(wanted.tokens, self._cache.page_size, previous=previous, secret=lookup)[pages]
 
         try:
             if missing.digests:
                 with PageSource(address, identity) as source:
-                    wanted = slice(missing.present, missing.present + len(missing.digests))
-                    source_keys = keys_of(wanted, source.lookup)
+                    lacking = slice(missing.present, missing.present + len(missing.digests))
+                    source_keys = keys_of(lacking, source.lookup)
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
                         host.put(missing.digests[index], payload, owned=True)
                         arrived.add(index)
@@ -518,7 +516,7 @@ class Puller:
             end = missing.present + leading
             last = [*missing.before, *missing.digests[:leading]][-self._cache.sides.reach :]
             self._take_entries(address, last, partial(keys_of, slice(end - len(last), end)))
-        grafted = self._loop.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
+        grafted = self._loop.ask(partial(self._graft, wanted, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
         return PulledPages(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
 
@@ -569,13 +567,13 @@ class Puller:
             except RekindleError as error:
                 log.debug("pages came without their %s: %s", side.cache.plan.words.entries, error)
 
-    def _missing(self, tokens: IntArray, salt: str | None) -> _MissingPages:
-        cache, tiers, size = self._cache, self._tiers, self._cache.page_size
+    def _missing(self, wanted: Prefix) -> _MissingPages:
+        cache, tiers, size, tokens = self._cache, self._tiers, self._cache.page_size, wanted.tokens
 
         def look() -> tuple[bytes, list[bytes]]:
-            """Return the tree's root, and the digests of the root of `tokens` and of leading pages that are here."""
-            here = [cache.digest_of(cache.root_of(salt))]
-            for node in cache.find(tokens, salt):
+            """Return the tree's root, and the digests of the namespace's root and of leading pages that are here."""
+            here = [cache.digest_of(cache.root_of(wanted.namespace))]
+            for node in cache.find(wanted):
                 if not (node.page or tiers.has(cache.digest_of(node))):
                     break
                 here.append(cache.digest_of(node))
@@ -590,13 +588,13 @@ class Puller:
             digests.append(parent)
         return _MissingPages(root_key, count, digests, here[max(1, len(here) - reach) :])
 
-    def _graft(self, tokens: IntArray, salt: str | None, missing: _MissingPages, leading: int) -> int:
+    def _graft(self, wanted: Prefix, missing: _MissingPages, leading: int) -> int:
         """Add the pages to the tree, on the session's loop. Return how many."""
         cache = self._cache
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile
             return 0
         stop = (missing.present + leading) * cache.page_size
-        nodes = cache.graft(tokens[:stop], after=cache.root_of(salt))
+        nodes = cache.graft(wanted.tokens[:stop], after=cache.root_of(wanted.namespace))
         if nodes is None:
             return 0
         for node in nodes:
@@ -618,8 +616,8 @@ def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECR
     """Return lookup keys by digest, of pages whose parents come before them, in the process with this `secret`."""
     keys: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
     for page in pages:
-        if page.parent not in keys and is_salted(page.parent, identity.root):
-            keys[page.parent] = root_lookup_key(page.parent), 0
+        if page.parent not in keys and is_namespace(page.parent, identity.root):
+            keys[page.parent] = key_of(page.parent), 0
         parent = keys.get(page.parent)
         if parent is not None:
             key, depth = parent

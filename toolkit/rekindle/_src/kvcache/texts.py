@@ -11,7 +11,7 @@ from rekindle._src.kvcache.tree import PrefixCache
 
 
 def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
-    """Return the texts below the roots without a salt, up to `most_tokens` in all; the one that was used last is last.
+    """Return the texts that all requests share, up to `most_tokens` in all; the one that was used last is last.
 
     What a text shares with a later one is left out, but for its last page. Pages with a picture have numbers below 0.
     """
@@ -31,7 +31,7 @@ def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
 
 
 def _path(tree: PrefixCache, leaf: Node, covered: set[Node]) -> list[Node]:
-    """Return the nodes from a leaf up to the root, or to the first one in `covered`; none below the root of a salt."""
+    """Return the nodes from a leaf up to the root, or to the first one in `covered`; none in a namespace of its own."""
     path: list[Node] = []
     node = leaf
     while node.parent is not None:

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.prefix import Namespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.digest import altered_by, page_keys, salt_key, salted_root
+from rekindle._src.kvcache.digest import page_keys
 from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Beginnings, Node, NodeTable, OffloadedNodes, TierLike, common, is_below
@@ -129,24 +130,23 @@ class PrefixCache:
 
     @property
     def roots(self) -> list[Node]:
-        """The root and those of the salts in use."""
+        """The root and those of the namespaces in use."""
         return self._table.roots()
 
-    def root_of(self, salt: str | None) -> Node:
-        """Return the root of the first pages of requests with `salt`."""
-        if salt is None:
-            return self.root
-        digest = salted_root(self.root_key, salt)
-        for altered in altered_by(salt):
+    def root_of(self, namespace: Namespace) -> Node:
+        """Return the root of the first pages of requests in a namespace."""
+        digest = namespace.root(self.root_key)
+        for altered in namespace.altered:
             self._altered.setdefault(altered, set()).add(digest)
-        return self._table.salted(digest)
+        return self._table.namespace(digest)
 
-    def salted(self, digest: bytes) -> Node:
-        """Return the root with this digest, which is that of a salt."""
-        return self._table.salted(digest)
+    def root_with(self, digest: bytes) -> Node:
+        """Return the root of the namespace with this digest."""
+        return self._table.namespace(digest)
 
-    def keys(self, tokens: IntArray, salt: str | None = None) -> list[int]:
-        return page_keys(tokens, self.page_size, previous=salt_key(salt))
+    def keys(self, prefix: Prefix) -> list[int]:
+        """Return the lookup keys of a prompt's full pages."""
+        return page_keys(prefix.tokens, self.page_size, previous=prefix.namespace.key)
 
     def tokens_of(self, node: Node) -> IntArray:
         """Return the tokens of this page alone."""
@@ -168,9 +168,9 @@ class PrefixCache:
         """True if `node` is still part of the tree."""
         return node in self._table
 
-    def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
+    def find(self, prefix: Prefix) -> list[Node]:
         """Return the known nodes of a prompt, in any tier. Statistics and scores do not change."""
-        return self._table.find(self.root_of(salt), self.keys(tokens, salt), tokens)
+        return self._known(self.keys(prefix), prefix)
 
     def by_digest(self, key: int, digest: bytes) -> Node | None:
         """Return the known node with this digest, its name in every process; `key` is its lookup key here."""
@@ -182,6 +182,9 @@ class PrefixCache:
         return self._offloaded.restorable(node)
 
     # -- lookup
+
+    def _known(self, keys: Sequence[int], prefix: Prefix) -> list[Node]:
+        return self._table.find(self.root_of(prefix.namespace), keys, prefix.tokens)
 
     def probe(self, keys: Sequence[int], *, on_device: bool = True) -> int:
         """Return about how many leading pages are on the device, or known at all. Quick: compares keys, not tokens.
@@ -199,9 +202,9 @@ class PrefixCache:
         """Return how many leading pages are on the device, whatever side caches have there; approximate."""
         return self._table.depth(keys, on_device=True)
 
-    def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
-        """Return the longest prefix of `tokens` with pages on the device or in host memory. Compares tokens exactly."""
-        nodes = self._table.find(self.root_of(salt), keys, tokens)
+    def match(self, keys: Sequence[int], prefix: Prefix) -> PrefixMatch:
+        """Return the longest prefix with pages on the device or in host memory. Compares tokens exactly."""
+        nodes = self._known(keys, prefix)
         on_device = 0
         for node in nodes:
             if not node.page:
@@ -227,13 +230,13 @@ class PrefixCache:
         node = self._beginnings.find(key, tokens)
         return (None, 0) if node is None else (node, common(self._table.tokens_of(node), tokens))
 
-    def to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> tuple[list[bytes], int]:
-        """Return the digests of pages to fetch from disk, so that every known page of `tokens` can be matched.
+    def to_fetch(self, keys: Sequence[int], prefix: Prefix) -> tuple[list[bytes], int]:
+        """Return the digests of pages to fetch from disk, so that every known page of a prompt can be matched.
 
         The count is the number of other pages, already in host memory, that would become usable too.
         """
         digests, in_host = [], 0
-        for node in self.continuable(self._table.find(self.root_of(salt), keys, tokens)):
+        for node in self.continuable(self._known(keys, prefix)):
             if node.page:
                 continue
             if self._offloaded.restorable(node):
@@ -244,13 +247,11 @@ class PrefixCache:
                 break
         return digests, in_host
 
-    def sides_to_fetch(
-        self, keys: Sequence[int], tokens: IntArray, salt: str | None = None
-    ) -> list[tuple[SideCache, list[bytes]]]:
+    def sides_to_fetch(self, keys: Sequence[int], prefix: Prefix) -> list[tuple[SideCache, list[bytes]]]:
         """Return what each side cache has to fetch from disk, so that a prompt continues where `to_fetch` ends."""
         if not self.sides:
             return []
-        nodes = self.continuable(self._table.find(self.root_of(salt), keys, tokens))
+        nodes = self.continuable(self._known(keys, prefix))
         return [
             (side, [self.digest_of(node) for node in nodes[-side.span :] if not side.above_disk(node)])
             for side in self.sides
@@ -401,9 +402,9 @@ class PrefixCache:
             self._leave(node)
         self.version += bool(detached)
 
-    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep every page of `tokens` that is known now until `unpin`; returns how many tokens that covers."""
-        nodes = self.find(tokens, salt)
+    def pin(self, prefix: Prefix) -> int:
+        """Keep every page of a prompt that is known now until `unpin`; returns how many tokens that covers."""
+        nodes = self.find(prefix)
         fresh = [node for node in nodes if not node.pins]
         self.pool.share([node.page for node in fresh if node.page])
         for node in nodes:
@@ -415,9 +416,9 @@ class PrefixCache:
         self.pinned_pages += len(fresh)
         return len(nodes) * self.page_size
 
-    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Undo one `pin` of the same tokens; returns how many tokens are no longer pinned."""
-        nodes = [node for node in self.find(tokens, salt) if node.pins]
+    def unpin(self, prefix: Prefix) -> int:
+        """Undo one `pin` of the same prompt; returns how many tokens are no longer pinned."""
+        nodes = [node for node in self.find(prefix) if node.pins]
         for node in nodes:
             node.pins -= 1
         return self._unpinned(nodes) * self.page_size
@@ -434,19 +435,19 @@ class PrefixCache:
         self.pinned_pages -= len(unpinned)
         return len(unpinned)
 
-    def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Return how many leading pages of `tokens` are pinned and can be used, which needs side caches' entries too.
+    def pinned_prefix(self, prefix: Prefix) -> int:
+        """Return how many leading pages of a prompt are pinned and can be used, which needs side caches' entries too.
 
         These stay on the device as long as the pins.
         """
-        return self.sides.ends_pin([node for node in self.find(tokens, salt) if node.pins])
+        return self.sides.ends_pin([node for node in self.find(prefix) if node.pins])
 
     def drop_altered(self, altered: str, discard: Callable[[bytes], object] | None = None) -> None:
         """Drop the pages that depend on a digest, and their pins, except pages in use.
 
         `discard` drops a payload in host memory.
         """
-        roots = {self._table.salted(digest) for digest in self._altered.pop(altered, ())}
+        roots = {self._table.namespace(digest) for digest in self._altered.pop(altered, ())}
         nodes: dict[Node, None] = {}
         for node in self:  # parents come first
             if node.parent in roots or node.parent in nodes:

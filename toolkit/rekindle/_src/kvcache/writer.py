@@ -25,7 +25,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.own_failure import one_line
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
@@ -495,11 +495,11 @@ class CacheWriter:
 
     # -- a prefix as a file
 
-    def export_prefix(self, tokens: IntArray, path: Path) -> int:
-        """Write the cached pages of `tokens` to a file. Return how many tokens that covers."""
+    def export_prefix(self, prefix: Prefix, path: Path) -> int:
+        """Write the cached pages of a prompt to a file. Return how many tokens that covers."""
         cache, disk = self._parts()
         matches: list[PageRecord] = self._loop.ask(
-            lambda: [self.page_record(node) for node in cache.find(tokens)],
+            lambda: [self.page_record(node) for node in cache.find(prefix)],
         )
         pairs = self.payloads(matches)
         digests = {page.digest for page, _ in pairs}

@@ -21,7 +21,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
@@ -406,17 +405,16 @@ class Pulls:
             job()
 
     def _pull(self, request: Request, address: PageAddress, then: Then) -> None:
-        tokens = request.token_ids
-        if request.resumed is not None:
-            tokens = np.concatenate([tokens, request.resumed.token_ids])
-        size = len(tokens) // self._puller.identity.page_size * self._puller.page_bytes
+        page_size = self._puller.identity.page_size
+        prefix = request.prefix(page_size)
+        size = len(prefix.tokens) // page_size * self._puller.page_bytes
         if not self._enter(size):
             self.failed += 1
             then(nothing)
             return
         claim = _Claim(lambda: self._leave(size))
         try:
-            pulled = self._puller.prefix(address, tokens, request.root)
+            pulled = self._puller.prefix(address, prefix)
             claim.held = pulled.held
             self.pages += pulled.pages
             self.bytes += pulled.bytes

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from rekindle._src.core import html
 from rekindle._src.core.extension import DeviceLoad, Extensions
 from rekindle._src.core.records import Status
-from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import common
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.tiers.tiers import DiskFetch
@@ -585,7 +584,7 @@ class PrefixClaims:
         for index in range(first, last):
             start = index * size
             if start + least <= sequence.target:
-                before = keys[index - 1] if index else salt_key(sequence.root)
+                before = keys[index - 1] if index else sequence.namespace.key
                 yield before, sequence.names(start, start + least).tobytes()
 
     def _behind(self, sequence: Sequence, keys: list[int], pages: int) -> tuple[Sequence | None, int]:
@@ -597,7 +596,7 @@ class PrefixClaims:
         if not 0 < least <= stop - start:
             return best
         tokens = sequence.names(start, stop)
-        before = keys[pages - 1] if pages else salt_key(sequence.root)
+        before = keys[pages - 1] if pages else sequence.namespace.key
         for owner in self._beginnings.get((before, tokens[:least].tobytes()), ()):
             count = common(owner.names(start, min(stop, owner.target)), tokens)
             if count > best[1]:

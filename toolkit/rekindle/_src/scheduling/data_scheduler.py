@@ -16,9 +16,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import (
     FinishReason,
-    IntArray,
     PageMove,
     Request,
     Status,
@@ -136,7 +136,8 @@ class DataScheduler:
         """Return the indices of the shards, the best one for a request first."""
         keys = list[int]()
         if self.cache is not None:
-            keys = self.cache.shards[0].keys(request.names(self.limits.page_size)[: request.reusable], request.root)
+            prefix = request.prefix(self.limits.page_size).first(request.reusable)
+            keys = self.cache.shards[0].keys(prefix)
 
         def cost(index: int) -> tuple[bool, int, int, int]:
             shard = self.shards[index]
@@ -206,23 +207,23 @@ class DataScheduler:
 
     # -- the caches, from outside
 
-    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep the cached pages of `tokens` until `unpin`, in every shard; returns the most tokens that one covers.
+    def pin(self, prefix: Prefix) -> int:
+        """Keep the cached pages of a prompt until `unpin`, in every shard; returns the most tokens that one covers.
 
         Raises `OutOfPages`, and pins nothing, if an accepted request could not finish while they are pinned.
         """
         covered = []
         for index, shard in enumerate(self.shards):
             try:
-                covered.append(shard.pin(tokens, salt))
+                covered.append(shard.pin(prefix))
             except OutOfPages:
                 for pinned in self.shards[:index]:
-                    pinned.unpin(tokens, salt)
+                    pinned.unpin(prefix)
                 raise
         return max(covered)
 
-    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
-        return max(shard.unpin(tokens, salt) for shard in self.shards)
+    def unpin(self, prefix: Prefix) -> int:
+        return max(shard.unpin(prefix) for shard in self.shards)
 
     @property
     def weights_version(self) -> int:

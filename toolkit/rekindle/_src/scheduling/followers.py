@@ -112,7 +112,8 @@ class CaptureFileFollower(CaptureFollower):
     def _prompt_names(self) -> list[bytes]:
         root, names = self._names
         if root != self._kept.root_key:
-            names = self._kept.names(self._request.root, self._request.names(self._kept.page_size))
+            request = self._request
+            names = self._kept.names(request.prefix(self._kept.page_size).first(request.prompt_length))
             self._names = self._kept.root_key, names
         return names
 

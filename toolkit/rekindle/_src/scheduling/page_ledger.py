@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.records import IntArray, PageCopy, PageMove, Request
-from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.side import SideCache
@@ -84,7 +83,7 @@ class PageLedger:
             return total
         # What stands for all tokens of a prompt is of no use, see `keys`.
         reusable = request.reusable if self.sides.inside else min(request.reusable, request.prompt_length - 1)
-        pinned = cache.pinned_prefix(request.names(self._page_size)[:reusable], request.root)
+        pinned = cache.pinned_prefix(request.prefix(self._page_size).first(reusable))
         return total - cache.pinned_pages + pinned
 
     def keys(self, sequence: Sequence) -> list[int]:
@@ -127,7 +126,7 @@ class PageLedger:
         """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        prompt = self.keys(sequence), sequence.names(0, sequence.known), sequence.root
+        prompt = self.keys(sequence), sequence.prefix()
         digests, in_host_memory = self.cache.to_fetch(*prompt)
         fetches = [self.cache.host_tier.fetch(digests, in_host_memory)]
         if (fetches[0] is not None or not digests) and any(map(_fetches, self.cache.sides)):
@@ -147,13 +146,13 @@ class PageLedger:
         match = _NOTHING
         cache = self.cache if sequence.generates or sequence.reusable else None
         if cache is not None:
-            match = cache.match(self.keys(sequence), sequence.names(0, sequence.known), sequence.root)
+            match = cache.match(self.keys(sequence), sequence.prefix())
         count = pages - match.on_device
         if not self.has(count + spare, match):
             return None
         if cache is not None:
             sequence.add_pages(cache.lock(match))
-            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.root)
+            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.namespace)
             sequence.generation = cache.generation
         self.sides.admit(sequence, match, fetched=fetched)
         loan = self._loan(sequence, len(match.nodes), spare=self.available - count)
@@ -205,7 +204,7 @@ class PageLedger:
         """Let a waiting sequence copy the first `tokens` of another one's page when it is admitted."""
         start = index * self._page_size
         stop = start + tokens
-        if self._node(owner) is None or owner.computed < stop or owner.root != waiter.root:
+        if self._node(owner) is None or owner.computed < stop or owner.namespace != waiter.namespace:
             return
         if not np.array_equal(owner.names(0, stop), waiter.names(0, stop)):
             return  # keys agreed by chance
@@ -228,7 +227,7 @@ class PageLedger:
         start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.known - 1)
         if not self.least_copied or self.cache is None or stop - start < self.least_copied:
             return None, 0
-        return self.cache.beginning(keys[-1] if keys else salt_key(sequence.root), sequence.names(start, stop))
+        return self.cache.beginning(keys[-1] if keys else sequence.namespace.key, sequence.names(start, stop))
 
     def give_back(self, sequence: Sequence) -> None:
         """End the loan of a sequence, if it has one; it computes those tokens."""

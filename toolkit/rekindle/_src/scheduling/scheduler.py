@@ -29,9 +29,9 @@ from typing import Any
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import (
     FinishReason,
-    IntArray,
     PageMove,
     Request,
     Row,
@@ -337,28 +337,28 @@ class Scheduler:
 
     # -- the cache, from outside
 
-    def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep the cached pages of `tokens` until `unpin`. Return how many tokens that covers.
+    def pin(self, prefix: Prefix) -> int:
+        """Keep the cached pages of a prompt until `unpin`. Return how many tokens that covers.
 
         Raises `OutOfPages`, and pins nothing, if an accepted request could not finish while they are pinned.
         """
         if self.cache is None:
             return 0
-        covered = self.cache.pin(tokens, salt)
+        covered = self.cache.pin(prefix)
         for sequence in self._alive.values():
             needed = self._needed(sequence)
             if needed > self.pool.total - self.cache.pinned_pages and needed > self._ledger.usable(sequence.request):
                 usable = self._ledger.usable(sequence.request)
-                self.cache.unpin(tokens, salt)
+                self.cache.unpin(prefix)
                 raise OutOfPages(
                     f"Pinning {covered} tokens would leave {usable} pages to request {sequence.id}, which may need "
                     f"{needed}. Pin later or less, or raise device_memory."
                 )
         return covered
 
-    def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
+    def unpin(self, prefix: Prefix) -> int:
         """Undo one `pin`. Return how many tokens are no longer pinned."""
-        return self.cache.unpin(tokens, salt) if self.cache is not None else 0
+        return self.cache.unpin(prefix) if self.cache is not None else 0
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
         """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests.

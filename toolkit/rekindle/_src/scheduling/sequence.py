@@ -19,8 +19,9 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.extension import PromptNote
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
-from rekindle._src.kvcache.digest import page_keys, salt_key
+from rekindle._src.kvcache.digest import page_keys
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
@@ -154,8 +155,8 @@ class Sequence:
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached", "cached_tokens", "claimed", "computed", "cutting",
         "drafter", "drafting", "ended_at", "entered", "epoch", "followers", "forced", "fresh", "generated", "generates",
-        "generation", "holding", "in_flight", "known", "limit", "limit_reason", "naming", "need", "node", "num_pages",
-        "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request", "root",
+        "generation", "holding", "in_flight", "known", "limit", "limit_reason", "namespace", "naming", "need", "node",
+        "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request",
         "sampled", "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
     )  # fmt: skip
 
@@ -173,7 +174,7 @@ class Sequence:
         self.holding = request.extensions.holding  # those that may keep it out of steps
         self.cutting = request.extensions.cutting  # those that decide where its prompt is cut
         self.naming = request.extensions.naming  # the one by which the prefix tree knows its tokens
-        self.root = request.root  # the name of its root in the prefix tree
+        self.namespace = request.namespace  # the requests that it shares pages with
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
         self.limit_reason = limit_reason
@@ -197,8 +198,7 @@ class Sequence:
         self.cached = 0  # leading positions whose pages were there when the epoch began
         self.entered = 0  # leading positions whose entries the model's own head has, or that it does without
         # Tokens:
-        resumed = request.resumed
-        self._tokens = request.token_ids if resumed is None else np.concatenate([request.token_ids, resumed.token_ids])
+        self._tokens = request.begun
         self.known = len(self._tokens)  # tokens whose values the host has
         self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
         self.sampled = self.generated  # generated, plus those that steps in flight will add
@@ -277,6 +277,10 @@ class Sequence:
         tokens = self.tokens(start, stop)
         return tokens if self.naming is None else self.naming.names(tokens, start, self.page_size)
 
+    def prefix(self) -> Prefix:
+        """Return all known tokens as the prefix tree knows them."""
+        return Prefix(self.names(0, self.known), self.namespace)
+
     def text(self) -> IntArray:
         """Return all known tokens, with numbers below 0 for those that no text has, such as those of a picture."""
         tokens = self.tokens(0, self.known)
@@ -291,7 +295,7 @@ class Sequence:
                 self.names(first * size, count * size),
                 size,
                 first=first,
-                previous=keys[-1] if keys else salt_key(self.root),
+                previous=keys[-1] if keys else self.namespace.key,
             )
         return keys if len(keys) == count else keys[:count]
 

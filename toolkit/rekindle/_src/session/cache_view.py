@@ -18,6 +18,7 @@ from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core import html
 from rekindle._src.core.icicle import HOW, icicle, rows, summary
 from rekindle._src.core.mesh_shape import address as host_and_port
+from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
 from rekindle._src.kvcache.kept import KeptStatistics
@@ -366,15 +367,15 @@ class CacheView:
         adapter: str | Mapping[str, float] | None = None,
     ) -> PrefixExplanation:
         """Explain which pages a request with these options would hit, where they are and what fetching them costs."""
-        root = self._client.root(salt, adapter)
         cache, tiers = self._parts()
-        tokens = self._client.tokens(prompt, images)
+        prefix = self._client.prefix(prompt, images, salt=salt, adapter=adapter)
+        tokens = prefix.tokens
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
             usable = len(tokens) // cache.page_size
             nodes: list[Node] = []
-            for node in cache.find(tokens, root)[:usable]:
+            for node in cache.find(prefix)[:usable]:
                 if _tier(cache, tiers, node) not in counts:
                     break
                 nodes.append(node)
@@ -440,11 +441,11 @@ class CacheView:
 
         Raises `OutOfPages` if an accepted request could not finish then.
         """
-        return self._client.ask(lambda: self._client.engine.scheduler.pin(self._tokens_to(node)))
+        return self._client.ask(lambda: self._client.engine.scheduler.pin(self._prefix_to(node)))
 
     def unpin(self, node: NodeView) -> int:
         """Undo one `pin` of a node. Return how many tokens are no longer kept."""
-        return self._client.ask(lambda: self._client.engine.scheduler.unpin(self._tokens_to(node)))
+        return self._client.ask(lambda: self._client.engine.scheduler.unpin(self._prefix_to(node)))
 
     def drop(self, node: NodeView) -> int:
         """Forget a node of `tree()` and all after it. Return how many pages left the device.
@@ -467,8 +468,8 @@ class CacheView:
 
     def export_prefix(self, prompt: PromptLike, path: str | Path, *, images: Any = None) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
-        writer, tokens, target = self._client.writer, self._client.tokens(prompt, images), Path(path)
-        return Once(self._client.in_writer, partial(writer.export_prefix, tokens, target), name="export_prefix")
+        writer, prefix, target = self._client.writer, self._client.prefix(prompt, images), Path(path)
+        return Once(self._client.in_writer, partial(writer.export_prefix, prefix, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
         """Await it to take over the pages of an exported prefix. The result is how many tokens."""
@@ -498,11 +499,10 @@ class CacheView:
         one, the pages that the other session is likeliest to need again, until half of host_memory is used.
         """
         client = self._client
-        root = client.root(salt)
         if prompt is None and images is not None:
             raise InvalidRequest("images", images, "come without a prompt", "Pass the prompt that they are in")
-        tokens = None if prompt is None else client.tokens(prompt, images)
-        return Once(self._pull, address, tokens, root, secret, name="pull")
+        prefix = None if prompt is None else client.prefix(prompt, images, salt=salt)
+        return Once(self._pull, address, prefix, secret, name="pull")
 
     def __repr__(self) -> str:
         closed = self._client.host.closing
@@ -526,7 +526,7 @@ class CacheView:
         self._client.shared.append(shared)
         return shared
 
-    async def _pull(self, address: str, tokens: IntArray | None, salt: str | None, secret: str | None) -> int:
+    async def _pull(self, address: str, prefix: Prefix | None, secret: str | None) -> int:
         from rekindle._src.channels.greeting import checked_secret
         from rekindle._src.kvcache.sharing import PageAddress, Puller
 
@@ -534,9 +534,9 @@ class CacheView:
             *host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret)
         )
         puller = Puller(self._client.host, self._client.writer)
-        if tokens is None:
+        if prefix is None:
             return (await self._client.in_writer(partial(puller.likeliest, page_address))).tokens
-        pulled = await self._client.in_writer(partial(puller.prefix, page_address, tokens, salt))
+        pulled = await self._client.in_writer(partial(puller.prefix, page_address, prefix))
         pulled.held.release()
         return pulled.tokens
 
@@ -586,13 +586,14 @@ class CacheView:
         fix = "Look at session.cache.tree() again"
         raise InvalidRequest("node", node.text, "is no longer in the cache", fix)
 
-    def _tokens_to(self, node: NodeView) -> IntArray:
-        tree, found = self._place(node)
-        tokens = tree.path(found)
-        if tree.find(tokens)[-1:] != [found]:
+    def _prefix_to(self, node: NodeView) -> Prefix:
+        """Return the prefix of the pages up to a node. Refuse those of other namespaces, which pages do not tell."""
+        tree, place = self._place(node)
+        prefix = Prefix(tree.path(place))
+        if tree.find(prefix)[-1:] != [place]:
             fix = "Use session.pin(prompt, salt=…, adapter=…)"
             raise InvalidRequest("node", node.text, "belongs to requests with a salt or an adapter", fix)
-        return tokens
+        return prefix
 
 
 def _payload_bytes(tiers: Tiers | None) -> int:

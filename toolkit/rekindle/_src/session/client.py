@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
-from rekindle._src.calls.pictures import prefix_of
+from rekindle._src.calls.pictures import keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.options import check_salt
-from rekindle._src.core.records import IntArray, PageMove, WaitingRequest, root_name
+from rekindle._src.core.prefix import Prefix
+from rekindle._src.core.records import PageMove, WaitingRequest
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
+from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import writer
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.writer import CacheWriter, SaveReport
-from rekindle.errors import InvalidRequest, RekindleError, StoreError
+from rekindle.errors import RekindleError, StoreError
 
 if TYPE_CHECKING:
     from rekindle._src.kvcache.sharing import SharedPages
@@ -44,6 +46,7 @@ class Client:
         self.front: Front = front
         self.engine: Engine = front.backend
         self.writer: CacheWriter = CacheWriter(host, self.engine)
+        self._capabilities = capabilities_of()
         self.pauses: int = 0  # paused() blocks that have been entered and not left
         self.asleep: bool = False
         self.sleeper: object = None  # the task that put it to sleep
@@ -72,47 +75,30 @@ class Client:
         """Return the requests that wait and why, the oldest first, at most `limit`."""
         return self.ask(lambda: self.engine.scheduler.waits(limit))
 
-    def tokens(self, prompt: PromptLike, images: object = None) -> IntArray:
-        """Return the token ids that a request with this prompt would have, as the prefix tree knows them."""
-        return prefix_of(self.front, parse_one(prompt), images)
+    def prefix(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Prefix:
+        """Return the prefix that a request with this prompt and these options would have.
+
+        Pictures are decoded, which may take seconds.
+        """
+        prompted = keyed(self.front, parse_one(prompt), images, Sampling(**options))
+        return self._capabilities.prefix(prompted, self.front)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""
         tokenizer = self.front.tokenizer
         return tokenizer.decode(token_ids) if tokenizer.has_text else ""
 
-    def root(self, salt: str | None, adapter: str | Mapping[str, float] | None = None) -> str | None:
-        """Return the name of the root of the pages of requests with these options."""
-        check_salt(salt)
-        if adapter is None:
-            return root_name(salt)
-        if self.front.adapters is None:
-            raise InvalidRequest("adapter", adapter, "can't be used here", "Leave it out")
-        return root_name(salt, self.front.adapters.use(adapter).altered)
-
-    def pin(
-        self,
-        prompt: PromptLike,
-        salt: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
-        images: object = None,
-    ) -> int:
+    def pin(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
-        return self.ask(lambda: self.engine.scheduler.pin(tokens, root))
+        prefix = self.prefix(prompt, images, **options)
+        return self.ask(lambda: self.engine.scheduler.pin(prefix))
 
-    def unpin(
-        self,
-        prompt: PromptLike,
-        salt: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
-        images: object = None,
-    ) -> int:
+    def unpin(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
-        root, tokens = self.root(salt, adapter), self.tokens(prompt, images)
-        return self.ask(lambda: self.engine.scheduler.unpin(tokens, root))
+        prefix = self.prefix(prompt, images, **options)
+        return self.ask(lambda: self.engine.scheduler.unpin(prefix))
 
     async def in_writer(self, job: Callable[[], T]) -> T:
         """Run `job` in the cache writer's thread. Return its result, or raise its error."""

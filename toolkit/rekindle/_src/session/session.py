@@ -261,7 +261,7 @@ class Session(OpenModel, RolloutRequests):
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt, salt, adapter, images)
+        return self._client.pin(prompt, images, salt=salt, adapter=adapter)
 
     def unpin(
         self,
@@ -272,7 +272,7 @@ class Session(OpenModel, RolloutRequests):
         adapter: str | Mapping[str, float] | None = None,
     ) -> int:
         """Undo one `pin` with these options. Return how many tokens are no longer kept."""
-        return self._client.unpin(prompt, salt, adapter, images)
+        return self._client.unpin(prompt, images, salt=salt, adapter=adapter)
 
     def swap_weights(self, weights: object, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.

@@ -24,8 +24,8 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import is_finished, remove
 from rekindle._src.core.names import printable
+from rekindle._src.core.prefix import is_namespace
 from rekindle._src.kvcache.caches import AnyCache, trees
-from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, saved_at, size_of, write_index
@@ -213,8 +213,8 @@ def protected(folder: Path) -> dict[str, set[bytes]]:
 def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
     """Make verified pages known to the tree, each run without branches at once.
 
-    Returns how many can be reached from the root, or from that of a salt. The tree computes digests from the tokens by
-    itself, so that a page which was not verified would not be found under any payload.
+    Returns how many can be reached from the root, or from that of a namespace. The tree computes digests from the
+    tokens by itself, so that a page which was not verified would not be found under any payload.
     """
     below: dict[bytes, list[Page]] = {}
     for page in pages:
@@ -222,7 +222,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
     now, today = cache.clock() - time.time(), time.time()
     count = 0
     pending: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
-    pending += [(digest, cache.salted(digest)) for digest in below if is_salted(digest, cache.root_key)]
+    pending += [(digest, cache.root_with(digest)) for digest in below if is_namespace(digest, cache.root_key)]
     seen = {digest for digest, _ in pending}
     while pending:
         parent, node = pending.pop()
@@ -250,11 +250,11 @@ def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
 
 
 def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
-    """Return the pages that can be reached from the root or a salt's root; in `pages`, parents come before children."""
+    """Return the pages that can be reached from the root or a namespace's; in `pages`, parents come before children."""
     reached = {root}
     connected_pages = []
     for page in pages:
-        if page.parent in reached or is_salted(page.parent, root):
+        if page.parent in reached or is_namespace(page.parent, root):
             reached.add(page.digest)
             connected_pages.append(page)
     return connected_pages

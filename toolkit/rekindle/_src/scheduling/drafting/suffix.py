@@ -5,14 +5,12 @@ the later one wins, and what an entry says is compared with the text itself. A t
 and the table never grows. Texts are kept in order of use and leave the index, the oldest first, when their bytes exceed
 what it has.
 
-A request sees texts of its own root in the prefix tree alone, as it does with pages: those of its salt, and of its
-adapters and taps, on which outputs depend.
+A request sees texts of its own namespace alone, as it does with pages.
 """
 
 from __future__ import annotations
 
 import sys
-import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -20,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.core.prefix import SHARED, Namespace
 from rekindle._src.core.records import IntArray
 from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.drafting.repeats import (
@@ -46,10 +45,10 @@ _TEXT_BYTES = 512  # of a text without its tokens
 class IndexedText:
     """A text in the index: a request's, as far as it is known."""
 
-    __slots__ = ("number", "place", "root", "tokens")
+    __slots__ = ("namespace", "number", "place", "tokens")
 
-    def __init__(self, number: int, root: str | None, tokens: array[int]) -> None:
-        self.number, self.root, self.tokens = number, root, tokens
+    def __init__(self, number: int, namespace: Namespace, tokens: array[int]) -> None:
+        self.number, self.namespace, self.tokens = number, namespace, tokens
         self.place = 0  # the entry of its last tokens, before it was added
 
     @property
@@ -58,8 +57,13 @@ class IndexedText:
         return _TEXT_BYTES + sys.getsizeof(self.tokens)
 
 
+def mixed_in(namespace: Namespace) -> int:
+    """Return what a namespace mixes into the keys of its runs; the same in every process."""
+    return namespace.key & MASK
+
+
 class SuffixIndex:
-    """Texts, and where each run of `SIZE` tokens occurred last in those of a root."""
+    """Texts, and where each run of `SIZE` tokens occurred last in those of a namespace."""
 
     def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
         self._entries = max(64, most_bytes // 16) | 1  # odd, or half of the places would hold most runs
@@ -81,28 +85,24 @@ class SuffixIndex:
         """How many tokens of texts there is room for."""
         return self._most_bytes // 4
 
-    def salted(self, root: str | None) -> int:
-        """Return what is mixed into the keys of a root's runs."""
-        return zlib.crc32(root.encode()) if root is not None else 0  # the same in every process
+    def entry(self, key: int, mixed: int) -> int:
+        """Return the entry of a run in the table, by its key and by what its namespace mixes in."""
+        return (key ^ mixed) % self._entries
 
-    def entry(self, key: int, salted: int) -> int:
-        """Return the entry of a run in the table, by its key."""
-        return (key ^ salted) % self._entries
-
-    def begin(self, root: str | None, tokens: IntArray, known: int = 0) -> IndexedText:
+    def begin(self, namespace: Namespace, tokens: IntArray, known: int = 0) -> IndexedText:
         """Add a text that grows by `IndexedText.tokens` and `table` alone, until `end`.
 
         Its first `known` tokens are not added again if the index has them, as those of an earlier request.
         """
         self._texts += 1
         first = 0
-        if known > DEPTH and self._has(root, tokens[known - DEPTH : known]):
+        if known > DEPTH and self._has(namespace, tokens[known - DEPTH : known]):
             first = known - DEPTH
-        text = IndexedText(self._texts, root, array("i", tokens[first:].astype(np.int32).tobytes()))
+        text = IndexedText(self._texts, namespace, array("i", tokens[first:].astype(np.int32).tobytes()))
         self._live[text.number] = text
         ids = tokens[first:].astype(np.int64)
         new = keys_of(ids)[max(0, known - first - SIZE + 1) if first else 0 :]
-        entries = (new ^ self.salted(root)) % self._entries
+        entries = (new ^ mixed_in(namespace)) % self._entries
         places = np.arange(len(ids) - len(new) + 1, len(ids) + 1, dtype=np.int64)
         table = np.asarray(self.table)
         before: Any = slice(-1)
@@ -111,7 +111,7 @@ class SuffixIndex:
             before[-1:] = False
         table[entries[before]] = text.number << _PLACES | places[before]  # of equal ones the last
         if len(ids) >= SIZE and ids[-SIZE:].min() >= 0:
-            last = self.entry(last_key(text.tokens), self.salted(root))
+            last = self.entry(last_key(text.tokens), mixed_in(namespace))
             text.place = int(table[last])
             table[last] = text.number << _PLACES | len(ids)
         return text
@@ -132,13 +132,14 @@ class SuffixIndex:
         if text.number in self._ended:
             self._ended.move_to_end(text.number)
 
-    def find(self, place: int, root: str | None, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
+    def find(self, place: int, namespace: Namespace, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
         """Return the text that `place`, an entry of the table, is of, the place in it and by how many tokens, at most
-        `DEPTH`, what precedes it is the end of `tokens`; None if those are fewer than `SIZE`, or it is another root's.
+        `DEPTH`, what precedes it is the end of `tokens`; None if those are fewer than `SIZE`, or it is of another
+        namespace.
         """
         number, at = place >> _PLACES, place & _PLACE
         text = self._live.get(number) or self._ended.get(number)
-        if text is None or text.root != root:
+        if text is None or text.namespace != namespace:
             return None
         earlier, end = text.tokens, len(tokens)
         if at >= len(earlier) and earlier is not tokens:
@@ -157,11 +158,11 @@ class SuffixIndex:
         self._ended.clear()
         self._ended_bytes = 0
 
-    def _has(self, root: str | None, tokens: IntArray) -> bool:
+    def _has(self, namespace: Namespace, tokens: IntArray) -> bool:
         """True if the table leads to a text that has these tokens, of which it compares at most `DEPTH`."""
         wanted = array("i", tokens.astype(np.int32).tobytes())
         key = last_key(wanted)
-        match = self.find(self.table[self.entry(key, self.salted(root))], root, wanted)
+        match = self.find(self.table[self.entry(key, mixed_in(namespace))], namespace, wanted)
         if match is None or match[2] < len(wanted):
             return False
         self.used(match[0])
@@ -171,14 +172,14 @@ class SuffixIndex:
 class PastLookup(FollowedText):
     """Follows what came after a request's latest tokens at their last occurrence in any text that it may see."""
 
-    __slots__ = ("_entries", "_index", "_key", "_own_tokens", "_salted", "_table", "source", "text")
+    __slots__ = ("_entries", "_index", "_key", "_mixed", "_own_tokens", "_table", "source", "text")
     words = "drafts of earlier texts"
 
     def __init__(self, chances: RepeatChances, index: SuffixIndex, text: IndexedText) -> None:
         super().__init__(chances, text.tokens)
         self._index, self.text = index, text
         self._own_tokens, self._table = text.tokens, index.table
-        self._salted, self._entries = index.salted(text.root), len(index.table)
+        self._mixed, self._entries = mixed_in(text.namespace), len(index.table)
         self.source: IndexedText | None = None  # that is followed
         self._key = last_key(self._own_tokens)
         self._follow(text.place)
@@ -186,14 +187,14 @@ class PastLookup(FollowedText):
     def _append(self, token: int) -> int:
         self._key = key = (self._key << BITS | token) & MASK
         tokens, table = self._own_tokens, self._table
-        entry = (key ^ self._salted) % self._entries
+        entry = (key ^ self._mixed) % self._entries
         place = table[entry]
         tokens.append(token)
         table[entry] = self.text.number << _PLACES | len(tokens)
         return place
 
     def _follow(self, place: int) -> None:
-        match = self._index.find(place, self.text.root, self._own_tokens) if place else None
+        match = self._index.find(place, self.text.namespace, self._own_tokens) if place else None
         self.ready = match is not None
         if match is None:
             self.source = self._earlier = None
@@ -218,7 +219,7 @@ class SuffixDrafter(RepeatDrafter):
         self.index = SuffixIndex(most_bytes)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
-        text = self.index.begin(sequence.root, sequence.text(), sequence.cached_tokens)
+        text = self.index.begin(sequence.namespace, sequence.text(), sequence.cached_tokens)
         return PastLookup(self.chances, self.index, text)
 
     def end(self, sequence: Sequence) -> None:
@@ -232,7 +233,7 @@ class SuffixDrafter(RepeatDrafter):
 
     def remember(self, texts: Iterable[IntArray]) -> None:
         for tokens in texts:
-            self.index.end(self.index.begin(None, tokens))
+            self.index.end(self.index.begin(SHARED, tokens))
 
     def forget(self) -> None:
         self.index.clear()
