@@ -1,4 +1,4 @@
-"""What pages are known by: roots of namespaces are those of earlier versions, and a request's prefix has all of it."""
+"""Roots of namespaces are those of earlier versions, and a request's prefix has all that decides what pages hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cached pages of a prompt are known by: its tokens, and the namespace in which they are shared.
+"""The prefix of a prompt, by which its cached pages are known: its tokens, and the namespace in which they are shared.
 
 Everything that decides what a page holds is in one of the two. What stands for a single place of the prompt, such as a
 picture, is in the name of the token there (`Extension.names`). What changes all of its keys and values, such as an
