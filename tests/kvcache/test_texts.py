@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rekindle._src.core.prefix import Namespace, Prefix
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
 from rekindle._src.kvcache.texts import known_texts
 
@@ -15,8 +15,8 @@ def tree(*texts: tuple[list[int], str | None]) -> PrefixCache:
     ticks = iter(range(1, 1000))
     cache = PrefixCache(PagePool(100), SIZE, root_digest("texts"), clock=lambda: float(next(ticks)))
     for tokens, salt in texts:
-        known = cache.find(Prefix(np.array(tokens, np.int32), Namespace(salt)))
-        after = known[-1] if known else cache.root_of(Namespace(salt))
+        known = cache.find(Prefix(np.array(tokens, np.int32), PageNamespace(salt)))
+        after = known[-1] if known else cache.root_of(PageNamespace(salt))
         nodes = cache.graft(np.array(tokens[len(known) * SIZE :], np.int32), after=after)
         for node in nodes or ():
             node.last_use = float(next(ticks))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from helpers.fakes import FakeModel, make_request
 from helpers.scheduling import Loop, exact
-from rekindle._src.core.prefix import SHARED, Namespace
+from rekindle._src.core.prefix import SHARED, PageNamespace
 from rekindle._src.scheduling.drafting.repeats import SIZE, RepeatChances
 from rekindle._src.scheduling.drafting.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex, mixed_in
 
@@ -44,7 +44,7 @@ class Search:
         key = 0
         for token in tokens[-SIZE:]:
             key = key << 20 | token
-        return self.index.entry(key & ((1 << 60) - 1), mixed_in(Namespace(root)))
+        return self.index.entry(key & ((1 << 60) - 1), mixed_in(PageNamespace(root)))
 
     def latest(self, number: int) -> tuple[int, int] | None:
         """The text and place after the latest run that shares the entry, if it is this very run and something follows
@@ -79,7 +79,7 @@ def test_it_finds_what_a_search_finds(
     search, chances, lookups = Search(index), RepeatChances(), list[PastLookup]()
     followed: dict[int, tuple[int, int] | None] = {}
     for row, (root, prompt) in enumerate(prompts):
-        text = index.begin(Namespace(root), ids(prompt))
+        text = index.begin(PageNamespace(root), ids(prompt))
         search.texts[text.number] = root, []
         for token in prompt:
             search.add(text.number, token)
@@ -152,12 +152,12 @@ def test_pictures_are_neither_looked_up_nor_proposed() -> None:
 def test_no_text_is_seen_from_another_root() -> None:
     index = SuffixIndex()
     secret = list(range(50, 90))
-    index.end(index.begin(Namespace("a tenant"), ids(secret)))
+    index.end(index.begin(PageNamespace("a tenant"), ids(secret)))
     for root, sees in ((None, False), ("another", False), ("a tenant", True)):
-        lookup = PastLookup(RepeatChances(), index, index.begin(Namespace(root), ids(secret[:10])))
+        lookup = PastLookup(RepeatChances(), index, index.begin(PageNamespace(root), ids(secret[:10])))
         lookup.push(secret[10])
         assert (lookup.propose(0, 3) is not None) == sees, root
-    index.end(index.begin(Namespace("\ud800"), ids(secret)))  # a salt that UTF-8 can't hold
+    index.end(index.begin(PageNamespace("\ud800"), ids(secret)))  # a salt that UTF-8 can't hold
 
 
 def test_the_oldest_texts_leave_when_the_bytes_are_full() -> None:
@@ -202,7 +202,7 @@ def test_a_prompt_that_the_index_has_is_not_added_again() -> None:
         lookup.push(token)
     proposal = lookup.propose(0, 3)
     assert proposal is not None and list(proposal.tokens) == shared[504:507]
-    strange = index.begin(Namespace("another"), ids([*shared, 99]), known=len(shared))
+    strange = index.begin(PageNamespace("another"), ids([*shared, 99]), known=len(shared))
     assert len(strange.tokens) == 2001, "what the pages of another root hold, this root's texts don't"
 
 

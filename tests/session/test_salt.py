@@ -10,7 +10,7 @@ import pytest
 from helpers.sessions import wait_until_idle
 from helpers.thorough import by_default
 from helpers.tiered import NEW, opened, plain, prompt
-from rekindle._src.core.prefix import SHARED, Namespace, is_namespace
+from rekindle._src.core.prefix import SHARED, PageNamespace, is_namespace
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
 
@@ -146,9 +146,9 @@ def test_what_is_no_salt_is_refused(tmp_path: Path, salt: Any) -> None:
 
 def test_a_salted_root_is_known_as_one_of_its_tree_alone() -> None:
     root, other = b"r" * 16, b"o" * 16
-    alice, bob = Namespace("alice"), Namespace("bob")
+    alice, bob = PageNamespace("alice"), PageNamespace("bob")
     salted = alice.root(root)
     assert is_namespace(salted, root) and not is_namespace(salted, other) and not is_namespace(root, root)
     assert salted != alice.root(other) and salted != bob.root(root)
     assert SHARED.key == 0 != alice.key != bob.key
-    assert Namespace("\ud800").root(root)  # text that UTF-8 can't hold
+    assert PageNamespace("\ud800").root(root)  # text that UTF-8 can't hold

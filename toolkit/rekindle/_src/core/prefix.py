@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Namespace(NamedTuple):
+class PageNamespace(NamedTuple):
     """The requests that share pages: those with the same salt, and the same changes to keys and values.
 
     Its pages follow a root of their own in every prefix tree. A root's digest tells that it is a namespace's, so that
@@ -50,7 +50,7 @@ class Namespace(NamedTuple):
         return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8, person=b"rekindle salt").digest()
 
 
-SHARED = Namespace()  # that of requests without a salt or a change
+SHARED = PageNamespace()  # that of requests without a salt or a change
 
 
 def is_namespace(digest: bytes, tree: bytes) -> bool:
@@ -59,7 +59,7 @@ def is_namespace(digest: bytes, tree: bytes) -> bool:
 
 
 def key_of(digest: bytes) -> int:
-    """Return the `Namespace.key` of the namespace whose root has this digest."""
+    """Return the `PageNamespace.key` of the namespace whose root has this digest."""
     return int.from_bytes(digest[8:], "little")
 
 
@@ -71,7 +71,7 @@ class Prefix(NamedTuple):
     """A prompt, or its beginning, as prefix trees know it."""
 
     tokens: NDArray[np.int32]  # as they are called there: see `Extension.names`
-    namespace: Namespace = SHARED
+    namespace: PageNamespace = SHARED
 
     def first(self, count: int) -> Prefix:
         """Return the prefix of its first `count` tokens."""

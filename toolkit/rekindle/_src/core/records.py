@@ -21,7 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
-from rekindle._src.core.prefix import Namespace, Prefix
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.repetition import Repetition, repetition
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -177,9 +177,9 @@ class Request:
     extensions: Extensions = NONE  # of the capabilities that it uses
 
     @property
-    def namespace(self) -> Namespace:
+    def namespace(self) -> PageNamespace:
         """The requests that it shares pages with."""
-        return Namespace(self.sampling.salt, self.extensions.altered)
+        return PageNamespace(self.sampling.salt, self.extensions.altered)
 
     @property
     def prompt_length(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.extensions import PromptPooling, PromptScoring
-from rekindle._src.core.prefix import Namespace, Prefix
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import (
     EmbeddingResult,
     FinishReason,
@@ -266,7 +266,7 @@ class Capabilities:
         assert page_size is not None, "resolved"
         keyed = [keying(prompt, front) for keying in self._keying]
         extensions = Extensions(*[extension for extension in keyed if extension is not None])
-        namespace = Namespace(prompt.sampling.salt, extensions.altered)
+        namespace = PageNamespace(prompt.sampling.salt, extensions.altered)
         return Prefix(extensions.names(prompt.token_ids, page_size), namespace)
 
     def parts(self, request: Request, submission: Submission, front: Front) -> tuple[Part, ...]:

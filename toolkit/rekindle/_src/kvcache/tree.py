@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.prefix import Namespace, Prefix
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.digest import page_keys
 from rekindle._src.kvcache.eviction import EvictionQueue
@@ -133,7 +133,7 @@ class PrefixCache:
         """The root and those of the namespaces in use."""
         return self._table.roots()
 
-    def root_of(self, namespace: Namespace) -> Node:
+    def root_of(self, namespace: PageNamespace) -> Node:
         """Return the root of the first pages of requests in a namespace."""
         digest = namespace.root(self.root_key)
         for altered in namespace.altered:

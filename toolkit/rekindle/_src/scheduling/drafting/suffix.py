@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core.prefix import SHARED, Namespace
+from rekindle._src.core.prefix import SHARED, PageNamespace
 from rekindle._src.core.records import IntArray
 from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.drafting.repeats import (
@@ -47,7 +47,7 @@ class IndexedText:
 
     __slots__ = ("namespace", "number", "place", "tokens")
 
-    def __init__(self, number: int, namespace: Namespace, tokens: array[int]) -> None:
+    def __init__(self, number: int, namespace: PageNamespace, tokens: array[int]) -> None:
         self.number, self.namespace, self.tokens = number, namespace, tokens
         self.place = 0  # the entry of its last tokens, before it was added
 
@@ -57,7 +57,7 @@ class IndexedText:
         return _TEXT_BYTES + sys.getsizeof(self.tokens)
 
 
-def mixed_in(namespace: Namespace) -> int:
+def mixed_in(namespace: PageNamespace) -> int:
     """Return what a namespace mixes into the keys of its runs; the same in every process."""
     return namespace.key & MASK
 
@@ -89,7 +89,7 @@ class SuffixIndex:
         """Return the entry of a run in the table, by its key and by what its namespace mixes in."""
         return (key ^ mixed) % self._entries
 
-    def begin(self, namespace: Namespace, tokens: IntArray, known: int = 0) -> IndexedText:
+    def begin(self, namespace: PageNamespace, tokens: IntArray, known: int = 0) -> IndexedText:
         """Add a text that grows by `IndexedText.tokens` and `table` alone, until `end`.
 
         Its first `known` tokens are not added again if the index has them, as those of an earlier request.
@@ -132,7 +132,7 @@ class SuffixIndex:
         if text.number in self._ended:
             self._ended.move_to_end(text.number)
 
-    def find(self, place: int, namespace: Namespace, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
+    def find(self, place: int, namespace: PageNamespace, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
         """Return the text that `place`, an entry of the table, is of, the place in it and by how many tokens, at most
         `DEPTH`, what precedes it is the end of `tokens`; None if those are fewer than `SIZE`, or it is of another
         namespace.
@@ -158,7 +158,7 @@ class SuffixIndex:
         self._ended.clear()
         self._ended_bytes = 0
 
-    def _has(self, namespace: Namespace, tokens: IntArray) -> bool:
+    def _has(self, namespace: PageNamespace, tokens: IntArray) -> bool:
         """True if the table leads to a text that has these tokens, of which it compares at most `DEPTH`."""
         wanted = array("i", tokens.astype(np.int32).tobytes())
         key = last_key(wanted)
