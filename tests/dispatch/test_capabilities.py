@@ -120,7 +120,9 @@ def test_a_new_capability_is_one_class_and_what_it_names(session: Session) -> No
     assert again.usage.cached_tokens > 0
     with pytest.raises(InvalidRequest, match="counts down"):
         session.generate_sync(prompt, logit_bias={7: -1})
-    pages = len(prompt) // session.config.page_size * session.config.page_size
+    size = session.config.page_size
+    assert size is not None
+    pages = len(prompt) // size * size
     assert session._client.pin(prompt, logit_bias={7: 20}) == pages, "its pages are named by the same options"
     assert session._client.unpin(prompt, logit_bias={7: 20}) == pages
 
@@ -160,7 +162,7 @@ def test_capabilities_that_change_pages_say_so_for_a_prompt_alone() -> None:
 
 def changes_pages(capability: type[Capability]) -> bool:
     """True if requests carry something of it on which pages depend."""
-    carried = {AdapterIntake: AdapterUse}.get(capability) or get_type_hints(capability.admit)["return"]
+    carried = AdapterUse if capability is AdapterIntake else get_type_hints(capability.admit)["return"]
     kinds = [kind for kind in get_args(carried) or (carried,) if kind not in (type(None), Extension)]
     return any(kind.altered is not Extension.altered or kind.names is not Extension.names for kind in kinds)
 
