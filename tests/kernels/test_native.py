@@ -97,8 +97,8 @@ def small_ones_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest products of float32 are split into those of bfloat16, too, where the processor does that."""
     if not cpu.multiplies_many("float32"):
         pytest.skip("XLA multiplies them on this processor")
-    monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
-    monkeypatch.setattr(products, "SPLIT_ROWS", 1)
+    monkeypatch.setattr(products, "FLOAT_NUMBERS", 1)
+    monkeypatch.setattr(products, "FLOAT_ROWS", 1)
 
 
 @pytest.mark.usefixtures("either_way", "small_ones_split")

@@ -43,8 +43,9 @@ from rekindle_kernels.xla import linear as plain
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
-# From so many rows, and numbers in the matrix, products of float32 are faster as products of bfloat16 by AMX.
-SPLIT_ROWS, SPLIT_NUMBERS = 256, 1 << 18
+# From so many rows, and numbers in the matrix, products of float32 are faster than XLA's: as products of bfloat16 by
+# AMX, or by strips of the matrix.
+FLOAT_ROWS, FLOAT_NUMBERS = 256, 1 << 18
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
 Described = Array | jax.ShapeDtypeStruct
@@ -61,7 +62,7 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
     number of rows has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
-    if weight.dtype == jnp.float32 and not deterministic and _splits(rows, weight):
+    if weight.dtype == jnp.float32 and not deterministic and _multiplies_floats(rows, weight):
         return GEMM.variant("float32")
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
     widened = multiplies_widened(weight.dtype.name)
@@ -78,10 +79,10 @@ def _has_gemm(weight: Described) -> bool:
     return weight.dtype != jnp.float32 and K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
 
-def _splits(rows: int, weight: Described) -> bool:
-    """True if so many rows times a float32 matrix are faster as products of bfloat16 by AMX."""
+def _multiplies_floats(rows: int, weight: Described) -> bool:
+    """True if so many rows times a float32 matrix are faster than by XLA."""
     N, K = weight.shape
-    enough = rows >= SPLIT_ROWS and N * K >= SPLIT_NUMBERS
+    enough = rows >= FLOAT_ROWS and N * K >= FLOAT_NUMBERS
     return enough and K % LANES == 0 and N % LANES == 0 and multiplies_many("float32")
 
 

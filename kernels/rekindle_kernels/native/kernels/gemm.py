@@ -43,7 +43,7 @@ def kernel(size: int, add: Any) -> Kernel:
     """Many rows times a matrix of numbers of `size` bytes; `add(a, x, w)` adds to the lanes of a the products of what a
     word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
     output's."""
-    if multiplies_widened("bfloat16" if size == 2 else "int8"):
+    if multiplies_widened({1: "int8", 2: "bfloat16", 4: "float32"}[size]):
         return _of_one_form(size, *gemm_widened.functions(size))
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
     if on_arm():  # strips are written for the registers of AVX-512

@@ -74,13 +74,14 @@ class WidenedForm(NamedTuple):
 
 
 def form_of(size: int) -> WidenedForm:
+    words = 4 // size if size > 1 else 2
     if has_feature("avx512f"):
-        add = SPREAD_FLOATS if size == 2 else PAIRS
-        return WidenedForm(size, 2, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
+        add = PAIRS if size == 1 else SPREAD_FLOATS
+        return WidenedForm(size, words, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
     if size == 1 and has_feature("avxvnni"):
         return WidenedForm(1, 1, QUADS, True, lanes=8, rows=6, fewer_rows=4, panel=1)
-    add = FLOATS if size == 2 else PAIRS
-    return WidenedForm(size, 2, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
+    add = PAIRS if size == 1 else FLOATS
+    return WidenedForm(size, words, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
 
 
 def functions(size: int) -> Any:
@@ -175,7 +176,7 @@ def functions(size: int) -> Any:
 
 def row_packer(form: WidenedForm) -> Any:
     """Return `put(job, r, out, scratch)`: row r in words of the form; scratch has five bytes for each column."""
-    if form.size == 2:
+    if form.size > 1:
         return put_floats
     narrow = narrower(1, signed=not form.unsigned)
     if form.unsigned:
@@ -318,6 +319,8 @@ def turner(form: WidenedForm) -> Any:
 
     def placed(builder: Any, columns: list[Any]) -> list[Any]:
         """Return the words that eight of the matrix become, in the order of a row's."""
+        if form.size == 4:
+            return columns
         if form.size == 2:
             return [half for column in columns for half in bf16_in_two(builder, column)]
         if form.unsigned:
@@ -337,7 +340,7 @@ def multiply_tile(form: WidenedForm, rows: int, outputs: int = OUTPUTS, *, align
 
     @emits(types.void, *[types.int64] * 6)
     def tile(builder: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> None:
-        kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else ints(lanes)
+        kind = ir.VectorType(ir.FloatType(), lanes) if form.size > 1 else ints(lanes)
 
         def register(start: Any, number: Any) -> Any:
             return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
