@@ -97,14 +97,15 @@ def small_ones_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest products of float32 are split into those of bfloat16, too, where the processor does that."""
     if not cpu.multiplies_many("float32"):
         pytest.skip("XLA multiplies them on this processor")
-    monkeypatch.setattr(products, "FLOAT_NUMBERS", 1)
-    monkeypatch.setattr(products, "FLOAT_ROWS", 1)
+    monkeypatch.setattr(products, "SPLIT_NUMBERS", 1)
+    monkeypatch.setattr(products, "SPLIT_ROWS", 1)
 
 
 @pytest.mark.usefixtures("either_way", "small_ones_split")
 def test_many_rows_times_a_float32_matrix_are_exact() -> None:
-    """Numbers that are split into three bfloat16 lose nothing: errors are those of sums of float32."""
-    shapes = [(1, 16, 16), (33, 48, 80), (40, 304, 1040), (530, 32, 32)]
+    """In strips, and by AMX where numbers that are split into three bfloat16 lose nothing: errors are those of sums of
+    float32."""
+    shapes = [(5, 16, 16), (33, 48, 80), (40, 304, 1040), (530, 32, 32)]
     inputs = [(weights("float32", N, K)[0], RANDOM.standard_normal((R, K), np.float32)) for R, N, K in shapes]
     inputs += [(weight * 1e-20, x * 1e25) for weight, x in inputs[:2]]
     inputs[1][1][4, 7] = np.nan

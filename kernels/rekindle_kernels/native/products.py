@@ -43,9 +43,8 @@ from rekindle_kernels.xla import linear as plain
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
-# From so many rows, and numbers in the matrix, products of float32 are faster than XLA's: as products of bfloat16 by
-# AMX, or by strips of the matrix.
-FLOAT_ROWS, FLOAT_NUMBERS = 256, 1 << 18
+# From so many rows, and numbers in the matrix, products of float32 are faster as products of bfloat16 by AMX.
+SPLIT_ROWS, SPLIT_NUMBERS = 256, 1 << 18
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
 Described = Array | jax.ShapeDtypeStruct
@@ -80,9 +79,9 @@ def _has_gemm(weight: Described) -> bool:
 
 
 def _multiplies_floats(rows: int, weight: Described) -> bool:
-    """True if so many rows times a float32 matrix are faster than by XLA."""
+    """True if so many rows times a float32 matrix are faster in strips, or as products of bfloat16 by AMX."""
     N, K = weight.shape
-    enough = rows >= FLOAT_ROWS and N * K >= FLOAT_NUMBERS
+    enough = rows > FEW_ROWS if multiplies_widened("float32") else rows >= SPLIT_ROWS and N * K >= SPLIT_NUMBERS
     return enough and K % LANES == 0 and N % LANES == 0 and multiplies_many("float32")
 
 
