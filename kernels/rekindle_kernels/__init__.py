@@ -108,12 +108,12 @@ _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens", "AdapterCall", "AddKeysCall", "AttentionCall", "AttentionInputs", "AttentionOptions",
-    "AttentionSums", "BackgroundBuild",
-    "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE", "GatedCall", "GroupedCall",
-    "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall", "OPERATIONS", "RaggedBatch",
+    "AttentionSums", "BackgroundBuild", "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE",
+    "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall",
+    "OPERATIONS", "RaggedBatch",
     "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
-    "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution", "configure",
-    "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
+    "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution",
+    "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
     "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "gpu_path", "greedy",
     "grouped_linear", "has_mask_gates", "implementation_names", "init_pages", "kernel_being_compiled",
     "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention", "quantize_rows",

@@ -193,7 +193,9 @@ def test_what_it_does_not_multiply() -> None:
     assert not products.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "the inputs must fill whole vectors"
     assert not products.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "the outputs must fill whole tiles"
     assert not products.multiplies(16, jnp.zeros((64, 64), jnp.int8)), "rows that must not be rounded"
-    assert not products.multiplies(16, jnp.zeros((64, 64), jnp.float32))
+    in_strips = cpu.multiplies_widened("float32")
+    assert products.multiplies(16, jnp.zeros((64, 64), jnp.float32)) == in_strips
+    assert not products.multiplies(16, jnp.zeros((64, 72), jnp.float32)), "the inputs must fill whole vectors"
 
 
 def silu(x: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Rows are packed first (`gemm_packing`), then multiplied: by `gemm_amx` where the processor has AMX, else by
 `gemm_panels`, and where there are hundreds of them in strips; by `gemm_widened` where no instruction is faster
-than float32, and where numbers are float32. XLA:CPU repacks the matrix for every product, and has no instruction for four int8.
+than float32, and where numbers are float32. XLA:CPU repacks the matrix for every product, and has no instruction for
+four int8.
 
 GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
 

@@ -1,7 +1,7 @@
 """Many rows times a matrix on processors that multiply no two of its numbers in a lane, or slowly.
 
-Strips of 16 outputs are turned, as in `gemm`, and widened unless they are float32: bfloat16 to float32, with rows that stay what they
-are, and int8 to pairs of 16 bits. With AVX2, six rows times 16 outputs stay in registers: twelve sums, two vectors of
+Strips of 16 outputs are turned, as in `gemm`, and widened: bfloat16 to float32, which stays what it is, as rows do,
+and int8 to pairs of 16 bits. With AVX2, six rows times 16 outputs stay in registers: twelve sums, two vectors of
 the strip, a word of the row, and one to spare are all sixteen. With AVX-VNNI, int8 is multiplied four by four as it is.
 With AVX-512, 24 rows times 16 outputs do: 24 sums and a vector of the strip, which is multiplied by words in memory.
 
@@ -21,8 +21,8 @@ pairs of bfloat16; best of 30:
                512 x 4096 x 1024        149      162    295
                 64 x 3072 x 576         115      168    269
 
-float32, where XLA packs the matrix for every product; one core of an EPYC (Zen 3) that had other work, medians of turns:
-the time of XLA to that of here, for 16, 64 and 256 rows
+float32, where XLA packs the matrix for every product; one core of an EPYC (Zen 3) that had other work, medians of
+turns: the time of XLA to that of here, for 16, 64 and 256 rows
 
     1024 x 1024   1.91   1.54   1.23      512 rows: PyTorch (MKL) 1.13
     4096 x 1024   2.17   1.74   1.33                              1.23

@@ -354,16 +354,14 @@ def unit_of(paired: bool) -> np.float32:
 
 
 def softmax_function(paired: bool) -> Any:
-    """Return `softmax_row(job, logits, low, high, top_at, sums, out, width)`; `width` is the numbers of a row of `out`."""
+    """Return `softmax_row(job, logits, low, high, top_at, sums, out, width)`; `width` is that of a row of `out`."""
     put, exponential, unit = (store_rounded if paired else store), (power if paired else exp), unit_of(paired)
     # How far logits may rise above what weights are relative to, before what was summed is rescaled: that costs more
     # than the rest of a row, and a weight of 2^8 has as many bits as one of 1.
     slack = EIGHT if paired else ZERO
 
     @inline
-    def softmax_row(
-        job: Any, logits: int, low: int, high: int, top_at: int, sums: int, out: int, width: int
-    ) -> None:
+    def softmax_row(job: Any, logits: int, low: int, high: int, top_at: int, sums: int, out: int, width: int) -> None:
         """Turn one row's logits into weights, if it sees the keys [low, high) of the tile; rescale what was summed."""
         scale, cap, before = job.scale, job.soft_cap, f32(top_at, 0)
         a, b, c, d = load_f32(logits, 0), load_f32(logits, LANES), load_f32(logits, 2 * LANES), load_f32(logits, LAST)
