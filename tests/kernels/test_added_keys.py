@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,11 @@ RANDOM = np.random.default_rng(0)
 SHAPES = [(1, 1, 1, 8), (2, 4, 64, 64), (3, 130, 100, 72), (2, 36, 288, 80), (1, 131, 257, 24), (2, 16, 70, 128)]
 
 
-def floats(*shape: int) -> np.ndarray:
+def floats(*shape: int) -> Any:
     return RANDOM.standard_normal(shape, np.float32)
 
 
-def ranges(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+def ranges(queries: int, keys: int) -> tuple[Any, Any]:
     """Where queries begin and end to see keys: some see all of them, some others, some none."""
     starts = RANDOM.integers(-keys, keys, queries).astype(np.int32)
     stops = (starts + RANDOM.integers(0, 2 * keys, queries)).astype(np.int32)
@@ -32,7 +33,7 @@ def ranges(queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     return starts, stops
 
 
-def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def expected(q: Any, k: Any, v: Any, starts: Any, stops: Any) -> Any:
     """The same in float64, over all keys at once."""
     place = np.arange(k.shape[1])
     seen = (place >= starts[:, None]) & (place < stops[:, None])
