@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rekindle_kernels.native.mask_gate import MaskGate, gated_masks, has_mask_gates
+    from rekindle_kernels.ops.added_keys import AddKeysCall, AttentionSums, add_keys
     from rekindle_kernels.ops.attention import (
         AttentionCall,
         AttentionInputs,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 
 _HOMES = {  # modules and their public names; loaded at first use, since they import JAX
     "native.mask_gate": "MaskGate gated_masks has_mask_gates",
+    "ops.added_keys": "AddKeysCall AttentionSums add_keys",
     "ops.attention": (
         "AttentionCall AttentionInputs AttentionOptions RopeCall WriteCall implementation_names paged_attention rope "
         "write_kv"
@@ -105,12 +107,13 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
 _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
-    "AdaptedTokens", "AdapterCall", "AttentionCall", "AttentionInputs", "AttentionOptions", "BackgroundBuild",
-    "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE", "GatedCall", "GroupedCall",
-    "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall", "OPERATIONS", "RaggedBatch",
+    "AdaptedTokens", "AdapterCall", "AddKeysCall", "AttentionCall", "AttentionInputs", "AttentionOptions",
+    "AttentionSums", "BackgroundBuild", "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE",
+    "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall",
+    "OPERATIONS", "RaggedBatch",
     "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
-    "WriteCall", "abstract_pages", "activate", "add_adapters", "build_kernels", "causal_convolution", "configure",
-    "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
+    "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution",
+    "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
     "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "gpu_path", "greedy",
     "grouped_linear", "has_mask_gates", "implementation_names", "init_pages", "kernel_being_compiled",
     "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention", "quantize_rows",

@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KERNEL_TESTS = (
     "adapters",
+    "added_keys",
     "native",
     "bounds",
     "int4",

@@ -173,7 +173,8 @@ async def test_the_encoder_gives_its_memory_back_while_the_session_sleeps(sessio
 async def test_what_is_wrong_is_refused_by_name(session: Session) -> None:
     pixels = small.picture(1, 64, 64)
     wrong: list[tuple[str, Any, str]] = [
-        ("<image><image>", [pixels], "2 places"),
+        ("<image><image>", [pixels], "1 picture.*: need as many places, and the prompt has 2"),
+        ("a", b"", "is empty. Pass a file that has a picture"),
         ("a", "/nowhere/picture.png", "is no file"),
         ("a", b"no picture", "images"),
         ("a", [object()], "is no image"),
@@ -189,8 +190,11 @@ async def test_what_is_wrong_is_refused_by_name(session: Session) -> None:
     assert encoded(session) == 0
     with pytest.raises(InvalidRequest, match="2 prompts"):
         session.generate(["a", "b"], images=[pixels], **GREEDY)
-    with pytest.raises(InvalidRequest, match="places"):
+    with pytest.raises(InvalidRequest, match="has no pictures, and the prompt has 1 place for them"):
         await session.generate("<|image_pad|>", **GREEDY)
+    for keyword in ("image", "imgs", "pictures"):
+        with pytest.raises(InvalidRequest, match="Pass pictures as images="):
+            await session.generate("a", **{keyword: pixels}, **GREEDY)
     with pytest.raises(InvalidRequest, match="places"):
         await session.generate("<|image_pad|>", images=[pixels], **GREEDY)
     with pytest.raises(InvalidRequest, match="token ids"):

@@ -138,7 +138,7 @@ async def test_scores_with_pictures(session: Session) -> None:
     table = await session.score([prompt, "none: "], choices, images=[[ONE, TWO], None])
     np.testing.assert_allclose(table[0][2].logprobs, scores[2].logprobs, atol=1e-5)
     assert "of &lt;image&gt;" in table._repr_html_()
-    for wrong, problem in (([ONE], "have 2 places"), ([ONE, "/nowhere.png"], r"images\[1\]")):
+    for wrong, problem in (([ONE], "need as many places, and the prompt has 2"), ([ONE, "/no.png"], r"images\[1\]")):
         with pytest.raises(InvalidRequest, match=problem):
             session.score(prompt, choices, images=wrong)
     with pytest.raises(InvalidRequest, match="images"):

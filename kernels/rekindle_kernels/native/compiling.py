@@ -22,10 +22,11 @@ from numba.core.registry import cpu_target
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.chain_plan import CHAIN
-from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.cpu import has_feature, multiplies_widened
 from rekindle_kernels.native.kernel_table import KernelSpec, Variant
 from rekindle_kernels.native.kernels import (
     adapter,
+    added_keys,
     decode,
     gemm,
     gemm_split,
@@ -224,7 +225,7 @@ def make(name: str) -> Kernel | ChainRunner:
 
 
 def _gemm(kernel: Variant) -> Kernel:
-    if kernel.dtype == "float32":
+    if kernel.dtype == "float32" and not multiplies_widened("float32"):
         return gemm_split.kernel()
     add = dot_products.add_pairs if kernel.dtype == "bfloat16" else dot_products.add_quads
     return gemm.kernel(STORAGE[kernel.dtype].size, add)
@@ -268,6 +269,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ARGMAX: lambda kernel: sample.argmax_kernel(),
     table.SAMPLE: lambda kernel: sample.sample_kernel(),
     table.GATE: lambda kernel: sample.gate_kernel(),
+    table.ADD_KEYS: lambda kernel: added_keys.kernel(),
     table.CONVOLUTION: lambda kernel: recurrence.convolution_kernel(),
     table.GATED_DELTA: lambda kernel: recurrence.delta_kernel(),
     table.SELECTIVE_SCAN: lambda kernel: recurrence.scan_kernel(),

@@ -30,8 +30,9 @@ MACOS = {"AdvSIMD": "neon", "FEAT_DotProd": "dotprod", "FEAT_I8MM": "i8mm", "FEA
 DOT_PRODUCTS = {
     "bfloat16": ("avx512bf16", "bf16"),
     "int8": ("avx512vnni", "dotprod"),
+    "float32": ("avx512bf16",),  # by AMX, as three bfloat16 each: gemm_split
 }  # features, any of which has them
-MULTIPLIED = (*DOT_PRODUCTS, "float32")  # dtypes of matrices that a native kernel multiplies many rows by, somewhere
+MULTIPLIED = tuple(DOT_PRODUCTS)  # dtypes of matrices that a native kernel multiplies many rows by, somewhere
 
 
 class Prefetch(NamedTuple):
@@ -180,8 +181,8 @@ def has_amx() -> bool:
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
     features = _used() if level is None else level.features
-    if dtype == "float32":  # rounded to bfloat16 and multiplied by AMX; whether that is there is asked on the machine
-        return "avx512bf16" in features and (level is not None or has_amx())
+    if dtype == "float32" and "avx512bf16" in features and level is None:
+        return has_amx()  # which is asked on the machine alone
     return dtype in DOT_PRODUCTS and (not features.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(dtype, features))
 
 

@@ -322,6 +322,28 @@ PREFILL = KernelSpec(
     parameters=DTYPE_AND_HEAD_DIM,
 )
 
+# Attention in both directions to a block of keys: their values, by their weights, are added to the sums of all blocks
+# before. Query i sees the keys from starts[i] to stops[i], which may lie outside of the block.
+ADD_KEYS = KernelSpec(
+    "addkeys",
+    operands=(
+        Operand("most", "H M 1"),
+        Operand("total", "H M 1"),
+        Operand("weighed", "H M D"),
+        Operand("q", "H M D"),
+        Operand("k", "H N D"),
+        Operand("v", "H N D"),
+        Operand("starts", "M", "int32"),
+        Operand("stops", "M", "int32"),
+    ),
+    results=(
+        Result("most_now", "H M 1", into="most"),
+        Result("total_now", "H M 1", into="total"),
+        Result("weighed_now", "H M D", into="weighed"),
+    ),
+    settings={"scale": "float32"},
+)
+
 # Layers with states. A step's sequences are those of attention: `lens`, `ends` and `prompts` say whose its tokens are,
 # `reads` and `writes` where each one's state lies.
 _SEQUENCES = (
@@ -432,7 +454,7 @@ KERNELS = {
             DECODE,
             PREFILL,
         ),
-        *(ARGMAX, SAMPLE, GATE, *ADAPTERS, *RECURRENT),
+        *(ARGMAX, SAMPLE, GATE, ADD_KEYS, *ADAPTERS, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

@@ -61,7 +61,7 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
     number of rows has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
-    if weight.dtype == jnp.float32 and not deterministic and _splits(rows, weight):
+    if weight.dtype == jnp.float32 and not deterministic and _multiplies_floats(rows, weight):
         return GEMM.variant("float32")
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
     widened = multiplies_widened(weight.dtype.name)
@@ -78,10 +78,10 @@ def _has_gemm(weight: Described) -> bool:
     return weight.dtype != jnp.float32 and K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
 
-def _splits(rows: int, weight: Described) -> bool:
-    """True if so many rows times a float32 matrix are faster as products of bfloat16 by AMX."""
+def _multiplies_floats(rows: int, weight: Described) -> bool:
+    """True if so many rows times a float32 matrix are faster in strips, or as products of bfloat16 by AMX."""
     N, K = weight.shape
-    enough = rows >= SPLIT_ROWS and N * K >= SPLIT_NUMBERS
+    enough = rows > FEW_ROWS if multiplies_widened("float32") else rows >= SPLIT_ROWS and N * K >= SPLIT_NUMBERS
     return enough and K % LANES == 0 and N % LANES == 0 and multiplies_many("float32")
 
 

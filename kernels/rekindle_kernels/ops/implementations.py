@@ -6,6 +6,7 @@ considers its line.
 
 from __future__ import annotations
 
+from rekindle_kernels.ops.added_keys import ADD_KEYS
 from rekindle_kernels.ops.attention import ATTENTION, ROPE, WRITE_KV
 from rekindle_kernels.ops.linear import ADAPTERS, GATED, GROUPED_LINEAR, LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
@@ -25,6 +26,9 @@ ATTENTION.register("pallas_mosaic_gpu", ".pallas.gpu.mosaic", "ATTENTION")
 ATTENTION.register("pallas_mosaic_gpu_interpret", ".pallas.gpu.mosaic", "INTERPRETED")
 ATTENTION.register("pallas_gpu_interpret", ".pallas.gpu.attention", "INTERPRETED")
 ATTENTION.register("pallas_tpu_interpret", ".pallas.tpu.attention", "INTERPRETED")
+
+ADD_KEYS.register("native", ".native.added_keys", "ADD_KEYS", platforms=CPU)
+ADD_KEYS.register("xla", ".xla.added_keys", "ADD_KEYS", platforms=ANYWHERE)
 
 WRITE_KV.register("pallas_gpu", ".pallas.gpu.attention", "WRITE_KV", platforms=GPU)
 WRITE_KV.register("rows", ".xla.memory", "WRITE_ROWS", platforms=TPU)
@@ -77,6 +81,6 @@ for recurrent in (CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN):
     recurrent.register("xla", ".xla.recurrence", recurrent.operation.upper(), platforms=ANYWHERE)
 
 OPERATIONS = (
-    *(ATTENTION, WRITE_KV, LINEAR, GROUPED_LINEAR, RMS_NORM, GATED, ADAPTERS, ROPE),
+    *(ATTENTION, ADD_KEYS, WRITE_KV, LINEAR, GROUPED_LINEAR, RMS_NORM, GATED, ADAPTERS, ROPE),
     *(GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN),
 )

@@ -40,6 +40,8 @@ from rekindle._src.models.vision.steps import (
 )
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 from rekindle_kernels import traits
+from rekindle_kernels.ops import added_keys
+from rekindle_kernels.xla import added_keys as plain_added_keys
 
 SHALLOW = {"model_type": "qwen3_vl", "vision_config": {**QWEN, "depth": 1, "deepstack_visual_indexes": [0]}}
 
@@ -68,7 +70,8 @@ def test_attention_in_blocks_is_that_of_one_product(
     lengths: tuple[int, ...], platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pictures begin and end inside of blocks; padding is zero. On a GPU all heads are computed together."""
-    monkeypatch.setattr(attention, "current_platform", lambda: platform)
+    for module in (added_keys, plain_added_keys):
+        monkeypatch.setattr(module, "current_platform", lambda: platform)
     monkeypatch.setattr(attention, "BLOCK", 32)
     count, rng = sum(lengths) + 9, np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, count, 8)).astype(np.float32) for _ in range(3))

@@ -1,8 +1,9 @@
-"""Many rows times a 16-bit or 8-bit matrix, with the instructions that multiply two or four of them in a lane.
+"""Many rows times a matrix, with the instructions that multiply two or four of its numbers in a lane.
 
 Rows are packed first (`gemm_packing`), then multiplied: by `gemm_amx` where the processor has AMX, else by
 `gemm_panels`, and where there are hundreds of them in strips; by `gemm_widened` where no instruction is faster
-than float32. XLA:CPU repacks the matrix for every product, and has no instruction for four int8.
+than float32, and where numbers are float32. XLA:CPU repacks the matrix for every product, and has no instruction for
+four int8.
 
 GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
 
@@ -43,7 +44,7 @@ def kernel(size: int, add: Any) -> Kernel:
     """Many rows times a matrix of numbers of `size` bytes; `add(a, x, w)` adds to the lanes of a the products of what a
     word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
     output's."""
-    if multiplies_widened("bfloat16" if size == 2 else "int8"):
+    if multiplies_widened({1: "int8", 2: "bfloat16", 4: "float32"}[size]):
         return _of_one_form(size, *gemm_widened.functions(size))
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
     if on_arm():  # strips are written for the registers of AVX-512

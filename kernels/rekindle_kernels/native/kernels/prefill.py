@@ -219,8 +219,8 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     keys that begins at `key`."""
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
-    product, row_vector = products(paired)
-    softmax_row = softmax_function(D, paired)
+    product, row_vector, _ = products(paired)
+    softmax_row = softmax_function(paired)
     by_keys, by_values = amx_products(D) if tiled else (None, None)
 
     @jit
@@ -239,6 +239,7 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
                 scratch.tops + i * 4,
                 scratch.sums + i * LANES * 4,
                 scratch.out + i * D * 4,
+                D,
             )
 
     @jit
@@ -352,15 +353,15 @@ def unit_of(paired: bool) -> np.float32:
     return LOG2_E if paired else ONE
 
 
-def softmax_function(D: int, paired: bool) -> Any:
-    """Return `softmax_row(job, logits, low, high, top_at, sums, out)` for heads of that size."""
+def softmax_function(paired: bool) -> Any:
+    """Return `softmax_row(job, logits, low, high, top_at, sums, out, width)`; `width` is that of a row of `out`."""
     put, exponential, unit = (store_rounded if paired else store), (power if paired else exp), unit_of(paired)
     # How far logits may rise above what weights are relative to, before what was summed is rescaled: that costs more
     # than the rest of a row, and a weight of 2^8 has as many bits as one of 1.
     slack = EIGHT if paired else ZERO
 
     @inline
-    def softmax_row(job: Any, logits: int, low: int, high: int, top_at: int, sums: int, out: int) -> None:
+    def softmax_row(job: Any, logits: int, low: int, high: int, top_at: int, sums: int, out: int, width: int) -> None:
         """Turn one row's logits into weights, if it sees the keys [low, high) of the tile; rescale what was summed."""
         scale, cap, before = job.scale, job.soft_cap, f32(top_at, 0)
         a, b, c, d = load_f32(logits, 0), load_f32(logits, LANES), load_f32(logits, 2 * LANES), load_f32(logits, LAST)
@@ -388,7 +389,7 @@ def softmax_function(D: int, paired: bool) -> Any:
         keep = ONE
         if top > before:
             keep = exp_of_one((before - top) / unit)
-            for column in range(0, D, LANES):
+            for column in range(0, width, LANES):
                 store(out, column, multiply(load_f32(out, column), splat(keep)))
         set_f32(top_at, 0, top)
         store(sums, 0, multiply_add(load_f32(sums, 0), splat(keep), add(add(a, b), add(c, d))))

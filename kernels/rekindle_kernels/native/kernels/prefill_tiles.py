@@ -101,8 +101,8 @@ def add_product_of_floats(a: Any, b: Any, c: Any) -> Any:
 
 
 def products(paired: bool) -> Any:
-    """Return `product` of four rows with four vectors and `row_vector` of one row with one vector, in words of two
-    bfloat16 or of one float32."""
+    """Return `product` of four rows with four vectors, `row_vector` of one row with one vector and `by_vector` of four
+    rows with one, in words of two bfloat16 or of one float32."""
     add_product = add_pairs if paired else add_product_of_floats
     wide = has_feature("avx512f") or paired  # else sixteen registers of half the size, or on Arm 32 of a quarter
 
@@ -140,24 +140,29 @@ def products(paired: bool) -> Any:
         store_four(c, 3 * c_step, r30, r31, r32, r33)
 
     @inline
+    def by_vector(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
+        """c (+)= a · b for four rows of a and one vector of b."""
+        r0 = r1 = r2 = r3 = splat(ZERO)
+        if add:
+            r0, r1 = load_f32(c, 0), load_f32(c, c_step)
+            r2, r3 = load_f32(c, 2 * c_step), load_f32(c, 3 * c_step)
+        for i in range(depth):
+            x = load_f32(b, i * b_step)
+            r0, r1 = add_product(r0, x, splat(f32(a, i))), add_product(r1, x, splat(f32(a, a_step + i)))
+            r2 = add_product(r2, x, splat(f32(a, 2 * a_step + i)))
+            r3 = add_product(r3, x, splat(f32(a, 3 * a_step + i)))
+        store(c, 0, r0)
+        store(c, c_step, r1)
+        store(c, 2 * c_step, r2)
+        store(c, 3 * c_step, r3)
+
+    @inline
     def product_by_vectors(
         a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool
     ) -> None:
         """c (+)= a · b, one vector of b at a time, where registers do not hold the sums of four."""
         for column in range(0, 4 * LANES, LANES):
-            r0 = r1 = r2 = r3 = splat(ZERO)
-            if add:
-                r0, r1 = load_f32(c, column), load_f32(c, c_step + column)
-                r2, r3 = load_f32(c, 2 * c_step + column), load_f32(c, 3 * c_step + column)
-            for i in range(depth):
-                x = load_f32(b, i * b_step + column)
-                r0, r1 = add_product(r0, x, splat(f32(a, i))), add_product(r1, x, splat(f32(a, a_step + i)))
-                r2 = add_product(r2, x, splat(f32(a, 2 * a_step + i)))
-                r3 = add_product(r3, x, splat(f32(a, 3 * a_step + i)))
-            store(c, column, r0)
-            store(c, c_step + column, r1)
-            store(c, 2 * c_step + column, r2)
-            store(c, 3 * c_step + column, r3)
+            by_vector(a, a_step, b + column * 4, b_step, depth, c + column * 4, c_step, add)
 
     @inline
     def row_vector(a: int, b: int, b_step: int, depth: int, c: int) -> None:
@@ -167,7 +172,7 @@ def products(paired: bool) -> Any:
             x = add_product(x, load_f32(b, i * b_step), splat(f32(a, i)))
         store(c, 0, x)
 
-    return product if wide else product_by_vectors, row_vector
+    return product if wide else product_by_vectors, row_vector, by_vector
 
 
 # The products of `prefill` by AMX: sixteen rows of queries times a tile of keys, and their weights times its values.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
+from rekindle._src.core import html
 from rekindle._src.core.html import ImageLike
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.sampling import Sampling
@@ -183,7 +184,7 @@ def _shown(value: Any) -> ImageLike:
 
 def _misplaced(count: int, marks: int, field: str = "images") -> InvalidRequest:
     fix = f"Write {MARKER} once for each picture, or leave it out: then they come first"
-    return InvalidRequest(field, f"{count} pictures", f"have {marks} places in the prompt", fix)
+    return InvalidRequest(field, html.count(count, "picture"), f"need as many places, and the prompt has {marks}", fix)
 
 
 def _has_parts(message: Any) -> bool:

@@ -18,6 +18,7 @@ class Hint(NamedTuple):
 _NEW_TOKENS = Hint("max_tokens", "Use max_tokens with the same value: it counts new tokens only")
 _STOP = Hint("stop", "Use stop with the same value: one string or a list of strings")
 _SEVERAL = Hint("n", "Use n with the same value")
+_IMAGES = Hint("", "Pass pictures as images=…: one, or a list with one for each <image> of the prompt")
 _SCHEMA = Hint("schema", "Use schema with the JSON schema as a dict, or with a type")
 SAMPLING: dict[str, Hint] = {
     "max_new_tokens": _NEW_TOKENS,
@@ -30,6 +31,7 @@ SAMPLING: dict[str, Hint] = {
         "min_tokens",
         "Use min_tokens with the same value: no end is chosen before that. ignore_eos=True goes on after one was",
     ),
+    **dict.fromkeys(("image", "imgs", "img", "picture", "pictures", "image_url", "multi_modal_data"), _IMAGES),
     "prompt": Hint("", 'Pass the prompt first and without a name: session.generate("Once upon a time")'),
     "min_length": Hint("min_tokens", "Use min_tokens, which counts new tokens only: subtract the prompt's length"),
     "do_sample": Hint(

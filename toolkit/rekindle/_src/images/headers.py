@@ -76,7 +76,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 def _reader(data: bytes) -> Callable[[bytes], ImageHeader]:
     if not data:
-        raise HeaderProblem("is empty", "Pass the bytes of an image file")
+        raise HeaderProblem("is empty", "Pass a file that has a picture")
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return _png
     if data.startswith(b"\xff\xd8\xff"):

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.models.vision.attention import AttentionSums, add_keys, no_sums
 from rekindle._src.models.vision.inputs import PackedPictures, PatchBatch
 from rekindle._src.models.vision.layers import PatchHeads, PatchPass, VisionTower, joined_heads
 from rekindle._src.models.vision.tower import AbstractTower, TowerGraph, merge_tower
-from rekindle_kernels import traits
+from rekindle_kernels import AttentionSums, add_keys, traits
 
 REPEATED = ("layers", "mergers")  # modules of which an encoder has several, all of the same shapes
 
@@ -219,7 +218,7 @@ def _buffers(parts: TowerParts, outer: Sequence[Any], batch: PatchBatch) -> Chun
 
 
 def _sums(parts: TowerParts, q: Array) -> AttentionSums:
-    return no_sums(*q.shape)
+    return AttentionSums.none(*q.shape)
 
 
 def _attend(
