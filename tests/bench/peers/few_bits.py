@@ -15,7 +15,6 @@ Where llama.cpp ends with an illegal instruction, in its code for AMX, REKINDLE_
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -186,16 +185,20 @@ def two(form: str, pair: Pair) -> str:
     return "" if pair is None else " / ".join(map(form.format, pair))
 
 
-def raced(report: dict[str, Any]) -> dict[str, Pair]:
-    """Return the medians of a race as pairs; of what an engine failed at there are none."""
-    ours, theirs = (report["medians"].get(name, {}) for name in ENGINES)
-    found: dict[str, Pair] = {}
-    for field, workload, figure in (("stream", "W1", "decode_tok_s"), ("prompt", "W2", "prefill_tok_s")):
-        with contextlib.suppress(KeyError):
-            found[field] = ours[workload][figure], theirs[workload][figure]
-    with contextlib.suppress(KeyError):
-        found["resident"] = report["resident_mb"][ENGINES[0]], report["resident_mb"][ENGINES[1]]
-    return found
+def with_speed(row: Row, report: dict[str, Any]) -> Row:
+    """Return the row with the medians of a race; where an engine failed there are none."""
+    medians, resident = report["medians"], report["resident_mb"]
+
+    def both(workload: str, figure: str) -> Pair:
+        ours, theirs = (medians.get(name, {}).get(workload, {}).get(figure) for name in ENGINES)
+        return None if ours is None or theirs is None else (ours, theirs)
+
+    ours, theirs = map(resident.get, ENGINES)
+    return row._replace(
+        stream=both("W1", "decode_tok_s"),
+        prompt=both("W2", "prefill_tok_s"),
+        resident=None if ours is None or theirs is None else (ours, theirs),
+    )
 
 
 def compare(kind: str, wide: Path, importances: Path, windows: list[list[int]], options: argparse.Namespace) -> Row:
@@ -208,7 +211,7 @@ def compare(kind: str, wide: Path, importances: Path, windows: list[list[int]], 
     row = Row(kind, types_in(made), made.stat().st_size / 1e6)
     print(f"\n{kind}: {row.megabytes:.0f} MB; {row.matrices}", flush=True)
     if options.rounds:
-        row = row._replace(**raced(race(made, options)))
+        row = with_speed(row, race(made, options))
     if not options.perplexity:
         return row
     if options.float32:
