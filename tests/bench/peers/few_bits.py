@@ -46,8 +46,8 @@ from workshop import reference  # noqa: E402
 
 # llama.cpp's numbers of the mixtures, and of the files that have float32 alone.
 TYPES = {
-    "iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq2_s": 28, "iq3_xxs": 23, "iq3_s": 26, "iq4_nl": 25,
-    "iq4_xs": 30, "tq1_0": 36, "tq2_0": 37,
+    "iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq2_s": 28, "iq2_m": 29, "iq3_xxs": 23, "iq3_s": 26,
+    "iq4_nl": 25, "iq4_xs": 30, "tq1_0": 36, "tq2_0": 37,
 }  # fmt: skip
 FLOAT32 = 0
 ENGINES = ("rekindle", "llama_cpp")
