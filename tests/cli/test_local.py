@@ -86,6 +86,19 @@ def test_rm_removes_what_rekindle_made_and_nothing_else(
     assert "NAME='nothing': has nothing here" in capsys.readouterr().err
 
 
+def test_rm_by_any_name_of_a_model(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file can have several names in Ollama's store; what is kept of it has the first of them."""
+    store, cache = home / ".ollama" / "models", tmp_path / "cache"
+    model = gguf_files.convert(tmp_path / "hf", tmp_path / "m.gguf").read_bytes()
+    tool_homes.ollama(store, "library/a-copy/latest", tool_homes.manifest(store, model=model))
+    meta = cache / "programs" / "a" / ITEM / "meta.json"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"model": "ollama:a-copy:latest"}))
+    (cache / TAG).write_text(TAG_TEXT)
+    assert main(["rm", "ollama:qwen3:0.6b", "--yes", "--cache-dir", str(cache)]) == 0
+    assert "dropped 1 entries" in capsys.readouterr().out
+
+
 def test_pull_takes_hub_ids(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for model, words in (("ollama:llama3", "its own tool fills"), ("tiny", "is on this machine"), (str(home), "is on")):
         with pytest.raises(SystemExit):

@@ -107,6 +107,19 @@ def test_kept_weights_are_listed(home: Path, tmp_path: Path, monkeypatch: pytest
     assert kept[0].size > 0
 
 
+def test_kept_weights_are_named_as_their_store_names_the_model(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "MIN_BYTES", 0)
+    file, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
+    rekindle.models.export("tiny", file, type="q4_0")
+    tool_homes.lm_studio(home / ".lmstudio" / "models", "owner/tiny", {"a.gguf": file.read_bytes()})
+    checkpoint.load("lmstudio:owner/tiny", cache_dir=cache)
+    assert prepared.wait(60)
+    (kept,) = (model for model in rekindle.local_models(cache) if model.path.parent == cache / "weights")
+    assert (kept.name, kept.opens, kept.precision) == ("lmstudio:owner/tiny", True, "int4-32")
+
+
 def test_a_model_of_ollama_says_what_it_says_elsewhere(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     rekindle.models.export("tiny", file)

@@ -33,6 +33,7 @@ class Setting:
     first_token: bool = False  # opened for one short request, as a fresh process is
     file: str = ""  # a GGUF file that the engine opens as it is, in place of the folder
     program: str = ""  # that llama_server starts
+    requests: int = 32  # at once, at most
 
     @property
     def weights(self) -> Path:

@@ -6,7 +6,8 @@ The quantiser's types of fewer than four bits have blocks of 256 inputs. Where a
 zeros make them longer, with which it computes the same: SmolLM2's 576 inputs become 768. The importance that the
 quantiser asks for is the mean square of each matrix's inputs, over the first half of the text. Both engines then read
 the other half, in windows, and the same tokens: as they serve, and with float32 everywhere, which shows whether they
-mean the same numbers. Speed is raced by `run.py`, whose paired ratios are printed.
+mean the same numbers. Speed is raced by `run.py`, whose paired ratios are printed. A table of all types comes last:
+tokens/s of one stream and of a prompt, MB resident, and perplexities as served.
 
 Where llama.cpp ends with an illegal instruction, in its code for AMX, REKINDLE_LLAMA_REPACK=0 does without that.
 """
@@ -23,7 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -45,10 +46,12 @@ from workshop import reference  # noqa: E402
 
 # llama.cpp's numbers of the mixtures, and of the files that have float32 alone.
 TYPES = {
-    "iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq2_s": 28, "iq3_xxs": 23, "iq3_s": 26, "iq4_nl": 25,
-    "iq4_xs": 30, "tq1_0": 36, "tq2_0": 37,
+    "iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq2_s": 28, "iq2_m": 29, "iq3_xxs": 23, "iq3_s": 26,
+    "iq4_nl": 25, "iq4_xs": 30, "tq1_0": 36, "tq2_0": 37,
 }  # fmt: skip
 FLOAT32 = 0
+ENGINES = ("rekindle", "llama_cpp")
+Pair = tuple[float, float] | None
 BLOCK = 256  # inputs
 WINDOW = 512  # tokens that are read with nothing before them
 # The matrices of a GGUF file that are one of rekindle's.
@@ -153,7 +156,7 @@ def types_in(file: Path) -> str:
 def race(file: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return what `run.py` measures of both engines with this file."""
     report = options.work / f"{file.stem}.json"
-    command = [sys.executable, str(HERE / "run.py"), "--file", str(file), "--engines", "rekindle", "llama_cpp"]
+    command = [sys.executable, str(HERE / "run.py"), "--file", str(file), "--engines", *ENGINES]
     command += ["--workloads", "W1", "W2", "--rounds", str(options.rounds), "--threads", str(options.threads)]
     command += ["--python", f"llama_cpp={options.python}", "--work", str(options.work), "--json", str(report)]
     subprocess.run(command, check=True)
@@ -161,21 +164,64 @@ def race(file: Path, options: argparse.Namespace) -> dict[str, Any]:
     return races[0]
 
 
-def compare(kind: str, wide: Path, importances: Path, windows: list[list[int]], options: argparse.Namespace) -> None:
-    """Make the file of a type, and print what both engines make of it."""
+class Row(NamedTuple):
+    """A type's line of the table; pairs are rekindle's figure and llama.cpp's."""
+
+    kind: str
+    matrices: str
+    megabytes: float
+    stream: Pair = None
+    prompt: Pair = None
+    resident: Pair = None
+    perplexity: Pair = None
+
+    def __str__(self) -> str:
+        pairs = (("{:.1f}", self.stream), ("{:,.0f}", self.prompt), ("{:,.0f}", self.resident))
+        cells = [two(form, pair) for form, pair in (*pairs, ("{:.2f}", self.perplexity))]
+        return f"| {' | '.join([self.kind.upper(), self.matrices, f'{self.megabytes:.0f}', *cells])} |"
+
+
+def two(form: str, pair: Pair) -> str:
+    return "" if pair is None else " / ".join(map(form.format, pair))
+
+
+def with_speed(row: Row, report: dict[str, Any]) -> Row:
+    """Return the row with the medians of a race; where an engine failed there are none."""
+    medians, resident = report["medians"], report["resident_mb"]
+
+    def both(workload: str, figure: str) -> Pair:
+        ours, theirs = (medians.get(name, {}).get(workload, {}).get(figure) for name in ENGINES)
+        return None if ours is None or theirs is None else (ours, theirs)
+
+    ours, theirs = map(resident.get, ENGINES)
+    return row._replace(
+        stream=both("W1", "decode_tok_s"),
+        prompt=both("W2", "prefill_tok_s"),
+        resident=None if ours is None or theirs is None else (ours, theirs),
+    )
+
+
+def compare(kind: str, wide: Path, importances: Path, windows: list[list[int]], options: argparse.Namespace) -> Row:
+    """Make the file of a type, and return and print what both engines make of it."""
     made, unpacked = options.work / f"{kind}.gguf", options.work / f"{kind}-float32.gguf"
     if not made.exists():
         part = made.with_suffix(".part")
         by_llama_cpp(options.python, "quantise", wide, part, TYPES[kind], importances)
         part.rename(made)
-    print(f"\n{kind}: {made.stat().st_size / 1e6:.0f} MB; {types_in(made)}", flush=True)
+    row = Row(kind, types_in(made), made.stat().st_size / 1e6)
+    print(f"\n{kind}: {row.megabytes:.0f} MB; {row.matrices}", flush=True)
     if options.rounds:
-        race(made, options)
-    by_llama_cpp(options.python, "quantise", made, unpacked, FLOAT32)
-    exact, theirs = perplexity(load(made, dtype="float32"), windows), theirs_of(unpacked, windows, options)
-    unpacked.unlink()
-    say("perplexity with float32 everywhere", exact, theirs)
-    say("perplexity as served", perplexity(load(made), windows), theirs_of(made, windows, options))
+        row = with_speed(row, race(made, options))
+    if not options.perplexity:
+        return row
+    if options.float32:
+        by_llama_cpp(options.python, "quantise", made, unpacked, FLOAT32)
+        exact, theirs = perplexity(load(made, dtype="float32"), windows), theirs_of(unpacked, windows, options)
+        unpacked.unlink()
+        say("perplexity with float32 everywhere", exact, theirs)
+    served = perplexity(load(made), windows), theirs_of(made, windows, options)
+    say("perplexity as served", *served)
+    return row._replace(perplexity=served)
 
 
 def theirs_of(file: Path, windows: list[list[int]], options: argparse.Namespace) -> float:
@@ -193,6 +239,10 @@ def main() -> None:
     parser.add_argument("--text", nargs="+", type=Path, help="default: the pages of this project's documentation")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text's each half, at most")
     parser.add_argument("--rounds", type=int, default=3, help="of the race; 0 measures no speed")
+    parser.add_argument("--perplexity", action=argparse.BooleanOptionalAction, default=True, help="measure it")
+    parser.add_argument(
+        "--float32", action=argparse.BooleanOptionalAction, default=True, help="also with float32 everywhere"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--python", default=sys.executable, help="that has llama_cpp")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "rekindle-few-bits", help="files")
@@ -212,8 +262,9 @@ def main() -> None:
         print(f"perplexity of {options.model.name}: {perplexity(load(options.model, dtype='float32'), second):.4f}")
         print(f"with longer rows, {model.config.hidden_size} inputs: {perplexity(model, second):.4f}", flush=True)
         np.savez(importances, **importance(model, first))
-    for kind in options.types:
-        compare(kind, wide, importances, second, options)
+    rows = [compare(kind, wide, importances, second, options) for kind in options.types]
+    print("\n| | its matrices | MB | one stream | a prompt of 1,024 | MB resident | perplexity |")
+    print("|---" * len(Row._fields) + "|", *rows, sep="\n", flush=True)
 
 
 def windows_of(tokens: list[int]) -> list[list[int]]:

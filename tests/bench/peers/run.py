@@ -35,6 +35,7 @@ from rekindle._src.bench.shapes import write_checkpoint  # noqa: E402
 from rekindle._src.models.loading.gguf.header import read_header  # noqa: E402
 from rekindle.models import export  # noqa: E402
 
+ALONE = {"W1", "W2"}  # workloads of one request at a time
 KINDS = {16: "bf16", 8: "q8_0", 4: "q4_0"}  # of GGUF files, by the bits of a weight
 
 
@@ -111,7 +112,10 @@ def run(
 def setting_of(name: str, setting: Setting, scratch: Path, options: argparse.Namespace, log: Any) -> Setting:
     """What one engine opens, and where it keeps its files."""
     program = str(options.llama_server or "")
-    own = dataclasses.replace(setting, scratch=str(scratch), cache=str(scratch / "cache"), program=program)
+    own = dataclasses.replace(
+        setting, scratch=str(scratch), cache=str(scratch / "cache"), program=program,
+        requests=1 if {*options.workloads} <= ALONE else setting.requests,
+    )  # fmt: skip
     if name == "rekindle_int8":  # for comparison with rekindle on a file: the same weights in fewer bits
         return dataclasses.replace(own, file="", bits=8)
     if name.startswith("llama") and not setting.file:

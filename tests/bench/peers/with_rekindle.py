@@ -12,7 +12,7 @@ from engine import QUANTIZE, Answer, Moments, Prompt, Setting
 import rekindle
 
 # What a session is opened with for all workloads; the rest are defaults.
-OPTIONS = {"max_requests": 32, "max_model_len": 2048, "precompile": "all"}
+OPTIONS = {"max_model_len": 2048, "precompile": "all"}
 
 
 def open(setting: Setting) -> Rekindle:
@@ -21,7 +21,7 @@ def open(setting: Setting) -> Rekindle:
 
 class Rekindle:
     def __init__(self, setting: Setting) -> None:
-        options: dict[str, Any] = {} if setting.first_token else dict(OPTIONS)
+        options: dict[str, Any] = {} if setting.first_token else OPTIONS | {"max_requests": setting.requests}
         if not setting.file:  # which has a precision of its own
             options |= {"dtype": "bfloat16", "quantize": QUANTIZE[setting.bits]}
         self._session = rekindle.open_sync(

@@ -60,6 +60,7 @@ def test_ollama(home: Path, gguf: bytes) -> None:
     for same in ("qwen3", "QWEN3:latest", "library/qwen3", "registry.ollama.ai/library/qwen3"):
         assert where(f"ollama:{same}") == blob
     assert hub.readable_name(blob).startswith("ollama:"), "kept weights have a name that people know"
+    assert known.names_at(blob) == names(), "one file, four names"
     with pytest.raises(CheckpointError, match=r"Did you mean 'ollama:qwen3:0\.6b'"):
         where("ollama:qwen3:0.6")
     with pytest.raises(CheckpointError, match=r"It has .*qwen3:0\.6b"):
@@ -169,6 +170,9 @@ def test_lm_studio(home: Path, gguf: bytes, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert where("lmstudio:lmstudio-community/qwen3-gguf").name == "Qwen3-Q8_0.gguf"
     assert where("lmstudio:mlx-community/Qwen3").is_dir()
+    for name in ("lmstudio:me/my models/two.gguf", "lmstudio:mlx-community/Qwen3"):
+        assert hub.readable_name(where(name)) == name
+    assert hub.readable_name(models / "stray.gguf") == "stray.gguf"
 
 
 def test_lm_studio_where_its_files_say(home: Path, gguf: bytes, tmp_path: Path) -> None:

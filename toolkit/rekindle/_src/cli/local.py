@@ -16,6 +16,7 @@ from rekindle._src.core import html
 from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.hub import EMBEDDED, download
 from rekindle._src.models.loading.stores import known
+from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry
 from rekindle._src.opening.local_models import LocalModel, describe, local_models, size_words
 from rekindle.errors import CheckpointError
 
@@ -49,8 +50,10 @@ def rm(arguments: argparse.Namespace) -> int:
     folder = cache_folder(arguments.cache_dir)
     items, chosen, others = cache.entries(folder), [], []
     for name in arguments.names:
-        mine = [item for item in items if item.model and item.model in (name, name.removeprefix("hub:"))]
-        words = _owner(name)
+        found = _found(name)
+        same = {name, name.removeprefix("hub:"), *(known.names_at(found[1].path) if found else ())}
+        mine = [item for item in items if item.model and item.model in same]
+        words = _removal(*found) if found else ""
         if not mine and not words:
             chosen += cache.named(items, [name])  # raises, with the nearest name
         chosen += [item for item in mine if item not in chosen]
@@ -61,17 +64,18 @@ def rm(arguments: argparse.Namespace) -> int:
     return status if chosen else 1
 
 
-def _owner(name: str) -> str:
-    """Return who else has a model of this name, and how it is removed there; "" if nobody has."""
+def _found(name: str) -> tuple[ModelStore, StoreEntry] | None:
+    """Return the store that has a model of this name, and the model there; None if none has."""
     if "/" in name and known.store_of(name) is None and not Path(name).exists():
         name = f"{known.HUB.PREFIX}:{name}"
     try:
-        found = known.find(name)
+        return known.find(name)
     except CheckpointError:
-        found = None
-    if found is None:
-        return ""
-    store, entry = found
+        return None
+
+
+def _removal(store: ModelStore, entry: StoreEntry) -> str:
+    """Return how a model is removed from another tool's store."""
     how = store.REMOVAL.format(entry.name)
     return f"{entry.name} itself is in {store.TITLE}, which rekindle leaves alone. Remove it with {how}"
 

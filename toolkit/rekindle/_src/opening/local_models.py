@@ -131,7 +131,9 @@ def kept_models(cache: Path, names: Collection[str]) -> list[LocalModel]:
         with contextlib.suppress(Exception):  # a damaged entry is made again when its model is opened
             fields: dict[str, Any] = known_models.checked(read_plain(path / ITEM / "model.json", MAX_DESCRIPTION))
             config, size = fields["graph"]["config"], sum(file.stat().st_size for file in (path / ITEM).iterdir())
-            precision = _short(fields["graph"]["precision"].get("quantize") or fields["dtype"])
+            held = fields["graph"]["precision"]
+            kind = held.get("quantize") or _most((kind, 1) for _, kind in held["kinds"])  # the latter as stored
+            precision = _short(kind or fields["dtype"])
             name, family = _short(fields["name"]), _short(config["model_type"])
             problem = "" if name in names else "pass the file or folder that these weights were made of"
             models.append(LocalModel(name, OWN, family, size, precision, problem, path))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core.names import nearest
 from rekindle._src.models.loading.gguf import files as gguf_files
-from rekindle._src.models.loading.stores import known, ollama
+from rekindle._src.models.loading.stores import known
 from rekindle.errors import CheckpointError, MissingExtra
 
 EMBEDDED = ("tiny", "tiny-vision")  # names of the models in the package
@@ -31,12 +31,11 @@ class HubId(NamedTuple):
 
 
 def readable_name(model: str | Path) -> str:
-    """Return a readable name: that of an embedded model, the hub id of a download, Ollama's name of a blob, or that of
-    the model's folder or file."""
+    """Return a readable name: that of an embedded model, the hub id of a download, the first of those that another
+    tool's store has for it, or that of the model's folder or file."""
     path = Path(model).expanduser()
-    tag = ollama.tag_of(path)
-    if tag is not None:
-        return f"{ollama.Ollama.PREFIX}:{tag}"
+    for name in known.names_at(path):
+        return name
     for part in path.parts:
         if part.startswith("models--"):  # in the hub's cache
             return part.removeprefix("models--").replace("--", "/")

@@ -35,6 +35,12 @@ def names() -> list[str]:
     return [f"{store.PREFIX}:{entry.name}" for store in STORES for entry in store.entries() if not entry.problem]
 
 
+def names_at(path: Path) -> list[str]:
+    """Return the names of the model at a path, as `rekindle.open` takes them. Those of the Hub's cache are hub ids,
+    which the path has in it."""
+    return [f"{store.PREFIX}:{name}" for store in STORES if store is not HUB for name in store.names_at(path)]
+
+
 def near_name(text: str) -> str | None:
     """Return the name of a model in the stores that is near to a text: one with the same ending, else one like it."""
     known = names()

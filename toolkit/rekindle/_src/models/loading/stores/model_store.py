@@ -67,6 +67,12 @@ class ModelStore(abc.ABC):
         """Return what two spellings of one model's name have in common."""
         return name
 
+    def names_at(self, path: Path) -> list[str]:
+        """Return the names of the model at a path: one file can have several. None lie outside of the folders."""
+        if not any(path.is_relative_to(folder) for folder in self.folders()):
+            return []
+        return [entry.name for entry in self.entries() if entry.path == path]
+
     def find(self, name: str) -> StoreEntry:
         """Return a model by its name. Raise `CheckpointError`, with names that are near, if there is none."""
         entries = self.entries()

@@ -52,16 +52,6 @@ class Ollama(ModelStore):
         return _full(name).lower()
 
 
-def tag_of(blob: Path) -> str | None:
-    """Return the name of the model whose GGUF file is this blob of a store; None for other files."""
-    if blob.parent.name != "blobs" or not _DIGEST.fullmatch(blob.name):
-        return None
-    store = Ollama()
-    if not any(folder / "blobs" / blob.name == blob for folder in store.folders()):
-        return None
-    return next((entry.name for entry in store.entries() if entry.path == blob), None)
-
-
 def _short(parts: Sequence[str]) -> str:
     """Return a name as Ollama shows it, without the parts that are there by default."""
     host, namespace, model, tag = parts
