@@ -130,7 +130,8 @@ def file_metadata(architecture: str, keys: Mapping[str, Any], **own: Any) -> dic
         "context_length": keys["max_position_embeddings"], "feed_forward_length": keys["intermediate_size"],
         "attention.layer_norm_rms_epsilon": keys["rms_norm_eps"], "rope.freq_base": keys["rope_theta"],
     } | own  # fmt: skip
-    return {"general.architecture": architecture, **{f"{architecture}.{key}": value for key, value in values.items()}}
+    known = {"general.architecture": architecture, "tokenizer.ggml.model": "none"}
+    return {**known, **{f"{architecture}.{key}": value for key, value in values.items()}}
 
 
 def streams(model: LoadedModel, text: list[int], layers: tuple[int, ...]) -> NDArray[Any]:

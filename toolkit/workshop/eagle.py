@@ -42,15 +42,16 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text.tokenizer import Tokenizer
 from workshop.tiny.train import EPS, FIRST, SECOND, causal
 
-LENGTH, ROWS = 256, 4  # places of a text, and texts in a batch
+LENGTH, ROWS = 256, 2  # places of a text, and texts in a batch
 SHOWN = 4  # drafts whose share of right ones is printed
 HELD_OUT = 20  # of so many texts, one
 WARMUP, RATE, DECAY = 20, 6e-4, 0.01  # steps; of Adam
 NOUNS = (
     "rivers", "the moon", "bread", "bridges", "winter", "chess", "trains", "honey bees", "volcanoes", "libraries",
     "music", "glass", "maps", "gardens", "whales", "clocks", "paper", "the sea", "mountains", "rice", "cities", "tea",
-    "coffee", "horses", "rain", "the sun", "forests", "money", "ships", "castles", "kites", "cooking", "schools", "owls",
-    "deserts", "football", "painting", "windmills", "airplanes", "salt", "wolves", "markets", "islands", "theatres",
+    "coffee", "horses", "rain", "the sun", "forests", "money", "ships", "castles", "kites", "cooking", "schools",
+    "owls", "deserts", "football", "painting", "windmills", "airplanes", "salt", "wolves", "markets", "islands",
+    "theatres",
 )  # fmt: skip
 TASKS = (
     "reverses a string", "finds the largest number in a list", "counts words in a file", "checks if a number is prime",
@@ -117,8 +118,8 @@ def functions(count: int) -> list[str]:
     return found[:: max(1, len(found) // count)][:count]
 
 
-def prompts(count: int, seed: int) -> list[tuple[str, str]]:
-    """Return kinds and messages, in random order; after all of them they come again."""
+def prompts(count: int, seed: int, *, repeat: bool = True) -> list[tuple[str, str]]:
+    """Return kinds and messages, in random order; after all of them they come again, if they `repeat`."""
     subjects = {"code": TASKS, "edits": tuple(functions(len(NOUNS)))}
     every = [
         (kind, form.format(subject))
@@ -127,7 +128,7 @@ def prompts(count: int, seed: int) -> list[tuple[str, str]]:
         for subject in subjects.get(kind, NOUNS)
     ]
     random.Random(seed).shuffle(every)
-    return [every[place % len(every)] for place in range(count)]
+    return [every[place % len(every)] for place in range(count if repeat else min(count, len(every)))]
 
 
 def write_texts(model: str, file: Path, count: int, seed: int) -> None:
