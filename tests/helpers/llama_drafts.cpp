@@ -84,26 +84,25 @@ static std::vector<llama_token> eagle(const Pair & pair, const std::vector<llama
     const float * first = llama_get_embeddings_nextn(pair.head);
     check(first, "the encoder gave no states");
     std::vector<float> states(first, first + text.size() * pair.own);
-    {
+    if (text.size() > 1) {
         Batch batch(pair.head);
-        for (size_t place = 0; place < text.size(); ++place) {
-            const bool end = place + 1 == text.size();
-            batch.add(end ? last : text[place + 1], &states[place * pair.own], pair.own, (llama_pos) place, end);
+        for (size_t place = 0; place + 1 < text.size(); ++place) {
+            batch.add(text[place + 1], &states[place * pair.own], pair.own, (llama_pos) place, false);
         }
         batch.run(LLAMA_PROCESS_TYPE_DECODE);
     }
-    std::vector<llama_token> drafts;
-    for (size_t place = text.size();; ++place) {
-        drafts.push_back(pair.likeliest((int) (drafts.empty() ? text.size() - 1 : 0)));
-        if ((int) drafts.size() == count) {
-            return drafts;
-        }
-        const float * own = llama_get_embeddings_nextn_ith(pair.head, drafts.size() == 1 ? (int) text.size() - 1 : 0);
-        const std::vector<float> state(own, own + pair.own);
-        Batch batch(pair.head);
+    std::vector<llama_token> drafts = {last};
+    std::vector<float> state(states.end() - (ptrdiff_t) pair.own, states.end());
+    for (size_t place = text.size() - 1; (int) drafts.size() <= count; ++place) {
+        Batch batch(pair.head);  // alone: scores of a batch are those of its first entries
         batch.add(drafts.back(), state.data(), pair.own, (llama_pos) place, true);
         batch.run(LLAMA_PROCESS_TYPE_DECODE);
+        const float * own = llama_get_embeddings_nextn_ith(pair.head, 0);
+        drafts.push_back(pair.likeliest(0));
+        state.assign(own, own + pair.own);
     }
+    drafts.erase(drafts.begin());
+    return drafts;
 }
 
 static std::vector<llama_token> block(
@@ -129,7 +128,7 @@ static std::vector<llama_token> block(
 int main(int given, char ** arguments) {
     check(given == 5, "llama_drafts MODEL HEAD COUNT MASK");
     llama_log_set([](ggml_log_level level, const char * text, void *) {
-        if (level >= GGML_LOG_LEVEL_ERROR) {
+        if (level >= GGML_LOG_LEVEL_ERROR && level != GGML_LOG_LEVEL_CONT) {
             fputs(text, stderr);
         }
     }, nullptr);

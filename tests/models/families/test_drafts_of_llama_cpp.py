@@ -28,7 +28,9 @@ from rekindle._src.models.base import merge
 from session.test_state_cache import tokens
 
 pytestmark = pytest.mark.slow
-RAW = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
+# llama.cpp has the inputs of a Llama's layers, and not the output of the last one.
+RAW = {**checkpoints.CASES["llama"], "max_position_embeddings": 512, "num_hidden_layers": 3}
+READS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 COUNT = 4
 PLACES = [5, 20, 47]  # of the tokens before drafts
 TEXT = tokens(48, seed=4)
@@ -36,7 +38,7 @@ TEXT = tokens(48, seed=4)
 
 @pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True}, {"norm_before_fc": True}], ids=str)
 def test_heads_of_eagle(changes: dict[str, Any], tmp_path: Path) -> None:
-    raw = eagle.raw_of(RAW, **changes)
+    raw = eagle.raw_of(RAW, **READS, **changes)
     state = eagle.tensors(raw)
     theirs = drafted(tmp_path, eagle.write_file(tmp_path / "head.gguf", raw, state))
     model, embedding = checkpoints.model(RAW, checkpoints.tensors(RAW)), checkpoints.tensors(RAW)
@@ -50,7 +52,7 @@ def test_heads_of_eagle(changes: dict[str, Any], tmp_path: Path) -> None:
 def test_heads_of_dflash(causal: bool, window: bool, tmp_path: Path) -> None:
     """llama.cpp's windows have one token less than those of transformers that reach both ways."""
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12} if window else {}
-    raw = block_heads.raw_of(RAW, causal=causal, **layers)
+    raw = block_heads.raw_of(RAW, causal=causal, target_layer_ids=[0, 1], **layers)
     state = block_heads.tensors(raw)
     file = block_heads.write_file(tmp_path / "head.gguf", raw, state, vocab_size=RAW["vocab_size"])
     theirs = drafted(tmp_path, file, mask := block_heads.flat(raw)["mask_token_id"])
