@@ -71,6 +71,13 @@ def tensors(raw: Mapping[str, Any], seed: int = 3) -> dict[str, NDArray[Any]]:
     return state
 
 
+def windows(keys: Mapping[str, Any]) -> tuple[list[bool], int]:
+    """Which layers have a window, and its tokens."""
+    slides = [kind == "sliding_attention" for kind in keys.get("layer_types", [])]
+    slides = slides or [bool(keys.get("use_swa"))] * keys["num_hidden_layers"]
+    return slides, int(keys.get("swa_window_size") or keys.get("sliding_window") or 0)
+
+
 def write_file(file: Path, raw: Mapping[str, Any], state: Arrays, more: Arrays | None = None, **values: Any) -> str:
     """A head as llama.cpp's converter writes it: with the inputs of layers that it reads, and a tokenizer's tokens.
 
@@ -89,10 +96,8 @@ def write_file(file: Path, raw: Mapping[str, Any], state: Arrays, more: Arrays |
     own: dict[str, Any] = {
         "block_size": keys["block_size"], "target_layers": [layer + 1 for layer in keys["target_layer_ids"]],
     }  # fmt: skip
-    slides = [kind == "sliding_attention" for kind in keys.get("layer_types", [])]
-    slides = slides or [bool(keys.get("use_swa"))] * keys["num_hidden_layers"]
+    slides, window = windows(keys)
     if any(slides):
-        window = keys.get("swa_window_size", keys.get("sliding_window"))
         own |= {"attention.sliding_window": window, "attention.sliding_window_pattern": slides}
     own |= {} if keys.get("causal") is None else {"attention.causal": keys["causal"]}
     metadata = file_metadata("dflash", keys, **own | values) | {
@@ -132,8 +137,7 @@ def hidden(
 
     context = norm(product(np.asarray(read, np.float64), "fc"), "hidden_norm")
     every, own = np.arange(start + block), np.arange(start, start + block)
-    slides = [kind == "sliding_attention" for kind in keys.get("layer_types", [])]
-    slides = slides or [bool(keys.get("use_swa"))] * keys["num_hidden_layers"]
+    slides, window = windows(keys)
     x = np.asarray(embedded, np.float64)
     for layer, slide in enumerate(slides):
         name = f"layers.{layer}.self_attn"
@@ -148,7 +152,6 @@ def hidden(
         causal = slide if keys.get("causal") is None else keys["causal"]
         seen = distance >= 0 if causal else distance == distance
         if slide:
-            window = keys.get("swa_window_size", keys.get("sliding_window"))
             seen &= abs(distance) < window + (inclusive and not causal)
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
