@@ -2,16 +2,18 @@
 
     python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose]
                                  [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32] [--small FOLDER]
-                                 [--peer FOLDER]
+                                 [--temperatures 1.0] [--skip 0] [--peer FOLDER]
 
 No small model writes edits. So a logits processor leads each request through a text of its own, token by token, in all
 sessions alike: steps cost what they cost, and drafts fare as they would with a model that writes these texts. `edits`
 are sources of Python after a prompt with an earlier version of them, `json` are records of one form, `prose` the pages
 of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model
-itself says at temperature 1. Sessions take turns in each round; ratios are medians over rounds, with their range, of
-tokens in a second, and of tokens in a second of the processor. `--small` is a model that drafts, too: on led texts it
-is never right. `--peer` is a folder with llama-cpp-python, which follows the same texts of one stream from the same
-GGUF file, with n-gram drafts of the sizes that are tried; the best of them counts.
+itself says, and so are `answers-code` and its like, to the prompts of `workshop.eagle` without the first `--skip`, on
+which a head may be trained: at each of the `--temperatures`, answers up to their ends. Sessions take turns in each
+round; ratios are medians over rounds, with their range, of tokens in a second, and of tokens in a second of the
+processor. `--small` is a model or a head that drafts, too: on led texts it is never right. `--peer` is a folder with
+llama-cpp-python, which follows the same texts of one stream from the same GGUF file, with n-gram drafts of the sizes
+that are tried; the best of them counts.
 """
 
 from __future__ import annotations
@@ -33,30 +35,42 @@ from draft_peers import followed
 
 import rekindle
 from rekindle import LogitsContext, LogitsProcessor
+from workshop.eagle import ASKED
+from workshop.eagle import prompts as asked
 
 SOURCES: dict[str, dict[str, Any]] = {
     "none": {"drafts": "none"},
     "lookup": {"prompt_lookup": 7},
     "suffix": {"drafts": "suffix"},
 }
-KINDS = ("edits", "json", "prose", "random", "own")
+LED = "edits", "json", "prose", "random"
+ANSWERS = "answers-"
+OWN = "own", *(f"{ANSWERS}{kind}" for kind in ASKED)
 PEER_DRAFTS = 0, 5, 10
 
 
 class Texts:
     """Tokens of prompts and of the texts that follow them."""
 
-    def __init__(self, tokenizer: Any, vocab: int, markers: int, tokens: int) -> None:
+    def __init__(self, session: rekindle.Session, vocab: int, markers: int, tokens: int, skip: int) -> None:
+        tokenizer = session.tokenizer
         self._tokenizer, self._first, self._tokens = tokenizer, vocab - markers, tokens
         self._rng = random.Random(1)
         self._code = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
         pages = sorted((harness.ROOT / ".github/docs/pages").glob("*.md"))
         self._prose = " ".join(page.read_text() for page in pages)
         self._words = sorted({word for word in self._prose.split() if word.isalpha()})
+        self._asked: dict[str, list[list[int]]] = {kind: [] for kind in ASKED}
+        for kind, message in asked(10_000, seed=0, repeat=False)[skip:]:
+            prompt = str(session.render([{"role": "user", "content": message}]))
+            self._asked[kind].append(list(tokenizer.encode(prompt)))
 
     def make(self, kind: str, index: int) -> tuple[list[int], list[int]]:
         """Return the prompt and the text of one request."""
         rng = self._rng
+        if kind.startswith(ANSWERS):
+            prompts = self._asked[kind.removeprefix(ANSWERS)]
+            return prompts[index % len(prompts)], []
         if kind == "edits":
             source = self._code[index % len(self._code)].read_text(errors="ignore")[: 8 * self._tokens]
             old = self._encode(source)[: self._tokens]
@@ -104,8 +118,9 @@ def led(table: np.ndarray, first: int) -> LogitsProcessor:
 
 def main() -> None:
     given = harness.options(
-        __doc__, "model", model="tiny", streams=[1, 4, 16, 32], kinds=(list(KINDS), KINDS), tokens=160, repeat=5,
-        quantize=str, rows=32, sources=(list(SOURCES), [*SOURCES, "model"]), small=str, peer=str,
+        __doc__, "model", model="tiny", streams=[1, 4, 16, 32], kinds=([*LED, "own"], LED + OWN), tokens=160,
+        repeat=5, quantize=str, rows=32, sources=(list(SOURCES), [*SOURCES, "model"]), small=str, temperatures=[1.0],
+        skip=0, peer=str,
     )  # fmt: skip
     sources = {name: SOURCES[name] for name in SOURCES if name in given.sources}
     if given.small is not None:
@@ -113,17 +128,19 @@ def main() -> None:
     model = harness.model(given.model, quantize=given.quantize)
     texts_each = sum(given.streams) * (given.repeat + 1)
     with rekindle.open_sync(model, quiet=True, disk_memory=0, max_model_len=64) as session:
-        tokenizer, vocab = session.tokenizer, session.stats() and session.tokenizer.vocab_size
-    led_kinds = [kind for kind in given.kinds if kind != "own"]
-    texts = Texts(tokenizer, vocab, texts_each, given.tokens)
+        vocab = session.tokenizer.vocab_size
+        texts = Texts(session, vocab, texts_each, given.tokens, given.skip)
     options: dict[str, Any] = {
         "max_requests": given.rows, "max_model_len": 2 * given.tokens + 96, "precompile": "all", "quiet": True,
         "disk_memory": 0, "generation_config": "greedy", "quantize": given.quantize if given.model == "tiny" else None,
     }  # fmt: skip
-    for kind in given.kinds:
+    wanted = [(kind, heat) for kind in given.kinds for heat in (given.temperatures if kind in OWN else [0.0])]
+    for kind, heat in wanted:
         made = [texts.make(kind, index) for index in range(texts_each)]
-        table = np.array([text for _, text in made], np.int32)
-        processors = [led(table, vocab - texts_each)] if kind in led_kinds else []
+        processors = []
+        if kind in LED:
+            processors = [led(np.array([text for _, text in made], np.int32), vocab - texts_each)]
+        label = kind if kind in LED else f"{kind} at {heat:g}"
         with contextlib.ExitStack() as opened:
             sessions = {
                 name: opened.enter_context(rekindle.open_sync(model, processors=processors, **options, **source))
@@ -136,11 +153,12 @@ def main() -> None:
                 before = {name: session.stats() for name, session in sessions.items()}
                 for turn, name in harness.turns(sessions, given.repeat):
                     rows = range(done + (turn + 1) * streams, done + (turn + 2) * streams)
-                    whole, own = rate(sessions[name], kind, made, rows, given.tokens, vocab)
+                    whole, own = rate(sessions[name], kind, made, rows, given.tokens, vocab, heat)
                     rates[name].append(whole)
                     shares[name].append(own)
                 done += (given.repeat + 1) * streams
-                line = f"{given.model} {kind:6} {streams:2} streams: none {np.median(rates['none'][1:]):7.1f} tokens/s"
+                line = f"{Path(given.model).name} {label:6} {streams:2} streams: "
+                line += f"none {np.median(rates['none'][1:]):7.1f} tokens/s"
                 for name in [name for name in sessions if name != "none"]:
                     ratio = harness.spread(harness.ratios(rates[name][1:], rates["none"][1:]))
                     ratio += f", processor {np.median(harness.ratios(shares[name][1:], shares['none'][1:])):.3f}"
@@ -149,7 +167,7 @@ def main() -> None:
                     accepted = stats.accepted_tokens - before[name].accepted_tokens
                     line += f"; {name} {ratio}, {accepted} of {drafted}"
                 print(line, flush=True)
-                if given.peer is not None and kind in led_kinds and streams == 1:
+                if given.peer is not None and kind in LED and streams == 1:
                     print(peer(given, made[done - given.repeat : done], rates), flush=True)
 
 
@@ -166,20 +184,20 @@ def peer(given: Any, made: list[tuple[list[int], list[int]]], rates: dict[str, l
 
 
 def rate(
-    session: rekindle.Session, kind: str, made: list[tuple[list[int], list[int]]], rows: range, tokens: int, vocab: int
-) -> tuple[float, float]:
+    session: rekindle.Session, kind: str, made: list[tuple[list[int], list[int]]], rows: range, tokens: int, vocab: int,
+    heat: float,
+) -> tuple[float, float]:  # fmt: skip
     """Generated tokens of requests at once whose texts are these `rows`, in a second and in one of the processor."""
     first = vocab - len(made)
-    prompts = [[first + row, *made[row][0]] for row in rows]
-    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
-    options |= (
-        {"temperature": 1.0, "seed": rows.start} if kind == "own" else {"processors": ["led"], "temperature": 0.0}
-    )
+    answers = kind.startswith(ANSWERS)
+    prompts = [made[row][0] if answers else [first + row, *made[row][0]] for row in rows]
+    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": not answers, "temperature": heat}
+    options |= {"processors": ["led"]} if kind in LED else {"seed": rows.start}
     start, busy = time.perf_counter(), time.process_time()
     done = session.generate_sync(prompts, **options)
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
     for row, one in zip(rows, done, strict=True):
-        assert kind == "own" or list(one.token_ids) == made[row][1], f"text {row} was not followed"
+        assert kind in OWN or list(one.token_ids) == made[row][1], f"text {row} was not followed"
     count = sum(len(one.token_ids) for one in done)
     return count / seconds, count / busy
 

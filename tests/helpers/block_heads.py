@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from helpers.eagle import file_metadata
+from rekindle._src.models.loading.gguf.blocks import F32
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 
 Arrays = Mapping[str, NDArray[Any]]
 FORMS = ("nested", "flat", "speculator")  # of the keys of DFlash: apart, among the others, with the layer's apart
@@ -66,6 +71,46 @@ def tensors(raw: Mapping[str, Any], seed: int = 3) -> dict[str, NDArray[Any]]:
     return state
 
 
+def windows(keys: Mapping[str, Any]) -> tuple[list[bool], int]:
+    """Which layers have a window, and its tokens."""
+    slides = [kind == "sliding_attention" for kind in keys.get("layer_types", [])]
+    slides = slides or [bool(keys.get("use_swa"))] * keys["num_hidden_layers"]
+    return slides, int(keys.get("swa_window_size") or keys.get("sliding_window") or 0)
+
+
+def write_file(file: Path, raw: Mapping[str, Any], state: Arrays, more: Arrays | None = None, **values: Any) -> str:
+    """A head as llama.cpp's converter writes it: with the inputs of layers that it reads, and a tokenizer's tokens.
+
+    `more` are tensors of the file that no such head has, `values` other metadata.
+    """
+    keys = flat(raw)
+    names = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm"}
+    inner = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    for layer in range(keys["num_hidden_layers"]):
+        names |= {f"layers.{layer}.{name}": f"blk.{layer}.{other}" for name, other in inner.items()}
+    own: dict[str, Any] = {
+        "block_size": keys["block_size"], "target_layers": [layer + 1 for layer in keys["target_layer_ids"]],
+    }  # fmt: skip
+    slides, window = windows(keys)
+    if any(slides):
+        own |= {"attention.sliding_window": window, "attention.sliding_window_pattern": slides}
+    own |= {} if keys.get("causal") is None else {"attention.causal": keys["causal"]}
+    metadata = file_metadata("dflash", keys, **own | values) | {
+        "tokenizer.ggml.mask_token_id": keys["mask_token_id"],
+        "tokenizer.ggml.tokens": [f"<{token}>" for token in range(keys["vocab_size"])],
+    }
+    stored = {f"{names[name.removesuffix('.weight')]}.weight": value for name, value in state.items()}
+    stored |= {f"{name}.weight": value for name, value in (more or {}).items()}
+    tensors = [OutgoingTensor(name, F32, value.shape) for name, value in stored.items()]
+    write_gguf(file, metadata, tensors, iter(stored.values()))
+    return str(file)
+
+
 def hidden(
     raw: Mapping[str, Any], state: Arrays, read: NDArray[Any], embedded: NDArray[Any], *, inclusive: bool = True
 ) -> NDArray[Any]:
@@ -92,8 +137,7 @@ def hidden(
 
     context = norm(product(np.asarray(read, np.float64), "fc"), "hidden_norm")
     every, own = np.arange(start + block), np.arange(start, start + block)
-    slides = [kind == "sliding_attention" for kind in keys.get("layer_types", [])]
-    slides = slides or [bool(keys.get("use_swa"))] * keys["num_hidden_layers"]
+    slides, window = windows(keys)
     x = np.asarray(embedded, np.float64)
     for layer, slide in enumerate(slides):
         name = f"layers.{layer}.self_attn"
@@ -108,7 +152,6 @@ def hidden(
         causal = slide if keys.get("causal") is None else keys["causal"]
         seen = distance >= 0 if causal else distance == distance
         if slide:
-            window = keys.get("swa_window_size", keys.get("sliding_window"))
             seen &= abs(distance) < window + (inclusive and not causal)
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -109,22 +109,29 @@ def write_file(file: Path, raw: Mapping[str, Any], state: Arrays) -> str:
             stored[names[name]] = halves.swapaxes(1, 2).reshape(value.shape)
         elif name != "t2d":
             stored[names[name]] = value + np.arange(len(value)) if name == "d2t" else value
-    values: dict[str, Any] = {
-        "block_count": 1, "embedding_length": keys["hidden_size"], "vocab_size": keys["vocab_size"],
-        "attention.head_count": keys["num_attention_heads"], "attention.head_count_kv": keys["num_key_value_heads"],
-        "attention.key_length": keys["head_dim"], "attention.value_length": keys["head_dim"],
-        "context_length": keys["max_position_embeddings"], "feed_forward_length": keys["intermediate_size"],
-        "attention.layer_norm_rms_epsilon": keys["rms_norm_eps"], "rope.freq_base": keys["rope_theta"],
-        "target_layers": keys["eagle_aux_hidden_state_layer_ids"], "target_hidden_size": keys["hidden_size"],
-        "norm_before_residual": keys.get("norm_before_residual", False),
-        "norm_before_fc": keys.get("norm_before_fc", False),
-    }  # fmt: skip
-    metadata = {"general.architecture": "eagle3", **{f"eagle3.{key}": value for key, value in values.items()}}
+    metadata = file_metadata(
+        "eagle3", keys, vocab_size=keys["vocab_size"], target_layers=keys["eagle_aux_hidden_state_layer_ids"],
+        target_hidden_size=keys["hidden_size"], norm_before_residual=keys.get("norm_before_residual", False),
+        norm_before_fc=keys.get("norm_before_fc", False),
+    )  # fmt: skip
     kinds = {name: I64 if name == "d2t" else F32 for name in stored}
     tensors = [OutgoingTensor(name, kinds[name], value.shape) for name, value in stored.items()]
     pieces = (value.astype(np.int64 if name == "d2t" else np.float32) for name, value in stored.items())
     write_gguf(file, metadata, tensors, pieces)
     return str(file)
+
+
+def file_metadata(architecture: str, keys: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """The metadata of a head's file; `own` are those of this architecture alone."""
+    values: dict[str, Any] = {
+        "block_count": keys["num_hidden_layers"], "embedding_length": keys["hidden_size"],
+        "attention.head_count": keys["num_attention_heads"], "attention.head_count_kv": keys["num_key_value_heads"],
+        "attention.key_length": keys["head_dim"], "attention.value_length": keys["head_dim"],
+        "context_length": keys["max_position_embeddings"], "feed_forward_length": keys["intermediate_size"],
+        "attention.layer_norm_rms_epsilon": keys["rms_norm_eps"], "rope.freq_base": keys["rope_theta"],
+    } | own  # fmt: skip
+    known = {"general.architecture": architecture, "tokenizer.ggml.model": "none"}
+    return {**known, **{f"{architecture}.{key}": value for key, value in values.items()}}
 
 
 def streams(model: LoadedModel, text: list[int], layers: tuple[int, ...]) -> NDArray[Any]:

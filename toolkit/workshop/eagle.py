@@ -15,9 +15,11 @@ K kv heads, I place of a draft in a row.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
 import random
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,24 +42,42 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text.tokenizer import Tokenizer
 from workshop.tiny.train import EPS, FIRST, SECOND, causal
 
-LENGTH, ROWS = 256, 4  # places of a text, and texts in a batch
+LENGTH, ROWS = 256, 2  # places of a text, and texts in a batch
 SHOWN = 4  # drafts whose share of right ones is printed
 HELD_OUT = 20  # of so many texts, one
 WARMUP, RATE, DECAY = 20, 6e-4, 0.01  # steps; of Adam
 NOUNS = (
     "rivers", "the moon", "bread", "bridges", "winter", "chess", "trains", "honey bees", "volcanoes", "libraries",
     "music", "glass", "maps", "gardens", "whales", "clocks", "paper", "the sea", "mountains", "rice", "cities", "tea",
+    "coffee", "horses", "rain", "the sun", "forests", "money", "ships", "castles", "kites", "cooking", "schools",
+    "owls", "deserts", "football", "painting", "windmills", "airplanes", "salt", "wolves", "markets", "islands",
+    "theatres",
 )  # fmt: skip
 TASKS = (
     "reverses a string", "finds the largest number in a list", "counts words in a file", "checks if a number is prime",
     "sorts a list of tuples", "merges two dictionaries", "computes factorials", "reads a CSV file", "computes the mean",
-    "removes duplicates from a list", "converts Celsius to Fahrenheit", "flattens a nested list",
+    "removes duplicates from a list", "converts Celsius to Fahrenheit", "flattens a nested list", "counts vowels",
+    "finds all even numbers", "checks for palindromes", "adds two matrices", "searches a sorted list", "parses a date",
+    "computes Fibonacci numbers", "writes a dictionary to a file", "splits a list into chunks", "sums the digits",
 )  # fmt: skip
 ASKED = {
-    "prose": ("Write a short story about {}.", "Explain {} to a child.", "Write an essay about {}."),
-    "code": ("Write a Python function that {}, with tests.", "Write a Python function that {}, with a docstring."),
-    "json": ("Write a JSON list of five records about {}, each with a name, a year and a description.",),
-}
+    "prose": (
+        "Write a short story about {}.", "Explain {} to a child.", "Write an essay about {}.", "What is known of {}?",
+        "Give me five tips about {}.", "Write a letter to a friend about {}.", "Describe the history of {}.",
+    ),
+    "code": (
+        "Write a Python function that {}, with tests.", "Write a Python function that {}, with a docstring.",
+        "Write a class in Python that {}.", "Write JavaScript that {}.", "Explain a Python program that {}.",
+    ),
+    "json": (
+        "Write a JSON list of five records about {}, each with a name, a year and a description.",
+        "Write a JSON object with ten facts about {}.",
+    ),
+    "edits": (
+        "Add a comment to every line of this function:\n\n```python\n{}```",
+        "Rewrite this function with types and a docstring:\n\n```python\n{}```",
+    ),
+}  # fmt: skip
 Weights = dict[str, Array]  # of the head, by their names in its checkpoint
 
 
@@ -87,16 +107,28 @@ class Shape(NamedTuple):
     theta: float
 
 
-def prompts(count: int, seed: int) -> list[tuple[str, str]]:
-    """Return kinds and messages, in random order."""
+def functions(count: int) -> list[str]:
+    """Return small functions of Python's own library."""
+    found = list[str]()
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py")):
+        source = file.read_text(errors="ignore")
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and 100 < len(text := ast.unparse(node)) < 300:
+                found.append(text + "\n")
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def prompts(count: int, seed: int, *, repeat: bool = True) -> list[tuple[str, str]]:
+    """Return kinds and messages, in random order; after all of them they come again, if they `repeat`."""
+    subjects = {"code": TASKS, "edits": tuple(functions(len(NOUNS)))}
     every = [
         (kind, form.format(subject))
         for kind, forms in ASKED.items()
         for form in forms
-        for subject in (TASKS if kind == "code" else NOUNS)
+        for subject in subjects.get(kind, NOUNS)
     ]
     random.Random(seed).shuffle(every)
-    return [every[place % len(every)] for place in range(count)]
+    return [every[place % len(every)] for place in range(count if repeat else min(count, len(every)))]
 
 
 def write_texts(model: str, file: Path, count: int, seed: int) -> None:
@@ -111,6 +143,7 @@ def write_texts(model: str, file: Path, count: int, seed: int) -> None:
         with file.open("w") as out:
             for (kind, _), prompt, handle in zip(asked, rendered, handles, strict=True):
                 out.write(json.dumps([kind, prompt, list(handle.result_sync().token_ids)]) + "\n")
+                out.flush()  # a run that is ended early has its texts
 
 
 def read_texts(file: Path, tokenizer: Tokenizer) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 import rekindle
 from helpers import block_heads, checkpoints, eagle
+from rekindle._src.models.loading import checkpoint
 from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle.errors import ConfigError, UnsupportedModel
+from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 from session.test_state_cache import OPTIONS, tokens
 
 RAW = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
@@ -53,6 +55,36 @@ def test_formulas_are_those_of_transformers(kind: str) -> None:
         )  # fmt: skip
     found = block_heads.hidden(raw, state, read, embedded)
     np.testing.assert_allclose(out.last_hidden_state[0].numpy(), found, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": False, "use_swa": True, "swa_window_size": 6},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+    ],
+    ids=["plain", "windows", "a window"],
+)
+def test_a_head_is_read_from_gguf(changes: dict[str, Any], tmp_path: Path) -> None:
+    raw = block_heads.raw_of(RAW, **changes)
+    state = block_heads.tensors(raw)
+    expected = checkpoint.load(eagle.write(tmp_path / "folder", raw, state), dtype="float32")
+    found = checkpoint.load(block_heads.write_file(tmp_path / "head.gguf", raw, state), dtype="float32")
+    assert found.config == dataclasses.replace(expected.config, dtype="float32")
+    checkpoints.assert_same(found, expected)
+
+
+def test_heads_in_gguf_that_cannot_draft(tmp_path: Path) -> None:
+    raw = block_heads.raw_of(RAW)
+    state = block_heads.tensors(raw)
+    more = {"markov_w1": np.ones((4, 4), np.float32)}
+    with pytest.raises(CheckpointError, match=r"unexpected: markov_w1\.weight"):
+        checkpoint.load(block_heads.write_file(tmp_path / "more.gguf", raw, state, more), dtype="float32")
+    with pytest.raises(UnsupportedModel, match=r"dflash\.logit_scale=0\.5 is not implemented"):
+        checkpoint.load(block_heads.write_file(tmp_path / "scaled.gguf", raw, state, logit_scale=0.5), dtype="float32")
+    with pytest.raises(UnsupportedModel, match=r"target_layer_ids=\[-1, 1\] are not numbers of layers"):
+        checkpoint.load(block_heads.write_file(tmp_path / "first.gguf", raw, state, target_layers=[0, 2]))
 
 
 def test_heads_that_cannot_draft(model: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ A call before a step drafts for all rows: the last token of a row and the masks 
 the row's entries and each other. The block's own keys and values are written to the pages after the text, as those of a
 prompt are. The step that checks the drafts overwrites them, or they lie past the text's length.
 
-While no row drafts, steps leave entries out as they do for a head of one token; see `draft_head`.
+When entries are written: `draft_entries`.
 
 Axes: N rows.
 """
@@ -20,84 +20,27 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Row, StepPlan
 from rekindle._src.models.base import Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import SMALLEST_ROWS, ProgramVariant
+from rekindle._src.programs.buckets import SMALLEST_ROWS
+from rekindle._src.programs.draft_entries import EarlierTokens, Entry, EntryInputs, KeptEntries
 from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShaping
-from rekindle._src.programs.feature import ChosenStep, Columns, Feature, StepInputs
+from rekindle._src.programs.feature import ChosenStep, Columns
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.target_drafts import HeadProgramRecipes
-from rekindle_kernels import LayerKV, write_kv
-
-HeadPages = tuple[LayerKV, ...]
 
 
-class BlockEntries(Feature):
-    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
+class BlockEntries(KeptEntries[EntryInputs]):
+    """Writes the entries of a head that drafts blocks."""
 
-    row_ints, follows = 1, True
-    variant, warmed = ProgramVariant.DRAFTS, True
-    inside = True  # it needs pages after the choice, which programs made of parts have given away
+    def unpack(self, columns: Columns) -> EntryInputs:
+        return EntryInputs(columns.row_ints[:, 0])
 
-    def __init__(self, layers: int) -> None:
-        """`layers` are those of the head."""
-        self._layers = layers
+    def entries(self, step: ChosenStep) -> Sequence[Entry]:
+        return step.model.draft_context(step.read, step.inputs.positions, step.inputs.rope_lengths)
 
-    def in_plan(self, plan: StepPlan) -> bool:
-        return plan.enters
-
-    def write_row(self, row: Row, out: IntArray) -> None:
-        out[0] = min(row.behind, HIDDEN_KEPT)
-
-    def unpack(self, columns: Columns) -> Array:
-        behind: Array = columns.row_ints[:, 0]
-        return behind
-
-    def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
-        inputs, model = step.inputs, step.model
-        pages = _caught_up(model, inputs, step.state, step.own, _pages(kv, self._layers))
-        entries = model.draft_context(step.read, inputs.positions, inputs.rope_lengths)
-        return _with_pages(
-            kv,
-            [
-                write_kv(layer, entry.k, entry.v, inputs.page_ids, inputs.offsets)
-                for layer, entry in zip(pages, entries, strict=True)
-            ],
-        )
-
-
-def _pages(kv: paged.KV, layers: int) -> HeadPages:
-    """Return the pages of the head's layers, which are the last ones."""
-    return paged.pages_of(kv[-layers:])
-
-
-def _with_pages(kv: paged.KV, pages: Sequence[LayerKV]) -> paged.KV:
-    count = len(pages)
-    return *kv[:-count], *(layer._replace(pages=own) for layer, own in zip(kv[-count:], pages, strict=True))
-
-
-def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: HeadPages) -> HeadPages:
-    """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
-    hidden, size = state.hidden, pages[0].page_size
-    assert hidden is not None, "a session whose model has a head keeps what it reads"
-    (waiting,) = jnp.nonzero(behind > 0, size=behind.shape[0], fill_value=0)
-
-    def catch_up(number: Array, pages: HeadPages) -> HeadPages:
-        row = waiting[number]
-        slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
-        missing = place < behind[row]
-        positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
-        lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
-        entries = model.draft_context(hidden[slot, positions % HIDDEN_KEPT], positions, lengths)
-        page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
-        offsets = jnp.where(missing, positions % size, 0)
-        return tuple(
-            write_kv(layer, entry.k, entry.v, page_ids, offsets) for layer, entry in zip(pages, entries, strict=True)
-        )
-
-    caught: HeadPages = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
-    return caught
+    def earlier_entries(self, model: Model, state: RequestState, tokens: EarlierTokens) -> Sequence[Entry]:
+        return model.draft_context(tokens.read, tokens.positions, tokens.lengths)
 
 
 class BlockRecipes(HeadProgramRecipes):

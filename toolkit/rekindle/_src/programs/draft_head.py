@@ -5,11 +5,7 @@ is made of its hidden state, or of the inputs of some layers, and of the token a
 the next one of the prompt. It lies in the head's layer of the pages, at the place of the first of the two, so that
 pages that are shared, moved or stored have the head's part with them. Another text may follow a shared page than the
 one that filled it. Then the entry of the page's last token is not the text's own, and drafts may be worse; no token
-depends on that.
-
-Entries cost a small part of a layer. While no row drafts, a step of decode rows runs the same program as without a
-head, which stores each row's hidden state and token but no entries. The next step that computes entries, at the latest
-after `MOST_BEHIND` tokens, adds the missing ones, all of a row at once, so that the head's matrices are read only once.
+depends on that. When entries are written: `draft_entries`.
 
 A call before a step drafts for all rows, up to `DRAFTS` tokens each. For the first draft, the head reads a row's last
 token and the model's hidden state before it; for each later one, the token that it drafted last and its own hidden
@@ -32,6 +28,7 @@ from rekindle._src.models.base import Model, merge
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ProgramVariant
+from rekindle._src.programs.draft_entries import EarlierTokens, Entry, KeptEntries, head_pages, with_head_pages
 from rekindle._src.programs.draft_model import (
     DRAFTS,
     DraftChoice,
@@ -48,8 +45,8 @@ from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, paged_a
 class DraftHeadInputs(NamedTuple):
     """The integers of each row."""
 
+    behind: Array  # [N]: as in `EntryInputs`
     following: Array  # [N]: the token after it in the prompt; NONE if there is none
-    behind: Array  # [N]: tokens before it for which the head has no entries
 
 
 class DraftChains(Feature):
@@ -62,65 +59,30 @@ class DraftChains(Feature):
         return any(row.draft for row in plan.decode)
 
 
-class HeadEntries(Feature[DraftHeadInputs, tuple[()]]):
-    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
+class HeadEntries(KeptEntries[DraftHeadInputs]):
+    """Writes the entries of a head that drafts one token after another."""
 
-    row_ints, follows = 2, True
-    variant, warmed = ProgramVariant.DRAFTS, True
-    inside = True  # it needs pages after the choice, which programs made of parts have given away
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return plan.enters
+    row_ints = 2
 
     def write_row(self, row: Row, out: IntArray) -> None:
-        out[:] = row.following + 1, min(row.behind, HIDDEN_KEPT)
+        super().write_row(row, out)
+        out[1] = row.following + 1
 
     def unpack(self, columns: Columns) -> DraftHeadInputs:
-        return DraftHeadInputs(columns.row_ints[:, 0] - 1, columns.row_ints[:, 1])
+        return DraftHeadInputs(columns.row_ints[:, 0], columns.row_ints[:, 1] - 1)
 
-    def follow(self, step: ChosenStep, kv: paged.KV) -> paged.KV:
-        inputs, model, own = step.inputs, step.model, step.own
-        after = jnp.where(own.following >= 0, own.following, step.tokens)
+    def entries(self, step: ChosenStep) -> list[Entry]:
+        inputs, model, following = step.inputs, step.model, step.own.following
+        after = jnp.where(following >= 0, following, step.tokens)
         after = _tokens_after(inputs, after, model.whole_vocab_size)
-        state = model.draft_state(step.read)
-        entries = model.draft_entries(after, state, inputs.positions, inputs.rope_lengths)
-        pages = _caught_up(model, inputs, step.state, own.behind, _pages(kv))
-        return _with_pages(kv, write_kv(pages, entries.k, entries.v, inputs.page_ids, inputs.offsets))
+        entries = model.draft_entries(after, model.draft_state(step.read), inputs.positions, inputs.rope_lengths)
+        return [(entries.k, entries.v)]
 
-
-def _pages(kv: paged.KV) -> LayerKV:
-    """Return the pages of the head's layer, which is the last one."""
-    pages = kv[-1].pages
-    assert pages is not None, "the head has pages"
-    return pages
-
-
-def _with_pages(kv: paged.KV, pages: LayerKV) -> paged.KV:
-    return (*kv[:-1], kv[-1]._replace(pages=pages))
-
-
-def _caught_up(model: Model, inputs: StepInputs, state: RequestState, behind: Array, pages: LayerKV) -> LayerKV:
-    """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
-    hidden, after, size = state.hidden, state.after, pages.page_size
-    assert hidden is not None, "a session whose model has a head keeps hidden states"
-    assert after is not None, "and the tokens after them"
-    rows = behind.shape[0]
-    (waiting,) = jnp.nonzero(behind > 0, size=rows, fill_value=0)
-
-    def catch_up(number: Array, pages: LayerKV) -> LayerKV:
-        row = waiting[number]
-        slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
-        missing = place < behind[row]
-        positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
-        kept = positions % HIDDEN_KEPT
-        lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
-        follows = jnp.clip(after[slot, kept], 0, model.whole_vocab_size - 1)
-        entries = model.draft_entries(follows, model.draft_state(hidden[slot, kept]), positions, lengths)
-        page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
-        return write_kv(pages, entries.k, entries.v, page_ids, jnp.where(missing, positions % size, 0))
-
-    caught: LayerKV = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
-    return caught
+    def earlier_entries(self, model: Model, state: RequestState, tokens: EarlierTokens) -> list[Entry]:
+        assert state.after is not None, "a session whose model has a head keeps the tokens after those"
+        after = jnp.clip(state.after[tokens.slot, tokens.kept], 0, model.whole_vocab_size - 1)
+        entries = model.draft_entries(after, model.draft_state(tokens.read), tokens.positions, tokens.lengths)
+        return [(entries.k, entries.v)]
 
 
 def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:
@@ -178,9 +140,9 @@ class HeadRecipes(HeadProgramRecipes):
             return pages, tokens, hidden.astype(carry[2].dtype), drafts.at[:, place].set(tokens)
 
         first = model.draft_state(state.hidden[slots, before % HIDDEN_KEPT])
-        drafts = jnp.zeros((layout.rows, DRAFTS), jnp.int32)
-        pages, _, _, drafts = lax.fori_loop(0, steps, another, (_pages(kv), latest, first, drafts))
-        return _with_pages(kv, pages), drafts
+        drafts, (own,) = jnp.zeros((layout.rows, DRAFTS), jnp.int32), head_pages(kv, 1)
+        pages, _, _, drafts = lax.fori_loop(0, steps, another, (own, latest, first, drafts))
+        return with_head_pages(kv, (pages,)), drafts
 
 
 def attention_options(config: ModelConfig, rows: int, *, deterministic: bool) -> AttentionOptions:

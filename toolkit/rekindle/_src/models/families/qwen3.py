@@ -78,6 +78,34 @@ def block_config(keys: ConfigKeys) -> ModelConfig:
     )
 
 
+def read_block_gguf(model: GgufModel) -> dict[str, Any]:
+    for key in ("embedding_scale", "attention.scale", "attention.value_scale", "logit_scale"):
+        model.only(key, 0.0, 1.0)
+    for key in ("final_logit_softcapping", "hyper_connection_count"):
+        model.only(key, 0)
+    model.only("hidden_act", "silu")
+    window = model.window
+    return (
+        model.decoder()
+        | model.rope()
+        | {
+            "block_size": model.integer("block_size", 16),
+            "causal": model.get("attention.causal"),
+            "mask_token_id": model.metadata.integer("tokenizer.ggml.mask_token_id"),
+            "target_layer_ids": [layer - 1 for layer in model.listed("target_layers")],  # the file has their inputs
+        }
+        | ({} if window is None else {"sliding_window": window} | model.sliding_layers())
+    )
+
+
+BLOCK_GGUF = GgufForm(
+    architecture="dflash",
+    read=read_block_gguf,
+    tensors={"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight"},
+    reads_only="rekindle writes no heads",
+)
+
+
 def block_module(config: ModelConfig, precision: Precision) -> BlockHead:
     from rekindle._src.models.nn.block_head import BlockHead
     from rekindle._src.models.nn.decoders import QkNormBlock
@@ -94,7 +122,8 @@ def block_manifest(config: ModelConfig) -> Manifest:
         "norm.weight": one("model.norm.weight", E),
     }
     # Some checkpoints have copies of the model's own.
-    return Manifest(sources, ignored=(r"(model\.)?embed_tokens\.weight", r"lm_head\.weight"))
+    copies = r"(model\.)?embed_tokens\.weight", r"lm_head\.weight", r"token_embd\.weight"
+    return Manifest(sources, ignored=copies)
 
 
 MOST_BLOCK = 64  # tokens
@@ -103,6 +132,6 @@ MOE_GGUF = GgufForm(architecture="qwen3moe", read=read_moe_gguf)
 ALIASES = {"num_experts": "num_local_experts"}
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", config, module, manifest, gguf=GGUF),
-    "dflash": Family("DFlashDraftModel", block_config, block_module, block_manifest),
+    "dflash": Family("DFlashDraftModel", block_config, block_module, block_manifest, gguf=BLOCK_GGUF),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", moe_config, moe_module, moe_manifest, ALIASES, MOE_GGUF),
 }

@@ -34,6 +34,7 @@ _ASSISTANT_KEYS = (
 # Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
 _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 _BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
+_LAYER_KEYS = "transformer_layer_config"  # the key of a "speculator" for its layers
 _MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
 _BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
 OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
@@ -158,47 +159,45 @@ def _architectures(raw: Mapping[str, object]) -> list[object]:
 
 
 def _eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
-    """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has.
-
-    The config of a "speculator" has the keys of its layer apart.
-    """
-    layer = raw.get("transformer_layer_config")
-    layer = layer if isinstance(layer, Mapping) else {}
-    kind = (layer or raw).get("model_type", "llama")
+    """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has."""
+    layer = raw.get(_LAYER_KEYS)
+    kind = (layer if isinstance(layer, Mapping) and layer else raw).get("model_type", "llama")
     if kind != "llama":
         raise UnsupportedModel(
             f"model_type={str(kind)[:80]!r} of an EAGLE-3 head is not implemented: it has to be llama."
         )
-    nested = raw.get("eagle_config")
-    nested = nested if isinstance(nested, Mapping) else {}
-    own = {name: value for name, value in {**nested, **raw}.items() if value is not None or name not in layer}
     names = {entry.name for header in headers for entry in header.entries}
     optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
     present = [key for key, name in optional.items() if name in names]
-    keys = {name: value for name, value in {**layer, **own}.items() if name not in _ADDED}
-    return {**keys, "model_type": "eagle3", "tensors": present, "absolute_ids": False}
+    return _head_keys(raw, "eagle_config") | {"model_type": "eagle3", "tensors": present, "absolute_ids": False}
 
 
 def _block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Return the keys of a DFlash head in one form: its own may be apart, as those of its layers in a "speculator" are.
-
-    Raise UnsupportedModel for a mask with an embedding of its own.
-    """
+    """Return the keys of a DFlash head in one form. Raise UnsupportedModel for a mask with an embedding of its own."""
     if (path / _MASK_FILE).exists():
         raise UnsupportedModel(
             f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
             "head whose mask is a token of the model."
         )
-    layer, own = (
-        value if isinstance(value, Mapping) else {}
-        for value in (raw.get("transformer_layer_config"), raw.get("dflash_config"))
-    )
-    given = {name: value for name, value in {**raw, **own}.items() if value is not None or name not in layer}
-    keys: dict[str, object] = {name: value for name, value in {**layer, **given}.items() if name not in _ADDED}
+    keys = _head_keys(raw, "dflash_config")
     inputs = keys.get("aux_hidden_state_layer_ids")
     if isinstance(inputs, list) and all(type(one) is int for one in inputs):
         keys.setdefault("target_layer_ids", [one - 1 for one in inputs])
     return {**keys, "model_type": "dflash"}
+
+
+def _head_keys(raw: Mapping[str, object], own: str) -> dict[str, object]:
+    """Return the keys of a head's config in one form: those of its layers may be apart, as in a "speculator", and so
+    may those that only such a head has, under the key `own`. A key without a value takes none away."""
+    keys: dict[str, object] = {}
+    for part in (raw.get(_LAYER_KEYS), raw, raw.get(own)):
+        if isinstance(part, Mapping):
+            keys |= {
+                name: value
+                for name, value in part.items()
+                if name not in _ADDED and (value is not None or name not in keys)
+            }
+    return keys
 
 
 def _head_name(name: str) -> str:

@@ -77,10 +77,16 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
         "model_type": model_type,
         "architectures": [family(model_type).architecture],
         **keys,
-        "vocab_size": model.integer("vocab_size", None) if embedding is None else embedding.shape[0],
+        "vocab_size": _vocab_size(model) if embedding is None else embedding.shape[0],
         "dtype": _dtype(embedding, tensors),
         **stop_tokens(header.metadata),
     }
+
+
+def _vocab_size(model: GgufModel) -> int:
+    """Return the size of the vocabulary of a file without an embedding, as those of heads may be."""
+    size = model.integer("vocab_size", None)
+    return len(model.metadata.texts("tokenizer.ggml.tokens")) if size is None else int(size)
 
 
 def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
