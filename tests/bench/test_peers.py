@@ -352,7 +352,7 @@ def test_engines_open_the_file_in_its_own_precision(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rekindle, "open_sync", open_sync)
     file = setting(file="m.gguf")
     load("with_rekindle").open(file)
-    options = SimpleNamespace(llama_server=None)
+    options = SimpleNamespace(llama_server=None, workloads=["W1", "W3"])
     load("with_rekindle").open(load("run").setting_of("rekindle_int8", file, Path("s"), options, None))
     load("with_rekindle").open(setting())
     assert [model for model, _ in opened] == ["m.gguf", "f", "f"]

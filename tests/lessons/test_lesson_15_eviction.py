@@ -27,14 +27,18 @@ def test_lesson_15_hot_prefixes_survive_and_cold_ones_go_in_order() -> None:
         assert hits(loop, hot) == 24, f"the hot prefix was evicted in turn {turn}"
 
 
+def pages_of(loop: Loop, prompt: str) -> int:
+    return loop.cache.probe(loop.cache.keys(make_request(prompt).prefix(8)))
+
+
 def test_lesson_15_the_order_of_eviction_is_the_order_of_use() -> None:
     loop = Loop(pages=8, page_size=8, max_requests=1)
     prompts = [letter * 17 for letter in "abcd"]
     for prompt in prompts:
         hits(loop, prompt)
-    cached = {prompt[0] for prompt in prompts if loop.cache.probe(loop.cache.keys(make_request(prompt).token_ids)) == 2}
+    cached = {prompt[0] for prompt in prompts if pages_of(loop, prompt) == 2}
     assert cached == {"b", "c", "d"}
     hits(loop, prompts[1])
     hits(loop, "e" * 17)
-    cached = {prompt[0] for prompt in prompts if loop.cache.probe(loop.cache.keys(make_request(prompt).token_ids)) == 2}
+    cached = {prompt[0] for prompt in prompts if pages_of(loop, prompt) == 2}
     assert cached == {"b", "d"}

@@ -271,6 +271,9 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/replies/call.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
     "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS")},
-    "toolkit/workshop/eagle.py": {"json.loads": US("what the model said", "a line")},
+    "toolkit/workshop/eagle.py": {
+        "ast.parse": US("the standard library", "a file"),
+        "json.loads": US("what the model said", "a line"),
+    },
     "toolkit/workshop/tiny_vision/train.py": {"json.loads": US("the embedded model's config", "a file")},
 }

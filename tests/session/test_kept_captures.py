@@ -17,6 +17,7 @@ from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.captured import CapturedPart
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 from rekindle._src.models.base import LoadedModel
 from rekindle.errors import ConfigError, InvalidRequest
@@ -290,8 +291,9 @@ def test_a_store_has_the_lines_that_were_put_into_it() -> None:
     """Random lines of random pages, against a plain dict."""
     rng = np.random.default_rng(0)
     store, known = KeptCaptures(1 << 20, 8, b"root"), {}  # type: ignore[var-annotated]
-    names, keys = store.names("salt", np.arange(50, dtype=np.int32)), ["norm", ("residual", 0), ("residual", 1)]
-    assert len(set(names)) == 6 and not {*names} & {*store.names(None, np.arange(50, dtype=np.int32))}
+    ids = np.arange(50, dtype=np.int32)
+    names, keys = store.names(Prefix(ids, PageNamespace("salt"))), ["norm", ("residual", 0), ("residual", 1)]
+    assert len(set(names)) == 6 and not {*names} & {*store.names(Prefix(ids))}
     for _ in range(200):
         chosen = np.flatnonzero(rng.random(48) < 0.1).astype(np.int32)
         some = [key for key in keys if rng.random() < 0.6]

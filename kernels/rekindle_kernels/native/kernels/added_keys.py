@@ -50,7 +50,7 @@ JOB = job_layout(
 )
 
 
-class Scratch(NamedTuple):
+class TileScratch(NamedTuple):
     """Addresses of what a tile keeps while it passes over the keys; P padded numbers of a row."""
 
     q: int  # [QUERIES, P]
@@ -64,14 +64,14 @@ class Scratch(NamedTuple):
 
 
 @inline
-def scratch_of(P: int) -> Scratch:
+def scratch_of(P: int) -> TileScratch:
     """Return memory for a tile, at `q`."""
     q = malloc((QUERIES * (2 * P + LANES + 1) + ROWS * KEYS + 3 * KEYS * P) * 4)
     out, sums = q + QUERIES * P * 4, q + 2 * QUERIES * P * 4
     tops = sums + QUERIES * LANES * 4
     scores = tops + QUERIES * 4
     rows = scores + ROWS * KEYS * 4
-    return Scratch(q, out, sums, tops, scores, rows, rows + KEYS * P * 4, rows + 2 * KEYS * P * 4)
+    return TileScratch(q, out, sums, tops, scores, rows, rows + KEYS * P * 4, rows + 2 * KEYS * P * 4)
 
 
 @inline
@@ -93,7 +93,7 @@ def clear_row(out: int, P: int) -> None:
 
 
 @jit
-def load_tile(job: Any, head: int, first: int, scratch: Scratch) -> None:
+def load_tile(job: Any, head: int, first: int, scratch: TileScratch) -> None:
     """Bring a tile of keys and values into scratch; those after the last are zeros."""
     D, P, N = job.head_dim, job.padded, job.keys
     for j in range(KEYS):
@@ -110,7 +110,7 @@ def load_tile(job: Any, head: int, first: int, scratch: Scratch) -> None:
 
 
 @jit
-def begin(job: Any, head: int, first: int, count: int, scratch: Scratch) -> None:
+def begin(job: Any, head: int, first: int, count: int, scratch: TileScratch) -> None:
     """Bring queries and their sums so far into scratch; rows that pad them see nothing."""
     D, P = job.head_dim, job.padded
     for m in range((count + ROWS - 1) // ROWS * ROWS):
@@ -128,7 +128,7 @@ def begin(job: Any, head: int, first: int, count: int, scratch: Scratch) -> None
 
 
 @jit
-def end(job: Any, head: int, first: int, count: int, scratch: Scratch) -> None:
+def end(job: Any, head: int, first: int, count: int, scratch: TileScratch) -> None:
     """Write the sums."""
     D, P = job.head_dim, job.padded
     for m in range(count):
@@ -166,7 +166,7 @@ def kernel() -> Kernel:
         return max(0, min(KEYS, min(i32(job.stops, m), job.keys) - key))
 
     @jit
-    def attend(job: Any, m: int, rows: int, key: int, scratch: Scratch, at: int) -> None:
+    def attend(job: Any, m: int, rows: int, key: int, scratch: TileScratch, at: int) -> None:
         """Add a tile of keys to the sums of four rows of scratch, the first `rows` of which are queries from m on."""
         P = job.padded
         seen = 0

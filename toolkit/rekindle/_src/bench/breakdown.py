@@ -226,7 +226,7 @@ KERNELS = {
     "matvec": "products", "gemm": "products", "int4": "products", "int4of16": "products", "int6groups": "products",
     "int8groups": "products", "codebook": "products", "codebookof16": "products", "adapter": "products",
     "adaptergate": "products",
-    "decode": "attention", "prefill": "attention", "write": "pages",
+    "decode": "attention", "prefill": "attention", "addkeys": "attention", "write": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
     "gate": "sampling",

@@ -91,7 +91,7 @@ def read_block_gguf(model: GgufModel) -> dict[str, Any]:
         | {
             "block_size": model.integer("block_size", 16),
             "causal": model.get("attention.causal"),
-            "mask_token_id": model.metadata.integer("tokenizer.ggml.mask_token_id"),
+            "mask_token_id": model.mask_token,
             "target_layer_ids": [layer - 1 for layer in model.listed("target_layers")],  # the file has their inputs
         }
         | ({} if window is None else {"sliding_window": window} | model.sliding_layers())

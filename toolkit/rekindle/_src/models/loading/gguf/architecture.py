@@ -50,6 +50,11 @@ class GgufModel(NamedTuple):
             raise self.unsupported(key, f"{len(values):,} numbers", f"for {layers} layers")
         return values[:layers]
 
+    @property
+    def mask_token(self) -> int:
+        """The token that stands for those of a block that are not known yet."""
+        return self.metadata.integer("tokenizer.ggml.mask_token_id")
+
     def listed(self, key: str) -> list[int]:
         """Return a list of a few integers, however many layers there are."""
         values = self.metadata.numbers(self._key(key))
