@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 MISTAKES = {
     "nothing to remove": (["cache", "rm"], "Write rekindle cache rm NAME"),
     "a name for another action": (["cache", "prune", "tiny"], "Write rekindle cache rm tiny"),
-    "an option like none": (["cache", "ls", "--helq", "x"], "there is no option --helq\n"),
+    "an option like none": (["cache", "ls", "--helq", "x"], "unknown option --helq\n"),
     "a command with a slip": (["generates", "x"], "Did you mean generate?"),
     "an option with a slip": (["generate", "x", "--temprature", "1"], "Did you mean --temperature?"),
     "a model with a slip": (["generate", "x", "--model", "tinny"], "Did you mean 'tiny'?"),
@@ -23,7 +23,7 @@ MISTAKES = {
     "a prompt without quotes": (["generate", "Once", "upon", "a"], "Put text with spaces in quotes"),
     "a prompt with a dash and no quotes": (["generate", "Once", "-", "upon"], "Put text with spaces in quotes"),
     "a prompt with a negative number": (["generate", "it", "was", "-5"], "Put text with spaces in quotes"),
-    "a short option that there is not": (["run-batch", "in.jsonl", "-o", "out.jsonl"], "there is no option -o"),
+    "an unknown short option": (["run-batch", "in.jsonl", "-o", "out.jsonl"], "unknown option -o"),
     "a model by itself": (["doctor", __file__], f"A model is passed as --model {__file__}"),
     "an empty prompt": (["generate", ""], "Write at least one character"),
     "a negative temperature": (["generate", "x", "--temperature", "-1"], "--temperature -1.0: must be at least 0"),

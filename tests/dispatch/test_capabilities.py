@@ -154,7 +154,7 @@ def test_the_first_that_is_wrong_is_told(place: int) -> None:
 
 
 def test_capabilities_that_change_pages_say_so_for_a_prompt_alone() -> None:
-    """What names cached pages, as `session.pin` does, has the namespace and the names of a request with its options."""
+    """`session.pin` and its like find the pages of a request with the same options: its namespace and token names."""
     changing = [one for one in capabilities_of().entries if changes_pages(type(one))]
     assert [type(one).__name__ for one in changing] == ["AdapterIntake", "PictureIntake", "TapIntake"]
     assert all(type(one).keying is not Capability.keying for one in changing)

@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         if option is None:
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
         # The second line of every mistake names --help.
-        return f"there is no option {option}{_nearest(option, set(self._option_string_actions) - {'-h', '--help'})}"
+        return f"unknown option {option}{_nearest(option, set(self._option_string_actions) - {'-h', '--help'})}"
 
     def _message(self, error: RekindleError) -> str:
         """Return an error as a line of text, with the option's name of the command line."""

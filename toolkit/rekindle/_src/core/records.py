@@ -223,7 +223,7 @@ class PageRun(NamedTuple):
 HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
 # Tokens by which the head's entries may lag. A step that catches up stores hidden states of its own rows, too, so this
 # is less than `HIDDEN_KEPT`.
-MOST_BEHIND = 48
+MOST_MISSING = 48
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class Row:
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
     drafting: bool = False  # a drafter waits for its result: the next step may have drafts
     following: int = -1  # the token after its last one, if it does not sample that
-    behind: int = 0  # tokens before its first one for which the model's own head has no entries yet
+    missing: int = 0  # entries of earlier tokens that the model's own head has not computed yet
 
 
 class PageMove(NamedTuple):
@@ -322,8 +322,10 @@ class StepPlan:
     @property
     def enters(self) -> bool:
         """True if the step computes the entries of the model's own head, for its tokens and for earlier ones that lack
-        them: it has prompts or drafts, or a row's entries lag by `MOST_BEHIND` tokens."""
-        return bool(self.prefill) or any(row.draft or row.drafting or row.behind >= MOST_BEHIND for row in self.decode)
+        them: it has prompts or drafts, or a row lacks entries of `MOST_MISSING` tokens."""
+        return bool(self.prefill) or any(
+            row.draft or row.drafting or row.missing >= MOST_MISSING for row in self.decode
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

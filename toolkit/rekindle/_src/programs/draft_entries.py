@@ -2,7 +2,7 @@
 
 Entries cost a small part of a layer. While no row drafts, a step of decode rows runs the same program as without a
 head, which stores what the head reads of each row's token but no entries. The next step that computes entries, at the
-latest after `MOST_BEHIND` tokens, adds the missing ones, all of a row at once, so that the head's matrices are read
+latest after `MOST_MISSING` tokens, adds the missing ones, all of a row at once, so that the head's matrices are read
 only once.
 
 Axes: N rows, T tokens, F what a head reads of a token.
@@ -33,7 +33,7 @@ Inputs = TypeVar("Inputs")
 class EntryInputs(NamedTuple):
     """The integers of each row."""
 
-    behind: Array  # [N]: tokens before it for which the head has no entries
+    missing: Array  # [N]: earlier tokens whose entries the head has not computed yet
 
 
 class EarlierTokens(NamedTuple):
@@ -61,11 +61,11 @@ class KeptEntries(Feature[Inputs, tuple[()]], abc.ABC):
         return plan.enters
 
     def write_row(self, row: Row, out: IntArray) -> None:
-        out[0] = min(row.behind, HIDDEN_KEPT)
+        out[0] = min(row.missing, HIDDEN_KEPT)
 
     @abc.abstractmethod
     def unpack(self, columns: Columns) -> Inputs:
-        """Return the inputs of rows, whose first one is `behind`, as in `EntryInputs`."""
+        """Return the inputs of each row. Its first column is `EntryInputs.missing`."""
 
     @abc.abstractmethod
     def entries(self, step: ChosenStep) -> Sequence[Entry]:
@@ -80,24 +80,24 @@ class KeptEntries(Feature[Inputs, tuple[()]], abc.ABC):
         return with_head_pages(kv, _written(pages, self.entries(step), step.inputs.page_ids, step.inputs.offsets))
 
     def _caught_up(self, step: ChosenStep, pages: HeadPages) -> HeadPages:
-        """Return the head's pages with the missing entries: of the `behind` [N] tokens before each decode row."""
-        inputs, hidden, behind, size = step.inputs, step.state.hidden, step.own.behind, pages[0].page_size
+        """Return the head's pages with the entries that the tokens before each decode row lack."""
+        inputs, hidden, missing, size = step.inputs, step.state.hidden, step.own.missing, pages[0].page_size
         assert hidden is not None, "a session whose model has a head keeps what it reads"
-        (waiting,) = jnp.nonzero(behind > 0, size=behind.shape[0], fill_value=0)
+        (waiting,) = jnp.nonzero(missing > 0, size=missing.shape[0], fill_value=0)
 
         def catch_up(number: Array, pages: HeadPages) -> HeadPages:
             row = waiting[number]
             slot, place = inputs.slots[row], lax.iota(jnp.int32, HIDDEN_KEPT)
-            missing = place < behind[row]
-            positions = jnp.where(missing, inputs.lengths[row] - 1 - behind[row] + place, 0)
+            lacks_entry = place < missing[row]
+            positions = jnp.where(lacks_entry, inputs.lengths[row] - 1 - missing[row] + place, 0)
             kept = positions % HIDDEN_KEPT
             lengths = jnp.maximum(inputs.prompt_lengths[inputs.last[row]], positions + 1)
             tokens = EarlierTokens(hidden[slot, kept], slot, kept, positions, lengths)
             entries = self.earlier_entries(step.model, step.state, tokens)
-            page_ids = jnp.where(missing, inputs.page_table[row, positions // size], 0)
-            return _written(pages, entries, page_ids, jnp.where(missing, positions % size, 0))
+            page_ids = jnp.where(lacks_entry, inputs.page_table[row, positions // size], 0)
+            return _written(pages, entries, page_ids, jnp.where(lacks_entry, positions % size, 0))
 
-        caught: HeadPages = lax.fori_loop(0, (behind > 0).astype(jnp.int32).sum(), catch_up, pages)
+        caught: HeadPages = lax.fori_loop(0, (missing > 0).astype(jnp.int32).sum(), catch_up, pages)
         return caught
 
 

@@ -45,7 +45,7 @@ from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, paged_a
 class DraftHeadInputs(NamedTuple):
     """The integers of each row."""
 
-    behind: Array  # [N]: as in `EntryInputs`
+    missing: Array  # [N]: as in `EntryInputs`
     following: Array  # [N]: the token after it in the prompt; NONE if there is none
 
 

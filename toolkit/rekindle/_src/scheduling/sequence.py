@@ -380,7 +380,7 @@ class Sequence:
             start < self.published * self.page_size,
             sides=sides,
             drafting=samples and self._asks,
-            behind=start - self.entered,
+            missing=start - self.entered,
             following=int(self._tokens[end]) if end < self.known and not samples else -1,
         )
         self.fresh = False

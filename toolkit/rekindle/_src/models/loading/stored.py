@@ -201,7 +201,7 @@ def _head_keys(raw: Mapping[str, object], own: str) -> dict[str, object]:
 
 
 def _head_name(name: str) -> str:
-    """Return the name of a tensor of a head of another checkpoint in one form, whoever wrote it."""
+    """Normalise the name of a draft head's tensor: trainers and converters name the same tensor differently."""
     name = name.removeprefix(OWN)
     if name.startswith("midlayer."):
         name = f"layers.0.{name.removeprefix('midlayer.')}"

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from rekindle._src.core.records import HIDDEN_KEPT, MOST_BEHIND, DraftTask, Row, StepPlan, StepResult
+from rekindle._src.core.records import HIDDEN_KEPT, MOST_MISSING, DraftTask, Row, StepPlan, StepResult
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
@@ -62,7 +62,7 @@ class Drafts:
         self._has_head = bool(limits.head) and bool(self._drafters)
         self._most = limits.prompt_lookup or _MOST
         if self._has_head:
-            self._most = min(self._most, HIDDEN_KEPT - MOST_BEHIND - 1)  # a step keeps the states of all its rows
+            self._most = min(self._most, HIDDEN_KEPT - MOST_MISSING - 1)  # a step keeps the states of all its rows
         self._costs = StepCosts()
         self._waits = -1  # the step whose plan waited for drafts
         self._alone = -1  # the step that was planned while no other ran
