@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
 import mmap
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import hypothesis  # it asks the garbage collector about objects that are frozen later, see below
 import pytest
@@ -41,6 +43,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("any machine")
 
 import jax  # noqa: E402  it reads the environment when it is imported
+from jax.experimental import serialize_executable  # noqa: E402
 
 import rekindle_kernels  # noqa: E402
 from rekindle_kernels import read_through  # noqa: E402
@@ -131,18 +134,33 @@ def resident() -> int:
 
 
 class CompiledPrograms:
-    """The programs that jax keeps for this process, 1.4 MB each, which are dropped once they have made it large.
+    """The programs that this process has compiled or loaded, 1.4 MB each, which are dropped once they made it large.
 
-    Few of them are called again by other modules' tests. Kept, they made each of two workers larger than 4 GB.
+    JAX keeps those that it compiled. Stored ones are kept here by their content, since most sessions of a module load
+    the same, which was a quarter of its time. Few are called again by other modules' tests: kept for long, they made
+    each of two workers larger than 4 GB.
     """
 
     ALLOWED = 600  # megabytes by which a process may grow before they are dropped
 
     def __init__(self) -> None:
         self._before = resident()
+        self._loaded: dict[Hashable, Any] = {}
+        self._load = serialize_executable.deserialize_and_load
+
+    def load(self, content: bytes, arguments: Any, results: Any, backend: Any, execution_devices: Sequence[Any]) -> Any:
+        """Load a serialised program for some devices, as `serialize_executable.deserialize_and_load` does."""
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        key = digest, arguments, results, backend, tuple(execution_devices)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(
+                content, arguments, results, backend=backend, execution_devices=execution_devices
+            )
+        return self._loaded[key]
 
     def drop_if_large(self) -> None:
         if resident() > self._before + self.ALLOWED:
+            self._loaded.clear()
             jax.clear_caches()
             gc.collect()
             with contextlib.suppress(OSError, AttributeError):  # other C libraries keep what is freed, or give it back
@@ -162,8 +180,11 @@ def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None
 
 
 @pytest.fixture(scope="session")
-def compiled_programs() -> CompiledPrograms:
-    return CompiledPrograms()
+def compiled_programs() -> Iterator[CompiledPrograms]:
+    programs = CompiledPrograms()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serialize_executable, "deserialize_and_load", programs.load)
+        yield programs
 
 
 @pytest.fixture(autouse=True, scope="module")

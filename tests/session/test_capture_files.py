@@ -298,7 +298,7 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
 
     monkeypatch.setattr(CaptureFiles, "begin", hanging)
     monkeypatch.setattr(captures, "PATIENCE", 0.3)
-    assert not writers()
+    eventually(lambda: not writers())  # one of the test before may still be ending
     errors = await refusals(session, tmp_path, 4 * MOST_UNATTENDED)
     assert errors.count(InvalidRequest) == MOST_UNATTENDED and Busy in errors
     assert writers() == MOST_UNATTENDED
