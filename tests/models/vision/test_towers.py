@@ -33,10 +33,9 @@ from rekindle._src.models.vision.steps import (
     StepSizes,
     TowerStep,
     chunks_of,
+    encode_in_steps,
     one_chunk,
-    run_steps,
     step_sizes,
-    tower_steps,
 )
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 from rekindle_kernels import traits
@@ -191,11 +190,11 @@ def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], steps: S
     pictures = [random_picture(config, *size, seed=at) for at, size in enumerate(sizes)]
     chunks = chunks_of(pack_images(pictures, config), steps.chunk)
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         program = programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
         return program(*step.arguments)
 
-    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, steps), run)
+    ours = encode_in_steps(encoder.tower, encoder.leaves, chunks, steps, run)
     tokens, levels = encoder(pictures)
     np.testing.assert_allclose(np.concatenate(ours.tokens)[: len(tokens)], tokens, atol=2e-5)
     for level, expected in zip(ours.levels, levels, strict=True):
@@ -227,12 +226,12 @@ def test_small_steps_with_sixteen_bit_matrices_come_close(fast: bool, monkeypatc
     exact, _ = SmallEncoder(config, state)(pictures)
     encoder, dtypes = SmallEncoder(config, state, "bfloat16"), set[str]()
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         dtypes.update(str(one.dtype) for one in step.arguments[1:3] if step.name == "attend" and hasattr(one, "dtype"))
         return jax.jit(step.function)(*step.arguments)
 
     chunks = chunks_of(pack_images(pictures, config), 16)
-    tokens = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, StepSizes(8, 16)), run).tokens
+    tokens = encode_in_steps(encoder.tower, encoder.leaves, chunks, StepSizes(8, 16), run).tokens
     rounded = np.concatenate(tokens)[: len(exact)]
     assert 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
     assert dtypes == {"bfloat16" if fast else "float32"}
@@ -243,11 +242,11 @@ def test_shapes_of_a_chunk_meet_every_program() -> None:
     tower, met = abstract_tower(config), dict[str, set[str]]()
     chunk = one_chunk(pack_images([random_picture(config, 2, 2)], config), 16)
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         met.setdefault(step.name, set()).add(str(jax.tree.map(jnp.shape, step.arguments)))
         return jax.eval_shape(step.function, *step.arguments)
 
-    result = run_steps(tower_steps(tower, tower.shapes, iter([chunk]), StepSizes(8, 16)), run)
+    result = encode_in_steps(tower, tower.shapes, iter([chunk]), StepSizes(8, 16), run)
     assert sorted(met) == STEPS and all(len(shapes) == 1 for shapes in met.values())
     assert (result.tokens[0].shape, result.levels[0][0].shape) == ((2, 24), (2, 24))
 

@@ -17,6 +17,7 @@ from rekindle.errors import InvalidRequest, MissingExtra
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from pandas import DataFrame
 
     from rekindle._src.core.pictures import PicturePatch, PictureRun
 
@@ -240,7 +241,7 @@ class Captured(Mapping[Any, Any]):
             Steer(layer, array, positions=positions, mode="replace", site=site) for site, layer, array in changes
         )
 
-    def to_pandas(self, key: object = None) -> Any:
+    def to_pandas(self, key: object = None) -> DataFrame:
         """Return one array as a DataFrame with a row for each position, or all of them side by side.
 
         The columns of all are sorted by site and layer and numbered within them; "norm" has layer -1.

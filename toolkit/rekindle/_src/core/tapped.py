@@ -279,7 +279,7 @@ def edit_of(steer: Steer, facts: TapFacts, prompt_length: int) -> Edit:
     layer = check_steer(steer, facts)
     vectors = np.zeros((1, facts.hidden_size), np.float32) if steer.vector is None else np.atleast_2d(steer.vector)
     runs, each = runs_of("steer", steer.positions, prompt_length), False
-    if steer.vector is not None and steer.vector.ndim == 2:
+    if steer.vector is not None and np.ndim(steer.vector) == 2:
         vectors, runs = _in_order(steer.positions, vectors, runs, prompt_length)
         each = len(vectors) > 1
     factors = (1.0, steer.scale, 0.0)
@@ -299,8 +299,8 @@ def check_steer(steer: Steer, facts: TapFacts) -> int:
     present = facts.sites.get(steer.site)
     if present is None or layer not in present:
         raise InvalidRequest("steer", steer.site, MISSING, "Change the residual stream")
-    if steer.vector is not None and steer.vector.shape[-1] != facts.hidden_size:
-        problem = f"has {steer.vector.shape[-1]} numbers, and the model's residual stream {facts.hidden_size}"
+    if steer.vector is not None and (size := np.shape(steer.vector)[-1]) != facts.hidden_size:
+        problem = f"has {size} numbers, and the model's residual stream {facts.hidden_size}"
         raise InvalidRequest("steer", steer.vector, problem, "Take a vector of this model")
     return layer
 

@@ -12,10 +12,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core import html
 from rekindle.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 Positions = int | Sequence[int] | slice | Literal["prompt", "output"] | None
 Layers = int | Sequence[int] | Literal["all"]
@@ -133,7 +136,7 @@ class Steer(html.Line):
     """
 
     layer: int
-    vector: Any = None
+    vector: ArrayLike | None = None  # of float32 once it is checked
     scale: float = 1.0
     positions: Positions = None
     mode: Mode = "add"
@@ -167,7 +170,8 @@ class Steer(html.Line):
         object.__setattr__(self, "vector", vector)
 
     def __repr__(self) -> str:
-        shape = "" if self.vector is None else f", vector of {'×'.join(map(str, self.vector.shape))}"
+        vector: Any = self.vector
+        shape = "" if vector is None else f", vector of {'×'.join(map(str, vector.shape))}"
         where = "" if self.positions is None else f", positions={self.positions!r}"
         where += "" if self.site == "residual" else f", site={self.site!r}"
         return f"Steer(layer={self.layer}{shape}, scale={self.scale:g}, mode={self.mode!r}{where})"
@@ -184,8 +188,9 @@ class Steer(html.Line):
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        vector = b"" if self.vector is None else self.vector.tobytes()
-        return self.layer, vector, self.scale, repr(self.positions), self.mode, self.site
+        vector: Any = self.vector
+        numbers = b"" if vector is None else vector.tobytes()
+        return self.layer, numbers, self.scale, repr(self.positions), self.mode, self.site
 
 
 SteerLike = Steer | str | Mapping[str, float]  # a name of the session's, or names and the factors of their scales
