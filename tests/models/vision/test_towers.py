@@ -21,10 +21,10 @@ from rekindle._src.models.vision.inputs import (
     PackedPictures,
     PatchBatch,
     PatchGrid,
-    PositionTaps,
-    bilinear_taps,
-    bucketed_taps,
-    fixed_taps,
+    PositionRows,
+    bilinear_rows,
+    bucketed_rows,
+    fixed_rows,
     patches_of,
     resized_weights,
 )
@@ -142,7 +142,7 @@ def test_positions_are_computed_for_a_batch_and_not_for_a_picture() -> None:
     """Interpolation weights took 16,384 numbers for each patch, which a small file could ask for."""
     config, asked = shallow(), list[int]()
 
-    def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionTaps:
+    def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionRows:
         asked.append(len(rows))
         return resized_weights(config, grid, rows, columns)
 
@@ -161,20 +161,22 @@ def test_a_picture_of_the_tables_size_reads_its_rows() -> None:
     grid, rows = PatchGrid(6, 6), np.repeat(np.arange(6, dtype=np.int32), 6)
     columns = np.tile(np.arange(6, dtype=np.int32), 6)
     every = np.arange(36)
-    assert (fixed_taps(config, grid, rows, columns).taps[:, 0] == every).all()
-    assert (bucketed_taps(config, grid, rows, columns).taps[:, 0] == every).all()
-    bilinear = bilinear_taps(config, grid, rows, columns)
-    assert (bilinear.taps[:, 0] == every).all()
+    assert (fixed_rows(config, grid, rows, columns).table_rows[:, 0] == every).all()
+    assert (bucketed_rows(config, grid, rows, columns).table_rows[:, 0] == every).all()
+    bilinear = bilinear_rows(config, grid, rows, columns)
+    assert (bilinear.table_rows[:, 0] == every).all()
     np.testing.assert_array_equal(bilinear.weights, np.eye(4, dtype=np.float32)[[0] * 36])
     np.testing.assert_allclose(resized_weights(config, grid, rows, columns).weights, np.eye(36), atol=1e-6)
     with pytest.raises(ValueError, match="takes pictures of 6 × 6 patches, not 2 × 8"):
-        fixed_taps(config, PatchGrid(2, 8), rows[:16], columns[:16])
+        fixed_rows(config, PatchGrid(2, 8), rows[:16], columns[:16])
 
 
 def test_one_patch_is_a_picture() -> None:
-    for rule in (bilinear_taps, bucketed_taps, resized_weights):
+    for rule in (bilinear_rows, bucketed_rows, resized_weights):
         position = rule(shallow(), PatchGrid(1, 1), np.zeros(1, np.int32), np.zeros(1, np.int32))
-        assert np.isclose(position.weights.sum(), 1) and (position.taps == 0).any() == bool(position.taps.size)
+        assert np.isclose(position.weights.sum(), 1) and (position.table_rows == 0).any() == bool(
+            position.table_rows.size
+        )
 
 
 def test_patches_are_cut_channel_by_channel() -> None:

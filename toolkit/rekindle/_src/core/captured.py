@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rekindle._src.core import html, style, svg
-from rekindle._src.core.taps import END, STEER_SITES, STEERED, Key, Steer, digest_of
+from rekindle._src.core.positions import END
+from rekindle._src.core.taps import STEER_SITES, STEERED, Steer, digest_of
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from rekindle._src.core.pictures import PicturePatch, PictureRun
+
+Key = tuple[str, int] | str  # a site and its layer; "norm" has none
 
 # Captures in files are a folder of safetensors for each request, a file for each site and layer.
 PICTURES = "pictures.json"  # and the places of its prompt's pictures, if it has any

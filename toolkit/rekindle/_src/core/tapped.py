@@ -14,22 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.captured import Backlog, Captured
+from rekindle._src.core.captured import Backlog, Captured, Key
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.taps import (
-    END,
-    LOGITS,
-    Capture,
-    Key,
-    Positions,
-    Run,
-    Steer,
-    SteerLike,
-    layer_of,
-    layers_of,
-    position_of,
-    runs_of,
-)
+from rekindle._src.core.positions import END, Positions, Run, layer_of, position_of, runs_of
+from rekindle._src.core.taps import LOGITS, Capture, Steer, SteerLike, layers_of
 from rekindle.errors import ConfigError, InvalidRequest
 
 STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them

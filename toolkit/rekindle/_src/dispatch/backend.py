@@ -313,6 +313,11 @@ class Front(NamedTuple):
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
     pictures: PicturesLike | None = None  # reads and encodes pictures; None: the model reads text alone
 
+    @property
+    def steering(self) -> tuple[str, ...]:
+        """The names of changes that requests may use."""
+        return () if self.taps is None else tuple(self.taps.steering)
+
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""
         return frozenset() if sampling.ignore_eos else frozenset(self.tokenizer.eos_ids)

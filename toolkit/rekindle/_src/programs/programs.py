@@ -75,7 +75,7 @@ from rekindle._src.programs.store import (
 )
 from rekindle._src.programs.taps import tap_features
 from rekindle._src.programs.target_drafts import TargetDrafts
-from rekindle._src.programs.user_functions import CustomTaps, LogitsProcessor, Tap, check_processors
+from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_processors
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     current_platform,
@@ -252,7 +252,6 @@ class Programs:
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
         adapters = adapter_features(graph, config, placement, ahead)
-        custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
         sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
         pictures: tuple[Pictures, ...] = ()
@@ -262,7 +261,7 @@ class Programs:
         more: tuple[Feature, ...] = (
             *adapters,
             *pictures,
-            *tap_features(model, config, *custom, shards=placement.data, ahead=ahead),
+            *tap_features(model, config, placement, taps, ahead),
             *sides,
         )
         if any(plan.spare for plan in self.sides):
