@@ -77,6 +77,11 @@ class TapFacts(NamedTuple):
     both_ways: Sequence[int] = ()  # layers in which the tokens of a picture see each other
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
 
+    @classmethod
+    def of_another_process(cls, names: Iterable[str]) -> TapFacts:
+        """Return the facts of a model in another process, which has changes of these names."""
+        return cls(0, 0, {}, steering=dict.fromkeys(names, ()), elsewhere=True)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RequestTaps(Extension):
