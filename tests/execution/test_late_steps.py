@@ -20,6 +20,8 @@ from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
+from rekindle._src.models.base import ALONE
+from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import RequestFailed
 
@@ -34,7 +36,8 @@ def rule(position: int, last: int) -> tuple[int, ...]:
 
 
 def over_the_store() -> Runner:
-    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), processors=[LEAST], store=STORE)
+    features = session_features(MODEL.config, MODEL.graph, tiny_config(), ALONE, processors=[LEAST])
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), features=features, store=STORE)
     return Runner(MODEL, tiny_config(), programs=programs)
 
 

@@ -19,9 +19,10 @@ from helpers.fakes import DictTier
 from rekindle._src.core.records import PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.base import ALONE, LoadedModel
 from rekindle._src.programs.kv_layout import payload_layout
 from rekindle._src.programs.packing import Constants, Upload
+from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError
@@ -36,7 +37,8 @@ NEXT = LogitsProcessor(
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    return Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), processors=(SEVENS, NEXT))
+    features = session_features(MODEL.config, MODEL.graph, tiny_config(), ALONE, processors=(SEVENS, NEXT))
+    return Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), features=features)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.base import LoadedModel, abstract_model, merge
+from rekindle._src.models.base import ALONE, LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
 from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepPart
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
+from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.recipes import LEAN, Recipes
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
@@ -53,8 +55,9 @@ KINDS = {
 }
 
 
-def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
-    programs = Programs(model.config, model.graph, model.leaves, tiny_config(), **changes)
+def programs_of(model: LoadedModel = MODEL, *, processors: Sequence[LogitsProcessor] = (), **changes: Any) -> Programs:
+    features = session_features(model.config, model.graph, tiny_config(), ALONE, processors=processors)
+    programs = Programs(model.config, model.graph, model.leaves, tiny_config(), features=features, **changes)
     programs.ledger.least = Form.PARTS  # not `settle_for`, after which programs are stored later
     return programs
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ import pytest
 from helpers.driving import TINY, tiny_config
 from helpers.fakes import DictStore
 from helpers.thorough import by_default
-from rekindle._src.models.base import abstract_model
+from rekindle._src.models.base import ALONE, abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
 from rekindle._src.programs.buckets import ADMIT, COPY, MEMORY, Bucket, Key, ProgramVariant
 from rekindle._src.programs.partitioning import WHOLE, Recipe
+from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.user_functions import LogitsProcessor
@@ -38,8 +40,9 @@ SMALL = Bucket(2, 0)
 FILLS = ["scatter", "scatter32"] if traits().single_rows else ["scatter"]
 
 
-def programs_of(**changes: Any) -> Programs:
-    return Programs(CONFIG, GRAPH, LEAVES, tiny_config(), **changes)
+def programs_of(*, processors: Sequence[LogitsProcessor] = (), **changes: Any) -> Programs:
+    features = session_features(CONFIG, GRAPH, tiny_config(), ALONE, processors=processors)
+    return Programs(CONFIG, GRAPH, LEAVES, tiny_config(), features=features, **changes)
 
 
 @pytest.fixture(scope="module")

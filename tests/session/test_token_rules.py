@@ -56,6 +56,7 @@ class Spelling:
     """A tokenizer that spells a word in another way after a space."""
 
     has_text, encodes_apart = True, False
+    bos_id: int | None = None
     vocab_size = VOCAB
     eos_ids = (256,)
 

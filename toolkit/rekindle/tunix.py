@@ -99,7 +99,7 @@ class RekindleRollout(BaseRollout):
         inside = (width - starts)[:, None] + np.arange(completions.shape[1])
         result = np.take_along_axis(every, inside, axis=1)
         if completion_mask is None:  # up to the first token that ends a sequence, which is part of it
-            ends = np.isin(completions, self._session.tokenizer.eos_ids)
+            ends = np.isin(completions, list(self._session.tokenizer.eos_ids))
             inside_mask: Any = np.cumsum(ends, axis=1) - ends == 0
         else:
             inside_mask = np.asarray(completion_mask) != 0

@@ -18,7 +18,7 @@ from rekindle._src.models.vision.weights import TowerTensors, checked, load_towe
 from rekindle.errors import CheckpointError
 
 
-def stored(name: str, state: dict[str, Any]) -> TowerTensors:
+def stored(name: str, state: dict[str, Any]) -> TowerTensors[Any]:
     return tower_tensors(config_of(name), state, "/models/some")
 
 

@@ -21,10 +21,10 @@ from rekindle._src.models.vision.inputs import (
     PackedPictures,
     PatchBatch,
     PatchGrid,
-    PositionTaps,
-    bilinear_taps,
-    bucketed_taps,
-    fixed_taps,
+    PositionRows,
+    bilinear_rows,
+    bucketed_rows,
+    fixed_rows,
     patches_of,
     resized_weights,
 )
@@ -33,10 +33,9 @@ from rekindle._src.models.vision.steps import (
     StepSizes,
     TowerStep,
     chunks_of,
+    encode_in_steps,
     one_chunk,
-    run_steps,
     step_sizes,
-    tower_steps,
 )
 from rekindle._src.models.vision.tower import abstract_tower, pack_images
 from rekindle_kernels import traits
@@ -143,7 +142,7 @@ def test_positions_are_computed_for_a_batch_and_not_for_a_picture() -> None:
     """Interpolation weights took 16,384 numbers for each patch, which a small file could ask for."""
     config, asked = shallow(), list[int]()
 
-    def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionTaps:
+    def positions(config: Any, grid: PatchGrid, rows: Any, columns: Any) -> PositionRows:
         asked.append(len(rows))
         return resized_weights(config, grid, rows, columns)
 
@@ -162,20 +161,22 @@ def test_a_picture_of_the_tables_size_reads_its_rows() -> None:
     grid, rows = PatchGrid(6, 6), np.repeat(np.arange(6, dtype=np.int32), 6)
     columns = np.tile(np.arange(6, dtype=np.int32), 6)
     every = np.arange(36)
-    assert (fixed_taps(config, grid, rows, columns).taps[:, 0] == every).all()
-    assert (bucketed_taps(config, grid, rows, columns).taps[:, 0] == every).all()
-    bilinear = bilinear_taps(config, grid, rows, columns)
-    assert (bilinear.taps[:, 0] == every).all()
+    assert (fixed_rows(config, grid, rows, columns).table_rows[:, 0] == every).all()
+    assert (bucketed_rows(config, grid, rows, columns).table_rows[:, 0] == every).all()
+    bilinear = bilinear_rows(config, grid, rows, columns)
+    assert (bilinear.table_rows[:, 0] == every).all()
     np.testing.assert_array_equal(bilinear.weights, np.eye(4, dtype=np.float32)[[0] * 36])
     np.testing.assert_allclose(resized_weights(config, grid, rows, columns).weights, np.eye(36), atol=1e-6)
     with pytest.raises(ValueError, match="takes pictures of 6 × 6 patches, not 2 × 8"):
-        fixed_taps(config, PatchGrid(2, 8), rows[:16], columns[:16])
+        fixed_rows(config, PatchGrid(2, 8), rows[:16], columns[:16])
 
 
 def test_one_patch_is_a_picture() -> None:
-    for rule in (bilinear_taps, bucketed_taps, resized_weights):
+    for rule in (bilinear_rows, bucketed_rows, resized_weights):
         position = rule(shallow(), PatchGrid(1, 1), np.zeros(1, np.int32), np.zeros(1, np.int32))
-        assert np.isclose(position.weights.sum(), 1) and (position.taps == 0).any() == bool(position.taps.size)
+        assert np.isclose(position.weights.sum(), 1) and (position.table_rows == 0).any() == bool(
+            position.table_rows.size
+        )
 
 
 def test_patches_are_cut_channel_by_channel() -> None:
@@ -191,11 +192,11 @@ def small_steps(config: VisionConfig, sizes: Sequence[tuple[int, int]], steps: S
     pictures = [random_picture(config, *size, seed=at) for at, size in enumerate(sizes)]
     chunks = chunks_of(pack_images(pictures, config), steps.chunk)
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         program = programs.setdefault(step.name, jax.jit(step.function, donate_argnums=step.donated))
         return program(*step.arguments)
 
-    ours = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, steps), run)
+    ours = encode_in_steps(encoder.tower, encoder.leaves, chunks, steps, run)
     tokens, levels = encoder(pictures)
     np.testing.assert_allclose(np.concatenate(ours.tokens)[: len(tokens)], tokens, atol=2e-5)
     for level, expected in zip(ours.levels, levels, strict=True):
@@ -227,12 +228,12 @@ def test_small_steps_with_sixteen_bit_matrices_come_close(fast: bool, monkeypatc
     exact, _ = SmallEncoder(config, state)(pictures)
     encoder, dtypes = SmallEncoder(config, state, "bfloat16"), set[str]()
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         dtypes.update(str(one.dtype) for one in step.arguments[1:3] if step.name == "attend" and hasattr(one, "dtype"))
         return jax.jit(step.function)(*step.arguments)
 
     chunks = chunks_of(pack_images(pictures, config), 16)
-    tokens = run_steps(tower_steps(encoder.tower, encoder.leaves, chunks, StepSizes(8, 16)), run).tokens
+    tokens = encode_in_steps(encoder.tower, encoder.leaves, chunks, StepSizes(8, 16), run).tokens
     rounded = np.concatenate(tokens)[: len(exact)]
     assert 0 < np.abs(exact - rounded).max() < 0.05 * np.abs(exact).max()
     assert dtypes == {"bfloat16" if fast else "float32"}
@@ -243,11 +244,11 @@ def test_shapes_of_a_chunk_meet_every_program() -> None:
     tower, met = abstract_tower(config), dict[str, set[str]]()
     chunk = one_chunk(pack_images([random_picture(config, 2, 2)], config), 16)
 
-    def run(step: TowerStep) -> Any:
+    def run(step: TowerStep[Any]) -> Any:
         met.setdefault(step.name, set()).add(str(jax.tree.map(jnp.shape, step.arguments)))
         return jax.eval_shape(step.function, *step.arguments)
 
-    result = run_steps(tower_steps(tower, tower.shapes, iter([chunk]), StepSizes(8, 16)), run)
+    result = encode_in_steps(tower, tower.shapes, iter([chunk]), StepSizes(8, 16), run)
     assert sorted(met) == STEPS and all(len(shapes) == 1 for shapes in met.values())
     assert (result.tokens[0].shape, result.levels[0][0].shape) == ((2, 24), (2, 24))
 

@@ -229,7 +229,7 @@ def _value(part: Mapping[str, Any]) -> Any:
     return None
 
 
-def _reader(front: Front, value: Any) -> PicturesLike[Any]:
+def _reader(front: Front, value: Any) -> PicturesLike:
     if front.pictures is None:
         problem = f"can't be read: {front.model or 'the model'} reads text alone"
         raise InvalidRequest("images", value, problem, "Open a model that reads pictures")

@@ -9,7 +9,7 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.threads import fresh
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -73,7 +76,7 @@ class RowAnswers(list[RowAnswer]):
         """The errors by the number of their row."""
         return {answer.row: answer.error for answer in self if answer.error is not None}
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> DataFrame:
         """Return a DataFrame of the rows' own columns, followed by those of the answers.
 
         These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if the request has a

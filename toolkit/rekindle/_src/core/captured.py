@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rekindle._src.core import html, style, svg
-from rekindle._src.core.taps import END, STEER_SITES, STEERED, Key, Steer, digest_of
+from rekindle._src.core.positions import END
+from rekindle._src.core.taps import STEER_SITES, STEERED, Steer, digest_of
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from pandas import DataFrame
 
     from rekindle._src.core.pictures import PicturePatch, PictureRun
+
+Key = tuple[str, int] | str  # a site and its layer; "norm" has none
 
 # Captures in files are a folder of safetensors for each request, a file for each site and layer.
 PICTURES = "pictures.json"  # and the places of its prompt's pictures, if it has any
@@ -240,7 +244,7 @@ class Captured(Mapping[Any, Any]):
             Steer(layer, array, positions=positions, mode="replace", site=site) for site, layer, array in changes
         )
 
-    def to_pandas(self, key: object = None) -> Any:
+    def to_pandas(self, key: object = None) -> DataFrame:
         """Return one array as a DataFrame with a row for each position, or all of them side by side.
 
         The columns of all are sorted by site and layer and numbered within them; "norm" has layer -1.

@@ -73,11 +73,11 @@ class ToolCall(html.Record):
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
-    def answer(self, content: object) -> dict[str, Any]:
+    def answer(self, content: object) -> dict[str, str]:
         """Return the message with the tool's result for the model: a str as it is, anything else as JSON."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": as_text(content)}
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """Return the call as an assistant's message holds it."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}

@@ -14,22 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.captured import Backlog, Captured
+from rekindle._src.core.captured import Backlog, Captured, Key
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.taps import (
-    END,
-    LOGITS,
-    Capture,
-    Key,
-    Positions,
-    Run,
-    Steer,
-    SteerLike,
-    layer_of,
-    layers_of,
-    position_of,
-    runs_of,
-)
+from rekindle._src.core.positions import END, Positions, Run, layer_of, position_of, runs_of
+from rekindle._src.core.taps import LOGITS, Capture, Steer, SteerLike, layers_of
 from rekindle.errors import ConfigError, InvalidRequest
 
 STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them
@@ -88,6 +76,11 @@ class TapFacts(NamedTuple):
     keeps: str = ""  # why captures can't be kept
     both_ways: Sequence[int] = ()  # layers in which the tokens of a picture see each other
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
+
+    @classmethod
+    def of_another_process(cls, names: Iterable[str]) -> TapFacts:
+        """Return the facts of a model in another process, which has changes of these names."""
+        return cls(0, 0, {}, steering=dict.fromkeys(names, ()), elsewhere=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -279,7 +272,7 @@ def edit_of(steer: Steer, facts: TapFacts, prompt_length: int) -> Edit:
     layer = check_steer(steer, facts)
     vectors = np.zeros((1, facts.hidden_size), np.float32) if steer.vector is None else np.atleast_2d(steer.vector)
     runs, each = runs_of("steer", steer.positions, prompt_length), False
-    if steer.vector is not None and steer.vector.ndim == 2:
+    if steer.vector is not None and np.ndim(steer.vector) == 2:
         vectors, runs = _in_order(steer.positions, vectors, runs, prompt_length)
         each = len(vectors) > 1
     factors = (1.0, steer.scale, 0.0)
@@ -299,8 +292,8 @@ def check_steer(steer: Steer, facts: TapFacts) -> int:
     present = facts.sites.get(steer.site)
     if present is None or layer not in present:
         raise InvalidRequest("steer", steer.site, MISSING, "Change the residual stream")
-    if steer.vector is not None and steer.vector.shape[-1] != facts.hidden_size:
-        problem = f"has {steer.vector.shape[-1]} numbers, and the model's residual stream {facts.hidden_size}"
+    if steer.vector is not None and (size := np.shape(steer.vector)[-1]) != facts.hidden_size:
+        problem = f"has {size} numbers, and the model's residual stream {facts.hidden_size}"
         raise InvalidRequest("steer", steer.vector, problem, "Take a vector of this model")
     return layer
 

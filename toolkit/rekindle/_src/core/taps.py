@@ -10,18 +10,18 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core import html
+from rekindle._src.core.positions import Positions, layer_of, runs_of
 from rekindle.errors import InvalidRequest
 
-Positions = int | Sequence[int] | slice | Literal["prompt", "output"] | None
-Layers = int | Sequence[int] | Literal["all"]
-Key = tuple[str, int] | str  # a site and its layer; "norm" has none
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 Mode = Literal["add", "replace", "project_out", "scale"]
-Run = tuple[int, int]  # positions, half-open
 SteerSite = Literal["residual", "residual_before", "attention", "mlp"]
 
 # Where a layer is read, in the order of the layer. "norm" is the final norm, after all layers.
@@ -29,7 +29,6 @@ SITES = ("residual_before", "q", "k", "v", "attention", "experts", "gates", "mlp
 LOGITS = "logits"
 MODES: tuple[Mode, ...] = ("add", "replace", "project_out", "scale")
 STEER_SITES: tuple[SteerSite, ...] = ("residual", "residual_before", "attention", "mlp")
-END = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,18 +105,6 @@ def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
     return tuple(layer_of("capture", layer, count) for layer in numbers)
 
 
-def layer_of(name: str, layer: object, count: int | None) -> int:
-    """Return a layer's number, counted from 0."""
-    number: Any = layer
-    try:
-        number = number.__index__()
-    except AttributeError:
-        raise InvalidRequest(name, layer, "is not a layer's number", "Pass an int") from None
-    if count is not None and not -count <= number < count:
-        raise InvalidRequest(name, layer, f"is not among the model's {count} layers", f"Use 0 to {count - 1}")
-    return int(number % count) if count is not None else int(number)
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Steer(html.Line):
     """A change of the residual stream at one layer, or of the output of its attention or MLP.
@@ -133,7 +120,7 @@ class Steer(html.Line):
     """
 
     layer: int
-    vector: Any = None
+    vector: ArrayLike | None = None  # of float32 once it is checked
     scale: float = 1.0
     positions: Positions = None
     mode: Mode = "add"
@@ -167,7 +154,8 @@ class Steer(html.Line):
         object.__setattr__(self, "vector", vector)
 
     def __repr__(self) -> str:
-        shape = "" if self.vector is None else f", vector of {'×'.join(map(str, self.vector.shape))}"
+        vector: Any = self.vector
+        shape = "" if vector is None else f", vector of {'×'.join(map(str, vector.shape))}"
         where = "" if self.positions is None else f", positions={self.positions!r}"
         where += "" if self.site == "residual" else f", site={self.site!r}"
         return f"Steer(layer={self.layer}{shape}, scale={self.scale:g}, mode={self.mode!r}{where})"
@@ -184,55 +172,13 @@ class Steer(html.Line):
 
     @property
     def _identity(self) -> tuple[Any, ...]:
-        vector = b"" if self.vector is None else self.vector.tobytes()
-        return self.layer, vector, self.scale, repr(self.positions), self.mode, self.site
+        vector: Any = self.vector
+        numbers = b"" if vector is None else vector.tobytes()
+        return self.layer, numbers, self.scale, repr(self.positions), self.mode, self.site
 
 
 SteerLike = Steer | str | Mapping[str, float]  # a name of the session's, or names and the factors of their scales
 STEERED = f"{', '.join(map(repr, STEER_SITES[:-1]))} or {STEER_SITES[-1]!r}"
-
-
-def position_of(name: str, position: Any, prompt_length: int | None) -> int:
-    try:
-        number = int(position.__index__())
-    except AttributeError:
-        problem = "is no position"
-        raise InvalidRequest(name, position, problem, "Pass ints, a slice, 'prompt' or 'output'") from None
-    if prompt_length is None or number >= 0:
-        return number
-    if number < -prompt_length:
-        problem = f"is before the prompt, which has {prompt_length} tokens"
-        raise InvalidRequest(name, number, problem, f"Use {-prompt_length} or more")
-    return number + prompt_length
-
-
-def runs_of(name: str, positions: Positions, prompt_length: int | None) -> tuple[Run, ...]:
-    """Return positions as runs, in their order. Without a prompt they are only checked for their form."""
-    length = 1 if prompt_length is None else prompt_length
-    match positions:
-        case None:
-            return ((0, END),)
-        case "prompt":
-            return ((0, length),)
-        case "output":
-            return ((length, END),)
-        case slice():
-            if positions.step not in (None, 1):
-                raise InvalidRequest(name, positions, "has a step", "Pass the positions as numbers")
-            start = 0 if positions.start is None else position_of(name, positions.start, prompt_length)
-            stop = END if positions.stop is None else position_of(name, positions.stop, prompt_length)
-            return ((start, stop),) if start < stop else ()
-    numbers = [positions] if hasattr(positions, "__index__") else positions
-    if isinstance(numbers, str | bytes | Mapping) or not isinstance(numbers, Iterable):
-        fix = "Pass ints, a slice, 'prompt' or 'output'"
-        raise InvalidRequest(name, positions, "are no positions", fix)
-    runs: list[Run] = []
-    for number in sorted({position_of(name, position, prompt_length) for position in numbers}):
-        if runs and runs[-1][1] == number:
-            runs[-1] = runs[-1][0], number + 1
-        else:
-            runs.append((number, number + 1))
-    return tuple(runs)
 
 
 def digest_of(arrays: Iterable[Any]) -> str:

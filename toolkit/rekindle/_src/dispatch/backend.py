@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 T = TypeVar("T")
-P = TypeVar("P", bound=PictureLike)
 
 
 class Submission(NamedTuple):
@@ -183,7 +182,7 @@ class AdaptersLike(Protocol):
         ...
 
 
-class PicturesLike(Protocol[P]):
+class PicturesLike(Protocol):
     """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
 
     @property
@@ -201,27 +200,27 @@ class PicturesLike(Protocol[P]):
         """The id of the tokens that rows of pictures take the place of."""
         ...
 
-    def read(self, values: Sequence[object], field: str = "images") -> tuple[P, ...]:
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
         """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
         ...
 
-    def spelled(self, text: str, pictures: Sequence[P]) -> str:
+    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
         """Return a text with one token for each run of rows, from one with a marker for each picture."""
         ...
 
-    def counts(self, picture: P) -> Sequence[int]:
+    def counts(self, picture: PictureLike) -> Sequence[int]:
         """Return the lengths of the runs of rows of a picture."""
         ...
 
-    def identify(self, picture: P) -> None:
+    def identify(self, picture: PictureLike) -> None:
         """Decode a picture, so that its digest is known."""
         ...
 
-    def known(self, picture: P) -> bool:
+    def known(self, picture: PictureLike) -> bool:
         """True if the rows of a picture are here."""
         ...
 
-    async def encoded(self, picture: P, wanted: Callable[[], bool]) -> EncodedRows:
+    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool]) -> EncodedRows:
         """Return the rows of a picture. Raise `RequestAborted` once it is not `wanted`."""
         ...
 
@@ -230,7 +229,7 @@ class PicturesLike(Protocol[P]):
         ...
 
     def use(
-        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[P]
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]
     ) -> tuple[IntArray | None, int]:
         """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
         ...
@@ -312,7 +311,12 @@ class Front(NamedTuple):
     grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
     taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
-    pictures: PicturesLike[Any] | None = None  # reads and encodes pictures; None: the model reads text alone
+    pictures: PicturesLike | None = None  # reads and encodes pictures; None: the model reads text alone
+
+    @property
+    def steering(self) -> tuple[str, ...]:
+        """The names of changes that requests may use."""
+        return () if self.taps is None else tuple(self.taps.steering)
 
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""

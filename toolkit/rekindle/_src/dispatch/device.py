@@ -29,7 +29,7 @@ class Device:
     weights: str = ""  # their format, in words
     mesh: MeshReport | None = None  # the devices that share the model; None for one
     has_weights: bool = False  # `swap`, and `model` is one
-    is_merged: bool = False  # an adapter was added to its weights, and is added to those of each swap, too
+    is_merged: bool = False  # something was added to its weights, and is added to those of each swap, too
     is_alone: bool = False  # no other process shares the model: it can sleep, and set pages aside
 
     @property
@@ -72,7 +72,7 @@ class Device:
         """Have `lost` called, from any thread, when a process that shares the model is gone."""
 
     def drop_altered(self, digest: str) -> None:
-        """Drop the cached pages that depend on a digest, such as an adapter's. Called on the host's loop."""
+        """Drop the cached pages that depend on a digest (`Extension.altered`). Called on the host's loop."""
 
     def close(self) -> None:
         """Free what the runner does not own; called last of all."""

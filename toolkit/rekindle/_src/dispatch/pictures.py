@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from rekindle._src.dispatch.backend import Front, PicturesLike, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong
-
-P = TypeVar("P", bound=PictureLike)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +115,7 @@ def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, speci
 
 
 def placed(
-    token_ids: IntArray, shown: Sequence[P], rows: Sequence[EncodedRows], pictures: PicturesLike[P]
+    token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[EncodedRows], pictures: PicturesLike
 ) -> PictureUse:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
     spans, parts, done = list[PictureSpan](), list[Any](), [0] * len(shown)
@@ -131,7 +129,9 @@ def placed(
     return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins, grids)
 
 
-def _spans(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P]) -> Iterator[tuple[PictureSpan, int]]:
+def _spans(
+    token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike
+) -> Iterator[tuple[PictureSpan, int]]:
     """Yield the places of pictures in a prompt, each with the index of its picture, which may have several."""
     places = np.flatnonzero(token_ids == pictures.token)
     counts = [pictures.counts(picture) for picture in shown]
@@ -147,7 +147,7 @@ def _spans(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P]) -
             first += length
 
 
-def _expanded(token_ids: IntArray, shown: Sequence[P], pictures: PicturesLike[P]) -> IntArray:
+def _expanded(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike) -> IntArray:
     repeats = np.ones(len(token_ids), np.int64)
     places = np.flatnonzero(token_ids == pictures.token)
     lengths = [length for picture in shown for length in pictures.counts(picture)]

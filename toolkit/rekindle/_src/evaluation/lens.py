@@ -17,9 +17,10 @@ from rekindle._src.core.captured import Captured
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
 from rekindle._src.core.names import checked_path
+from rekindle._src.core.positions import Positions
 from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.core.taps import Capture, Positions
+from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import Completion
 from rekindle._src.evaluation.scoring import ScoreTable
-from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class HarnessSession(Protocol):
     @property
     def config(self) -> EngineConfig: ...
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> TokenizerLike: ...
     @property
     def model(self) -> str: ...
     @property

@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_char
 from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.dispatch.threads import OneShot
 from rekindle.errors import InvalidRequest, MissingExtra
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 T = TypeVar("T")
 Images = Any  # of a prompt: a picture or a list of them; of several prompts, an entry for each
@@ -119,7 +122,7 @@ class ScoreTable(list[Scores]):
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(ScoreTable, prompts=self._prompts, index=self._index), (list(self),)
 
-    def to_pandas(self, by: Measure = "logprob") -> Any:
+    def to_pandas(self, by: Measure = "logprob") -> DataFrame:
         """Return a DataFrame with a row for each prompt; the index is that of the prompts' own column.
 
         Its columns are prompt, choice and place (the best choice's text, and its place from 0), its score by the

@@ -37,7 +37,6 @@ from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.sampling import NOT_FINITE
 from rekindle._src.programs.store import CompiledProgram
-from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, RekindleError, SessionClosed
 
@@ -60,14 +59,13 @@ class Runner:
         host_tier: PayloadStore | None = None,
         side_tiers: Sequence[PayloadStore | None] = (),
         programs: Programs | None = None,
-        processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
         recorder: CallRecorder | None = None,
         drafter: DraftWeights | None = None,
     ) -> None:
         """Make pages and state. `drafter` is the model or the head that drafts, which its owner closes."""
         if programs is None:
-            programs = Programs(model.config, model.graph, model.leaves, config, processors=processors)
+            programs = Programs(model.config, model.graph, model.leaves, config)
         self.programs, self.config, self.host_tier = programs, config, host_tier
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)

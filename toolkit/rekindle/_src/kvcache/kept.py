@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.captured import CapturedPart
+from rekindle._src.core.captured import CapturedPart, Key
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.tapped import RequestTaps
-from rekindle._src.core.taps import Key
 from rekindle._src.kvcache.digest import page_digest
 
 

@@ -56,7 +56,7 @@ class RecurrentSpec:
     """The state of one layer: a convolution's last inputs, and matrices."""
 
     channels: int  # of the convolution
-    taps: int
+    kernel: int  # inputs that it reads
     key_heads: int = 0  # 0: the layer is a convolution alone
     heads: int = 0  # of values; consecutive ones share a head of keys
     key_size: int = 0
@@ -67,7 +67,7 @@ class RecurrentSpec:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of a sequence's state, in float32."""
-        tail = (self.taps - 1, self.channels)
+        tail = (self.kernel - 1, self.channels)
         return (tail, (self.heads, self.key_size, self.value_size)) if self.heads else (tail,)
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 
 from rekindle._src.core.extensions import UNIT, AdapterUse, units_for
 from rekindle._src.core.names import checked_name
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter, combined
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.open_request import OpenRequest
 from rekindle.errors import ConfigError, InvalidRequest
 
 _SUMS = 16  # sums of adapters that are kept
@@ -37,13 +38,15 @@ class AdapterShelf:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, plan: Blueprint, request: OpenRequest, *, adapted: bool) -> AdapterShelf:
+    def open(
+        cls, plan: Blueprint, sources: Mapping[str, object], show: Callable[[str], None], *, adapted: bool
+    ) -> AdapterShelf:
         """Return the adapters that a session is opened with; none can be loaded unless its rows are `adapted`."""
         config, dtype = plan.config, plan.graph.precision.weights
         refused = "" if adapted else "the model has several data shards, or several processes share it"
         shelf = cls(plan.model, config.max_adapters, config.max_adapter_rank, dtype=dtype, refused=refused)
-        for name, source in request.adapters.items():
-            request.show(f"adapter {name}")
+        for name, source in sources.items():
+            show(f"adapter {name}")
             shelf.put(shelf.read(name, source))
         return shelf
 
@@ -65,9 +68,9 @@ class AdapterShelf:
         adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))
         return self._fitting(adapter, name)
 
-    def merge(self, source: object) -> Adapter:
-        """Read an adapter that is added to the weights, of any rank."""
-        return read_adapter(source, "merged", self._model)
+    def merging(self, source: object) -> Callable[[LoadedModel], LoadedModel]:
+        """Read an adapter of any rank. Return the change that adds it to a model's weights."""
+        return partial(merged, adapter=read_adapter(source, "merged", self._model))
 
     def put(self, adapter: Adapter) -> Adapter | None:
         """Enter an adapter under its name. Return the one that had it, if it is another."""

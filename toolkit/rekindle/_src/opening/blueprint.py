@@ -8,14 +8,13 @@ processes read the same value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.tapped import TapFacts, check_named
+from rekindle._src.core.tapped import TapFacts
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.base import Graph, Placement
@@ -30,8 +29,7 @@ from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.draft_model import page_bytes
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
-from rekindle._src.programs.taps import tap_facts, variants_of
-from rekindle._src.programs.user_functions import check_places
+from rekindle._src.programs.taps import session_facts, variants_of
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -189,7 +187,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         programs,
         precompile,
         _caches(config, programs),
-        _taps(request, graph.config, config),
+        session_facts(graph.config, config, request.taps, request.steering),
         pictures,
         drafter,
     )
@@ -210,13 +208,3 @@ def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...
     if drafter is not None and not drafter.assists:  # below the device there are none: it computes them again
         kinds.append(CachePlan("drafts", config.device_pages, page_bytes(drafter.graph, config), 0, 0))
     return pages, *kinds
-
-
-def _taps(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
-    """Return what can be tapped; None if nothing. Raise ConfigError for taps that do not fit the model."""
-    facts = tap_facts(model, processes=config.processes)
-    custom: Mapping[str, str] = check_places(request.taps, facts)
-    check_named(request.steering, facts)
-    keeps = "" if config.prefix_cache else "prefix_cache is off"
-    keeps = keeps or ("" if config.capture_memory else "capture_memory is 0")
-    return facts and facts._replace(custom=custom, steering=request.steering, keeps=keeps)

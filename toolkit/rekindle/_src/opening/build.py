@@ -11,7 +11,7 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ def build(request: OpenRequest) -> Front:
         check_snapshot(request.config)  # before anything is loaded
         source = source_of(request)
         plan = peers.agreed(blueprint(request, source), source, others.agreement)
-        programs = owners.enter_context(closing(SessionPrograms.open(plan, request)))
+        programs = owners.enter_context(closing(SessionPrograms.open(plan, request.shown, request.contexts)))
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
         read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
@@ -66,12 +66,12 @@ def build(request: OpenRequest) -> Front:
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
-        adapters = AdapterShelf.open(plan, request, adapted=programs.all.takes(AdapterUse))
+        adapters = AdapterShelf.open(plan, request.adapters, request.show, adapted=programs.all.takes(AdapterUse))
         if request.merge is not None:
             request.show("merging an adapter")
-            weights.merge(adapters.merge(request.merge))
+            weights.change(adapters.merging(request.merge))
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
-        drafter = _drafter(small, plan, programs, cache, request, owners)
+        drafter = _drafter(small, plan, programs, cache, request.show, owners)
         runner = Runner(
             weights.model,
             programs.all.config,
@@ -106,7 +106,7 @@ def _drafter(
     plan: Blueprint,
     programs: SessionPrograms,
     cache: SessionCache,
-    request: OpenRequest,
+    show: Callable[[str], None],
     owners: contextlib.ExitStack,
 ) -> DraftWeights | None:
     """Return the small model or the assistant that drafts, with its weights, or the model's own head; None without."""
@@ -115,7 +115,7 @@ def _drafter(
     drafts = plan.drafter
     if small is None or drafts is None:
         return None
-    request.show("weights of the model that drafts")
+    show("weights of the model that drafts")
 
     def leaves() -> Sequence[Array]:
         return small.load(drafts.placement).leaves

@@ -52,7 +52,7 @@ class ModelDevice(Device):
         self._runner, self._others, self._sleepers = runner, others, sleepers
         self.owners = contextlib.ExitStack()  # closes them, in reverse of the order in which they were opened
         self.weights: str = weights_in_words(weights.model, plan)
-        self.is_merged: bool = weights.merged
+        self.is_merged: bool = weights.changed
         self.is_alone: bool = others.agreement is None
         config, placement = plan.config, plan.placement
         assert config.page_size is not None, "resolved"

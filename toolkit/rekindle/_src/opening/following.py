@@ -17,7 +17,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.opening.blueprint import Blueprint, blueprint
 from rekindle._src.opening.build import attach_caches
-from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.open_request import OpeningProgress, OpenRequest
 from rekindle._src.opening.peers import agreed
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.source import ModelSource, source_of
@@ -56,7 +56,7 @@ def follow(
         say(f"process {place.process} of {place.processes} follows {coordinator}")
         with contextlib.ExitStack() as owners:
             plan, source = _agreed_plan(channel, session, coordinator, model, cache_dir)
-            programs = SessionPrograms.open(plan, OpenRequest(plan.name, plan.config))
+            programs = SessionPrograms.open(plan, OpeningProgress(plan.name), contextlib.nullcontext)
             owners.callback(programs.close)
             weights = Weights.open(plan, source)
             del source  # no headers are needed once the weights are here

@@ -17,7 +17,7 @@ from rekindle._src.images.registry import processor_of_files, processor_of_mmpro
 from rekindle._src.models.loading.checkpoint import CheckpointPlan
 from rekindle._src.models.loading.fingerprint import folder_fingerprint
 from rekindle._src.models.loading.stored import MAX_CONFIG
-from rekindle._src.models.loading.tensor_files import read_json
+from rekindle._src.models.loading.tensor_files import TensorEntry, read_json
 from rekindle._src.models.vision.config import VisionConfig
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.registry import vision_config
@@ -34,7 +34,7 @@ class PicturesPlan(NamedTuple):
 
     processor: PictureProcessor
     tower: AbstractTower
-    tensors: TowerTensors  # where its weights are
+    tensors: TowerTensors[TensorEntry]  # where its weights are
     identity: bytes  # a digest of all that rows of a picture depend on but its pixels
 
     @property
@@ -72,7 +72,9 @@ def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan 
     return _plan(source, processor_of_files(preprocessor, processor, others.config), tensors, "")
 
 
-def _plan(source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensors, encoder: str) -> PicturesPlan:
+def _plan(
+    source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensors[TensorEntry], encoder: str
+) -> PicturesPlan:
     """Return the plan of a reader and an encoder; `encoder` names the file that has it, if it is another one."""
     problem = misfit(reader, tensors.config)
     if problem is not None:

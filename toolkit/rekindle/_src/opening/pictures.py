@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
+from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.threads import OneShot
@@ -274,7 +274,7 @@ class SessionPictures:
         values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
 
-    def spelled(self, text: str, pictures: Sequence[GivenPicture]) -> str:
+    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
         """Return a text with one token for each run of rows, from one with a marker for each picture."""
         parts = text.split(self._processor.marker)
         if len(parts) != len(pictures) + 1:
@@ -283,33 +283,35 @@ class SessionPictures:
             raise InvalidRequest("images", f"{len(pictures)} pictures", problem, fix)
         whole = [parts[0]]
         for part, picture in zip(parts[1:], pictures, strict=True):
-            expansion = self._processor.expansion(picture.plan)
+            expansion = self._processor.expansion(_given(picture).plan)
             whole += [one.token if isinstance(one, TokenRun) and self._stands(one) else _text(one) for one in expansion]
             whole.append(part)
         return "".join(whole)
 
-    def counts(self, picture: GivenPicture) -> list[int]:
+    def counts(self, picture: PictureLike) -> list[int]:
         """Return the lengths of the runs of rows of a picture."""
-        expansion = self._processor.expansion(picture.plan)
+        expansion = self._processor.expansion(_given(picture).plan)
         return [one.times for one in expansion if isinstance(one, TokenRun) and self._stands(one)]
 
-    def identify(self, picture: GivenPicture) -> None:
+    def identify(self, picture: PictureLike) -> None:
         """Decode a picture, so that its digest is known."""
-        if not picture.identified:
-            picture.decode(self._identity)
+        given = _given(picture)
+        if not given.identified:
+            given.decode(self._identity)
 
-    def known(self, picture: GivenPicture) -> bool:
+    def known(self, picture: PictureLike) -> bool:
         """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
-        return picture.identified and self._kept.at_hand(picture.digest) is not None
+        return _given(picture).identified and self._kept.at_hand(picture.digest) is not None
 
-    async def encoded(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
+    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool]) -> EncodedRows:
         """Return the rows of a picture, and where they came from. Raise `RequestAborted` once it is not `wanted`."""
-        if picture.identified:
-            kept = self._kept.at_hand(picture.digest)
+        given = _given(picture)
+        if given.identified:
+            kept = self._kept.at_hand(given.digest)
             if kept is not None:
                 return kept
         reply, left = OneShot[EncodedRows](), threading.Event()
-        self._worker.submit(reply.run, lambda: self._rows(picture, lambda: wanted() and not left.is_set()))
+        self._worker.submit(reply.run, lambda: self._rows(given, lambda: wanted() and not left.is_set()))
         with self._counting:
             self._waiting += 1
         try:
@@ -340,12 +342,12 @@ class SessionPictures:
         return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
-        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[GivenPicture]
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]
     ) -> tuple[IntArray | None, int]:
         """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
         if not self._merge:
             return None, 0
-        views = [view for picture in pictures for view in picture.plan.views]
+        views = [view for picture in pictures for view in _given(picture).plan.views]
         return coordinates_of(len(token_ids), runs, [(view.rows, view.columns) for view in views], self._merge)
 
     def close(self) -> None:
@@ -355,6 +357,11 @@ class SessionPictures:
 
     def _stands(self, run: TokenRun) -> bool:
         return run.token == self._processor.image_token
+
+
+def _given(picture: PictureLike) -> GivenPicture:
+    assert isinstance(picture, GivenPicture), "`SessionPictures.read` has read it"
+    return picture
 
 
 def _cancelled() -> RequestAborted:

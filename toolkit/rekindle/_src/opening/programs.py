@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rekindle._src.core.memory import given_back
 from rekindle._src.dispatch.threads import Contexts
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.open_request import OpeningProgress
 from rekindle._src.programs.buckets import Key
 from rekindle._src.programs.demand import Demand, StepPrograms
 from rekindle._src.programs.programs import Programs
@@ -30,9 +30,9 @@ class SessionPrograms:
         self._demand: Demand | None = None
 
     @classmethod
-    def open(cls, plan: Blueprint, request: OpenRequest) -> SessionPrograms:
+    def open(cls, plan: Blueprint, shown: OpeningProgress, contexts: Contexts) -> SessionPrograms:
         """Begin to load or compile programs. They need shapes alone, so that weights are read meanwhile."""
-        programs, shown = Programs.open(plan.programs), request.shown
+        programs = Programs.open(plan.programs)
         if not programs.traced_processors:
             check_results(plan.programs.processors, plan.model.vocab_size)
         warming = Warming(
@@ -40,10 +40,10 @@ class SessionPrograms:
             plan.precompile,
             restoring=plan.config.restore is not None,
             progress=shown.warmed if plan.precompile == "all" else None,  # otherwise opening does not wait for them
-            contexts=given_back(request.contexts),  # memory that reading stored programs took
+            contexts=given_back(contexts),  # memory that reading stored programs took
         )
         shown.compiling = lambda: warming.describe_kernels() or programs.describe_compiling()
-        return cls(programs, warming, request.contexts, background=plan.precompile == "background")
+        return cls(programs, warming, contexts, background=plan.precompile == "background")
 
     def wait_for_kernels(self, show: Callable[[str], None]) -> None:
         """Wait until native kernels are ready, for minutes at most: no step runs before."""

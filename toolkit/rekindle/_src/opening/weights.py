@@ -9,7 +9,7 @@ import dataclasses
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ import numpy as np
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.models.adapters.adapted import merged
-from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
 from rekindle._src.models.loading.load_progress import Report
@@ -81,7 +79,7 @@ def replace_weights(
         if path in running and running[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
     }
     config = weights.config if isinstance(weights, LoadedModel) else None
-    of_head = model.fingerprint.partition(HEAD_MARK)[2].partition("+")[0]  # without the digest of a merged adapter
+    of_head = model.fingerprint.partition(HEAD_MARK)[2].partition("+")[0]  # without the digest of a change
     if of_head:
         leaves |= {path: leaf for path, leaf in (head or heads_arrays(model)).items() if path not in leaves}
         config = None if config is None else dataclasses.replace(config, draft_head=model.config.draft_head)
@@ -147,7 +145,7 @@ class Weights:
         """`config` is resolved. Without `owned` the arrays are the caller's."""
         self.model, self._config, self._owned, self._others = model, config, owned, others or OtherProcesses()
         self._from_folder = owned  # they can be read again
-        self._adapter: Adapter | None = None  # added to all weights
+        self._change: Callable[[LoadedModel], LoadedModel] | None = None  # made to all weights
         self._arrays: deque[tuple[dict[str, weakref.ref[Any]], str]] = deque(maxlen=8)  # of callers, and fingerprints
         self._asleep: list[Any] | None = None  # while the session sleeps, the weights in host memory, or None for each
 
@@ -169,17 +167,17 @@ class Weights:
         return cls(model, plan.config, owned=not source.lends(model), others=others)
 
     @property
-    def merged(self) -> bool:
-        """True if an adapter is added to all weights."""
-        return self._adapter is not None
+    def changed(self) -> bool:
+        """True if they are not the weights as they were read or passed."""
+        return self._change is not None
 
     @property
     def asleep(self) -> bool:
         return self._asleep is not None
 
-    def merge(self, adapter: Adapter) -> None:
-        """Add an adapter to the weights, and to all that replace them."""
-        self.model, self._adapter = merged(self.model, adapter), adapter
+    def change(self, change: Callable[[LoadedModel], LoadedModel]) -> None:
+        """Change the weights, and all that replace them."""
+        self.model, self._change = change(self.model), change
 
     def replacement(self, weights: Any) -> LoadedModel:
         """Return the weights on this process's devices, once all other processes have them on theirs."""
@@ -258,11 +256,11 @@ class Weights:
             delete(self.model)
 
     def _replacement(self, weights: Any) -> LoadedModel:
-        """Return the model with other weights, to which the session's merged adapter is added, too."""
+        """Return the model with other weights, changed as those before."""
         model = replacement(self.model, weights, self._config, self._head)
         if not isinstance(weights, LoadedModel | str | Path):
             model = dataclasses.replace(model, fingerprint=self._fingerprint(weights, model.fingerprint))
-        return model if self._adapter is None else merged(model, self._adapter)
+        return model if self._change is None else self._change(model)
 
     @property
     def _head(self) -> dict[str, Any] | None:

@@ -9,18 +9,20 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
-from rekindle._src.models.vision.steps import TowerStep, chunks_of, one_chunk, run_steps, step_sizes, tower_steps
+from rekindle._src.models.vision.steps import TowerStep, chunks_of, encode_in_steps, one_chunk, step_sizes
 from rekindle._src.models.vision.tower import AbstractTower, TowerGraph, pack_images
-from rekindle._src.programs.store import Executables
+from rekindle._src.programs.store import CompiledProgram, Executables
 from rekindle.errors import StoreError
 from rekindle_kernels import current_platform, traits
+
+R = TypeVar("R")
 
 # Additions and multiplications of a step, and its most patches. On a CPU a twentieth of a second of one core, in which
 # other programs wait for its cores; elsewhere a few milliseconds, so that starting a step costs little. Products of a
@@ -47,7 +49,7 @@ class EncodingPrograms:
     def __init__(self, tower: AbstractTower, store: Executables) -> None:
         self._tower, self._store = tower, store
         self._sizes = step_sizes(tower.graph, *_bounds(tower.graph))
-        self._compiled: dict[str, Any] = {}
+        self._compiled: dict[str, CompiledProgram] = {}
         self._lock = threading.Lock()
         self.compilations = 0
 
@@ -60,13 +62,14 @@ class EncodingPrograms:
         """
         config, packed = self._tower.graph.config, pack_images(images, self._tower.graph.config)
 
-        def run(step: TowerStep) -> Any:
+        def run(step: TowerStep[R]) -> R:
             if not wanted():
                 raise Cancellation
-            return jax.block_until_ready(self._program(step)(*step.arguments))
+            result: R = jax.block_until_ready(self._program(step)(*step.arguments))
+            return result
 
         chunks = chunks_of(packed, self._sizes.chunk)
-        parts = run_steps(tower_steps(self._tower, leaves, chunks, self._sizes), run)
+        parts = encode_in_steps(self._tower, leaves, chunks, self._sizes, run)
         # Chunks and parts have whole tokens, and only the last of a picture's parts has padding.
         count = packed.patches // config.patches_of_token
         return np.stack([np.concatenate(level)[:count] for level in (parts.tokens, *parts.levels)])
@@ -77,16 +80,17 @@ class EncodingPrograms:
         numbers = np.broadcast_to(np.float32(0), (grid.patches, config.patch_length))
         chunk = one_chunk(pack_images([ImagePatches(numbers, grid)], config), self._sizes.chunk)
 
-        def shaped(step: TowerStep) -> Any:
+        def shaped(step: TowerStep[R]) -> R:
             if stopped():
                 raise Cancellation
             self._program(step)
-            return jax.eval_shape(step.function, *step.arguments)
+            shapes: R = jax.eval_shape(step.function, *step.arguments)
+            return shapes
 
         with contextlib.suppress(Cancellation):
-            run_steps(tower_steps(self._tower, self._tower.shapes, iter([chunk]), self._sizes), shaped)
+            encode_in_steps(self._tower, self._tower.shapes, iter([chunk]), self._sizes, shaped)
 
-    def _program(self, step: TowerStep) -> Any:
+    def _program(self, step: TowerStep[Any]) -> CompiledProgram:
         """Return a program: one that was made before, the stored one, or one that is compiled now and stored."""
         compiled = self._compiled.get(step.name)
         if compiled is not None:
@@ -97,7 +101,7 @@ class EncodingPrograms:
                 compiled = self._compiled[step.name] = self._made(step)
         return compiled
 
-    def _made(self, step: TowerStep) -> Any:
+    def _made(self, step: TowerStep[Any]) -> CompiledProgram:
         name = f"pictures {step.name} {self._sizes.rows} of {self._sizes.chunk}"
         with contextlib.suppress(StoreError):
             stored = self._store.load(name)

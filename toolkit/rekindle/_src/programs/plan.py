@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 
@@ -10,10 +11,17 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
+from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
+from rekindle._src.programs.draft_block import BlockEntries
+from rekindle._src.programs.draft_head import DraftChains, HeadEntries
 from rekindle._src.programs.draft_model import DraftShapes
+from rekindle._src.programs.feature import Feature
+from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
-from rekindle._src.programs.user_functions import LogitsProcessor, Tap
+from rekindle._src.programs.taps import tap_features
+from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_processors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +38,14 @@ class ProgramPlan:
     ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
     drafter: DraftShapes | None = None  # the small model or assistant that drafts, if there is one
+
+    @property
+    def features(self) -> Features:
+        """The features of its steps."""
+        return session_features(
+            self.model, self.graph, self.config, self.placement,
+            processors=self.processors, taps=self.taps, ahead=self.ahead,
+        )  # fmt: skip
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:
@@ -59,3 +75,30 @@ class ProgramPlan:
             **({} if self.drafter is None else {"drafter": self.drafter.facts()}),
             **self.placement.key(),
         }
+
+
+def session_features(
+    model: ModelConfig,
+    graph: Graph,
+    config: EngineConfig,
+    placement: Placement,
+    *,
+    processors: Sequence[LogitsProcessor] = (),
+    taps: Sequence[Tap] = (),
+    ahead: ProgramVariant = PLAIN_VARIANT,
+) -> Features:
+    """Return the features of steps of this model with these options of a session."""
+    sides = side_caches(model, config, placement)
+    more: list[Feature] = [*adapter_features(graph, config, placement, ahead)]
+    if model.pictures is not None:
+        early = ProgramVariant.PICTURES in ahead
+        more.append(Pictures(model, config, graph.precision.stream, placement.data, ahead=early))
+    more += tap_features(model, config, placement, taps, ahead)
+    more += [plan.feature(number) for number, plan in enumerate(sides)]
+    if any(plan.spare for plan in sides):
+        more.append(DraftChains())
+    if config.drafts == "mtp":
+        head = model.draft_head
+        more.append(HeadEntries() if head is None or head.block is None else BlockEntries(head.num_layers))
+    deterministic = graph.precision.deterministic
+    return features_of(check_processors(processors), model.vocab_size, *more, deterministic=deterministic)

@@ -30,7 +30,6 @@ from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import (
     ADMIT,
@@ -49,16 +48,15 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_block import BlockEntries, BlockRecipes
-from rekindle._src.programs.draft_head import DraftChains, HeadEntries, HeadRecipes
+from rekindle._src.programs.draft_block import BlockRecipes
+from rekindle._src.programs.draft_head import HeadRecipes
 from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
-from rekindle._src.programs.feature import GREEDY, Feature
-from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.feature import GREEDY
+from rekindle._src.programs.features import Features
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
-from rekindle._src.programs.pictures import Pictures
-from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.programs.plan import ProgramPlan, session_features
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.side_caches import side_caches
@@ -73,9 +71,7 @@ from rekindle._src.programs.store import (
     ProgramStore,
     watching_hits,
 )
-from rekindle._src.programs.taps import tap_features
 from rekindle._src.programs.target_drafts import TargetDrafts
-from rekindle._src.programs.user_functions import CustomTaps, LogitsProcessor, Tap, check_processors
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     current_platform,
@@ -234,52 +230,28 @@ class Programs:
         leaves: Sequence[object],
         config: EngineConfig,
         *,
-        processors: Sequence[LogitsProcessor] = (),
-        taps: Sequence[Tap] = (),
         features: Features | None = None,
-        ahead: ProgramVariant = buckets.PLAIN_VARIANT,
         store: Executables | None = None,
         placement: Placement = ALONE,
         drafter: DraftShapes | None = None,
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `ahead` are variants whose programs are made ahead although most sessions make them as needed; `drafter` is the
-        small model that drafts.
+        `features` are those of a session without options of its caller by default; `drafter` is the small model that
+        drafts.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
-        self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = adapter_features(graph, config, placement, ahead)
-        custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.sides = side_caches(model, config, placement)
-        sides = [plan.feature(number) for number, plan in enumerate(self.sides)]
-        pictures: tuple[Pictures, ...] = ()
-        if model.pictures is not None:
-            early = ProgramVariant.PICTURES in ahead
-            pictures = (Pictures(model, config, graph.precision.stream, placement.data, ahead=early),)
-        more: tuple[Feature, ...] = (
-            *adapters,
-            *pictures,
-            *tap_features(model, config, *custom, shards=placement.data, ahead=ahead),
-            *sides,
-        )
-        if any(plan.spare for plan in self.sides):
-            more = (*more, DraftChains())
-        head = model.draft_head
-        block = head if head is not None and head.block is not None else None
-        if config.drafts == "mtp":
-            more = (*more, HeadEntries() if block is None else BlockEntries(block.num_layers))
-        self.features = features or features_of(
-            self.processors, model.vocab_size, *more, deterministic=graph.precision.deterministic
-        )
+        self.features = features or session_features(model, graph, config, placement)
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
         self.drafting: DraftRecipes | TargetDrafts | None = None
         if config.drafts == "mtp":
-            self.drafting = (HeadRecipes if block is None else BlockRecipes)(config, self._recipes)
+            in_blocks = model.draft_head is not None and model.draft_head.block is not None
+            self.drafting = (BlockRecipes if in_blocks else HeadRecipes)(config, self._recipes)
         elif drafter is not None and drafter.assists:
             self.drafting = AssistantRecipes(config, self._recipes, drafter)
         elif drafter is not None:
@@ -311,8 +283,8 @@ class Programs:
         kept = ExecutableStore(plan.config.cache_folder / "programs")
         name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
         return cls(
-            plan.model, plan.graph, plan.leaves, plan.config, processors=plan.processors, taps=plan.taps,
-            ahead=plan.ahead, store=ProgramStore(kept, name, plan.key, devices), placement=plan.placement,
+            plan.model, plan.graph, plan.leaves, plan.config, features=plan.features,
+            store=ProgramStore(kept, name, plan.key, devices), placement=plan.placement,
             drafter=plan.drafter,
         )  # fmt: skip
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.captured import CapturedPart
+from rekindle._src.core.captured import CapturedPart, Key
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Row, StepPlan
 from rekindle._src.core.report_kinds import CAPTURED
@@ -34,17 +34,19 @@ from rekindle._src.core.tapped import (
     Edit,
     RequestTaps,
     TapFacts,
+    check_named,
     place_of,
     places_of,
 )
-from rekindle._src.core.taps import LOGITS, Key, Steer
-from rekindle._src.models.base import Model
+from rekindle._src.core.taps import LOGITS, Steer
+from rekindle._src.models.base import Model, Placement
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.hooks import STREAM_SITES, keeping
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, Hooks, RowReports, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
+from rekindle._src.programs.user_functions import CustomTaps, Tap, check_places
 
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
@@ -333,11 +335,12 @@ def _edits_inside(row: Row) -> bool:
 
 
 def tap_features(
-    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1, ahead: ProgramVariant = PLAIN_VARIANT
+    model: ModelConfig, config: EngineConfig, placement: Placement, taps: Sequence[Tap], ahead: ProgramVariant
 ) -> tuple[Feature, ...]:
-    """Return the features of taps, changes before captures, which see what was changed; `custom` are between them."""
-    steering = Steering(model, config, shards, ahead=ProgramVariant.STEERING in ahead)
+    """Return the features of taps: changes come before captures, which see what was changed."""
+    steering = Steering(model, config, placement.data, ahead=ProgramVariant.STEERING in ahead)
     inner = InnerSteering(steering, ahead=ProgramVariant.INNER_STEERING in ahead)
+    custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
     return steering, inner, *custom, Captures(), InnerCaptures(model)
 
 
@@ -350,8 +353,23 @@ def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:
     return variants
 
 
+def session_facts(
+    model: ModelConfig, config: EngineConfig, taps: Sequence[Tap], steering: Mapping[str, tuple[Steer, ...]]
+) -> TapFacts | None:
+    """Return what can be tapped in a session, and the taps and changes that have a name there; None if nothing.
+
+    Raise ConfigError for those that do not fit the model.
+    """
+    facts = tap_facts(model, processes=config.processes)
+    custom = check_places(taps, facts)
+    check_named(steering, facts)
+    keeps = "" if config.prefix_cache else "prefix_cache is off"
+    keeps = keeps or ("" if config.capture_memory else "capture_memory is 0")
+    return facts and facts._replace(custom=custom, steering=steering, keeps=keeps)
+
+
 def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:
-    """Return what can be tapped in a session; None if nothing."""
+    """Return what can be tapped in a model; None if nothing."""
     if processes > 1:
         return None
     layers = tuple(range(model.num_layers))

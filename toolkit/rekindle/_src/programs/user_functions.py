@@ -26,9 +26,10 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core import html
+from rekindle._src.core.positions import Layers, layer_of
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.core.tapped import MISSING, RequestTaps, TapFacts, place_of
-from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
+from rekindle._src.core.taps import STEER_SITES, SteerSite, layers_of
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.draft_rows import histories
 from rekindle._src.programs.feature import (

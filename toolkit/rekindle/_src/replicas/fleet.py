@@ -246,7 +246,7 @@ class FleetOpening(Call[Fleet]):
             chat=info.chat,
             model=self._model,
             processors=info.processors,
-            taps=TapFacts(0, 0, {}, steering=dict.fromkeys(info.steering, ()), elsewhere=True),
+            taps=TapFacts.of_another_process(info.steering),
             characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
             longest=info.longest,
             embedder=info.embedder,

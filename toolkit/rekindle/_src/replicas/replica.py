@@ -261,7 +261,7 @@ def _info_of(client: Client) -> ReplicaInfo:
         chat_sampling=front.chat_sampling,
         think_ids=front.think_ids,
         processors=front.processors,
-        steering=() if front.taps is None else tuple(front.taps.steering),
+        steering=front.steering,
         places=client.host.limiter.places,
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.embedding import EmbeddingMethods
 from rekindle._src.calls.rows import RowMapping
+from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -32,7 +33,7 @@ class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
     _servers: list[Server]
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> TokenizerLike:
         """The model's tokenizer: `encode(text)` and `decode(ids)`."""
         return self._front.tokenizer
 

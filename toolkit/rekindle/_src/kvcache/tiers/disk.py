@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, order_of_use, remove, set_aside
-from rekindle._src.core.taps import Key
+from rekindle._src.core.captured import Key
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import CAPTURES, Identity, verify
 from rekindle._src.kvcache.persist.segment import (

@@ -55,7 +55,7 @@ def state_of(keys: ConfigKeys, inner: int | None = None) -> RecurrentSpec:
     groups, size = keys.size("mamba_n_groups", 1), keys.size("mamba_d_state", 256)
     return RecurrentSpec(
         channels=inner + 2 * groups * size,
-        taps=keys.size("mamba_d_conv", 4),
+        kernel=keys.size("mamba_d_conv", 4),
         key_heads=groups,
         heads=heads,
         key_size=size,
@@ -123,7 +123,7 @@ def rewritten_state(config: ModelConfig, layer: int, name: str) -> TensorRewrite
         return None
     heads = (spec.heads,)
     return {
-        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps)),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.kernel)),
         "norm.weight": TensorRewrite((spec.heads * spec.value_size,)),
         "A_log": TensorRewrite(heads, logarithm=True),
         "D": TensorRewrite(heads),

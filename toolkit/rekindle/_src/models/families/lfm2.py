@@ -45,7 +45,7 @@ def config3(keys: ConfigKeys) -> ModelConfig:
     keys.only("use_attention_gate", True)
     keys.raw.setdefault("rope_parameters", ROPES)
     hidden, layers, head_dim = keys.size("hidden_size"), keys.size("num_hidden_layers"), keys.size("head_dim")
-    state = RecurrentSpec(channels=hidden, taps=keys.size("conv_L_cache", 7))
+    state = RecurrentSpec(channels=hidden, kernel=keys.size("conv_L_cache", 7))
     default = [
         "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer > 0 else "conv"
         for layer in range(layers)
@@ -70,7 +70,7 @@ def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that do not depend on the MLPs."""
     keys.only("conv_bias", False)
     hidden, layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
-    state = RecurrentSpec(channels=hidden, taps=keys.size("conv_L_cache", 3))
+    state = RecurrentSpec(channels=hidden, kernel=keys.size("conv_L_cache", 3))
     attends = frozenset(keys.get("full_attn_idxs", range(layers)))
     default = ["full_attention" if layer in attends else "conv" for layer in range(layers)]
     return {
@@ -172,7 +172,7 @@ def mixer_keys(model: GgufModel) -> dict[str, Any]:
 
 def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | None:
     spec = config.states[layer]
-    return TensorRewrite((spec.channels, 1, spec.taps)) if spec is not None and name == "conv.conv.weight" else None
+    return TensorRewrite((spec.channels, 1, spec.kernel)) if spec is not None and name == "conv.conv.weight" else None
 
 
 GGUF = GgufForm(

@@ -75,7 +75,7 @@ def _state(keys: ConfigKeys) -> RecurrentSpec:
     groups, numbers = keys.size("n_groups", 8), keys.size("ssm_state_size", 128)
     return RecurrentSpec(
         channels=count * size + 2 * groups * numbers,
-        taps=keys.size("conv_kernel", 4),
+        kernel=keys.size("conv_kernel", 4),
         key_heads=groups,
         heads=count,
         key_size=numbers,

@@ -45,7 +45,7 @@ def recurrent(keys: ConfigKeys) -> tuple[RecurrentSpec | None, ...]:
     key_size, value_size = keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128)
     state = RecurrentSpec(
         channels=2 * key_heads * key_size + heads * value_size,
-        taps=keys.size("linear_conv_kernel_dim", 4),
+        kernel=keys.size("linear_conv_kernel_dim", 4),
         key_heads=key_heads,
         heads=heads,
         key_size=key_size,
@@ -181,7 +181,7 @@ def rewritten(config: ModelConfig, layer: int, name: str) -> TensorRewrite | Non
         "in_proj_z.weight": TensorRewrite(rows=values),
         "in_proj_a.weight": TensorRewrite(rows=each),
         "in_proj_b.weight": TensorRewrite(rows=each),
-        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.taps), rows=mixed),
+        "conv1d.weight": TensorRewrite((spec.channels, 1, spec.kernel), rows=mixed),
         "A_log": TensorRewrite((heads,), rows=each, logarithm=True),
         "dt_bias": TensorRewrite((heads,), rows=each),
         "out_proj.weight": TensorRewrite(columns=values),

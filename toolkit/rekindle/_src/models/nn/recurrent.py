@@ -49,7 +49,7 @@ class RecurrentLayer(nnx.Module):
         spec, E = _state(config, layer), config.hidden_size
         self.convolved = convolved
         self.inputs = Linear(inputs, E, precision)
-        self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
+        self.convolution = parameter((spec.channels, 1, spec.kernel), jnp.float32)
         self.out = Linear(E, outputs, precision, partial=True)
 
     def __call__(
@@ -67,9 +67,9 @@ class RecurrentLayer(nnx.Module):
 
     def compute(self, projected: Array, states: States, batch: RaggedBatch) -> tuple[Array, States]:
         """Return the results of the convolution, and the states after it."""
-        taps = self.convolution[...].reshape(self.convolution.shape[0], -1)  # checkpoints store an axis more
+        kernel = self.convolution[...].reshape(self.convolution.shape[0], -1)  # checkpoints store an axis more
         bias = None if self.convolution_bias is None else self.convolution_bias[...]
-        y, tail = causal_convolution(projected, taps, bias, states[0], batch, options=self.convolved)
+        y, tail = causal_convolution(projected, kernel, bias, states[0], batch, options=self.convolved)
         return y, (tail,)
 
     def finish(self, y: Array, projected: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.vision.config import VisionConfig, VisionKeys
-from rekindle._src.models.vision.inputs import PatchGrid, PositionTaps
+from rekindle._src.models.vision.inputs import PatchGrid, PositionRows
 from rekindle.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:  # towers annotate what they read, and import no readers
     GgufModel = Any
 
-Positions = Callable[[VisionConfig, PatchGrid, Any, Any], PositionTaps]
+Positions = Callable[[VisionConfig, PatchGrid, Any, Any], PositionRows]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

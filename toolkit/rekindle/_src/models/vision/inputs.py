@@ -37,14 +37,14 @@ class PatchBatch(NamedTuple):
     columns: Any  # int32 [N]
     starts: Any  # int32 [N]: the first patch of its picture; 0 in padding
     stops: Any  # int32 [N]: the patch after the last of its picture; 0 in padding
-    taps: Any  # int32 [N, K]: rows of the table of positions; [N, 0] where all rows have a weight
+    table_rows: Any  # int32 [N, K]: rows of the table of positions; [N, 0] where all rows have a weight
     weights: Any  # float32 [N, K]: their weights, or those of all rows
 
 
-class PositionTaps(NamedTuple):
+class PositionRows(NamedTuple):
     """The rows of a table of positions that each patch of a picture reads, and their weights."""
 
-    taps: NDArray[np.int32]
+    table_rows: NDArray[np.int32]
     weights: NDArray[np.float32]
 
 
@@ -87,7 +87,7 @@ class PackedPictures:
     """Pictures one after the other, of which batches of any size are cut; only then their patches are computed."""
 
     def __init__(self, images: Sequence[ImagePatches], config: VisionConfig, positions: Any, *, blocks: bool) -> None:
-        """`positions(config, grid, rows, columns)` returns the `PositionTaps` of a picture.
+        """`positions(config, grid, rows, columns)` returns the `PositionRows` of a picture.
 
         With `blocks`, patches come token by token. Raise ValueError for pictures whose sides are not whole tokens.
         """
@@ -106,7 +106,7 @@ class PackedPictures:
             order = members(row, column, grid, config.merge).reshape(-1)
             self._orders.append(order)
             places_of_each.append((row[order], column[order]))
-            self._none: PositionTaps = positions(config, grid, row[:0], column[:0])  # checks the size of the picture
+            self._none: PositionRows = positions(config, grid, row[:0], column[:0])  # checks the size of the picture
         lengths = [image.grid.patches for image in images]
         self._firsts = np.cumsum([0, *lengths]).astype(np.int32)
         starts, stops = np.repeat(self._firsts[:-1], lengths), np.repeat(self._firsts[1:], lengths)
@@ -131,7 +131,7 @@ class PackedPictures:
         stop = min(first + size, self.patches)
         rows, columns = self._others[:2]
         numbers = np.zeros((size, self._config.patch_length), np.float32)
-        taps, weights = (_padded(array, size) for array in self._none)
+        table_rows, weights = (_padded(array, size) for array in self._none)
         for image, order, begin, end in zip(
             self._images, self._orders, self._firsts[:-1], self._firsts[1:], strict=True
         ):
@@ -139,9 +139,11 @@ class PackedPictures:
             if low < high:
                 here = slice(low - first, high - first)
                 numbers[here] = image.patches[order[low - begin : high - begin]]
-                taps[here], weights[here] = self._positions(self._config, image.grid, rows[low:high], columns[low:high])
+                table_rows[here], weights[here] = self._positions(
+                    self._config, image.grid, rows[low:high], columns[low:high]
+                )
         row, column, start, end = (_padded(array[first:stop], size) for array in self._others)
-        return PatchBatch(numbers, row, column, start, end, taps, weights)
+        return PatchBatch(numbers, row, column, start, end, table_rows, weights)
 
 
 def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
@@ -158,22 +160,22 @@ def patches_of(pixels: NDArray[Any], size: int) -> ImagePatches:
     return ImagePatches(cut.reshape(grid.patches, channels * size * size), grid)
 
 
-def no_taps(config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]) -> PositionTaps:
+def no_rows(config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]) -> PositionRows:
     """Return no rows: the tower reads its tables at the row and the column of a patch."""
-    return PositionTaps(np.zeros((len(rows), 0), np.int32), np.zeros((len(rows), 0), np.float32))
+    return PositionRows(np.zeros((len(rows), 0), np.int32), np.zeros((len(rows), 0), np.float32))
 
 
-def bilinear_taps(
+def bilinear_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
-) -> PositionTaps:
+) -> PositionRows:
     """Return four rows for each patch: those around its place in a square table, whose corners are the picture's."""
     side = config.side
     (upper, row_weight), (left, column_weight) = (
         _around(index, length, side) for index, length in ((rows, grid.rows), (columns, grid.columns))
     )
-    taps = upper[:, :, None] * side + left[:, None, :]
+    table_rows = upper[:, :, None] * side + left[:, None, :]
     weights = row_weight[:, :, None] * column_weight[:, None, :]
-    return PositionTaps(taps.reshape(-1, 4).astype(np.int32), weights.reshape(-1, 4))
+    return PositionRows(table_rows.reshape(-1, 4).astype(np.int32), weights.reshape(-1, 4))
 
 
 def _around(index: NDArray[np.int32], length: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -185,37 +187,37 @@ def _around(index: NDArray[np.int32], length: int, side: int) -> tuple[NDArray[n
     return np.minimum(floor.astype(np.int64)[:, None] + np.arange(2), side - 1), weights
 
 
-def fixed_taps(
+def fixed_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
-) -> PositionTaps:
+) -> PositionRows:
     """Return one row for each patch: that of its place. Raise ValueError for a picture of another size."""
     side = config.side
     if grid != (side, side):
         raise ValueError(f"the encoder takes pictures of {side} × {side} patches, not {grid.rows} × {grid.columns}")
-    taps = (rows * side + columns).astype(np.int32)[:, None]
-    return PositionTaps(taps, np.ones_like(taps, np.float32))
+    table_rows = (rows * side + columns).astype(np.int32)[:, None]
+    return PositionRows(table_rows, np.ones_like(table_rows, np.float32))
 
 
-def bucketed_taps(
+def bucketed_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
-) -> PositionTaps:
+) -> PositionRows:
     """Return one row for each patch: that of the part of a square table that its place in the picture falls into."""
     # transformers compares roundings of these fractions, by another rule on each kind of processor: where a side is no
     # power of two and a picture has another one, a place that is exactly on a bound may come out one lower there.
     row, column = (index * config.side // length for index, length in ((rows, grid.rows), (columns, grid.columns)))
-    taps = (row * config.side + column).astype(np.int32)[:, None]
-    return PositionTaps(taps, np.ones_like(taps, np.float32))
+    table_rows = (row * config.side + column).astype(np.int32)[:, None]
+    return PositionRows(table_rows, np.ones_like(table_rows, np.float32))
 
 
 def resized_weights(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
-) -> PositionTaps:
+) -> PositionRows:
     """Return weights of all rows for each patch: of a square table resized to the picture, linearly and antialiased."""
     (down, across) = (
         _resized(index, length, config.side) for index, length in ((rows, grid.rows), (columns, grid.columns))
     )
     weights = (down[:, :, None] * across[:, None, :]).reshape(len(rows), config.side**2)
-    return PositionTaps(np.zeros((len(rows), 0), np.int32), weights)
+    return PositionRows(np.zeros((len(rows), 0), np.int32), weights)
 
 
 def _resized(index: NDArray[np.int32], length: int, side: int) -> NDArray[np.float32]:

@@ -70,7 +70,7 @@ def rotate(x: Array, rope: tuple[Array, Array]) -> Array:
 
 
 class PositionTable(nnx.Module):
-    """A table of positions [R, E], read at the taps of a batch, or with weights for all of its rows."""
+    """A table of positions [R, E], of which a batch's patches read some rows, or all, by their weights."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         self.weight = parameter((config.positions, config.hidden_size), precision.weights)
@@ -78,12 +78,12 @@ class PositionTable(nnx.Module):
     def __call__(self, batch: PatchBatch) -> Array:
         """Return the positions of a batch's patches [N, E], float32."""
         table, weights = self.weight[...], jnp.asarray(batch.weights)
-        taps = jnp.asarray(batch.taps)
-        if not taps.shape[1]:
+        table_rows = jnp.asarray(batch.table_rows)
+        if not table_rows.shape[1]:
             return jnp.dot(weights, table.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        total = weights[:, 0, None] * table[taps[:, 0]]
-        for tap in range(1, taps.shape[1]):
-            total = total + weights[:, tap, None] * table[taps[:, tap]]
+        total = weights[:, 0, None] * table[table_rows[:, 0]]
+        for place in range(1, table_rows.shape[1]):
+            total = total + weights[:, place, None] * table[table_rows[:, place]]
         return total.astype(jnp.float32)
 
 

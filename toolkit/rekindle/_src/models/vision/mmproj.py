@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +45,7 @@ def is_mmproj(header: GgufHeader) -> bool:
     return header.metadata.text("general.architecture") == ARCHITECTURE
 
 
-def read_mmproj(path: Path) -> TowerTensors:
+def read_mmproj(path: Path) -> TowerTensors[TensorEntry]:
     """Return the encoder of a file: its config, and its tensors in the form that a checkpoint has.
 
     The `model_type` of the config is that of a model which has such an encoder. Raise `UnsupportedModel` for a
@@ -79,7 +78,7 @@ def mmproj_form(header: GgufHeader) -> MmprojForm:
     return forms[projector]
 
 
-def _tensors(header: GgufHeader, form: MmprojForm, config: VisionConfig) -> TowerTensors:
+def _tensors(header: GgufHeader, form: MmprojForm, config: VisionConfig) -> TowerTensors[TensorEntry]:
     stored = {
         tensor.name: TensorEntry(tensor.name, header.path, tensor.kind.name, tensor.shape, tensor.offset, tensor.nbytes)
         for tensor in header.tensors
@@ -88,7 +87,7 @@ def _tensors(header: GgufHeader, form: MmprojForm, config: VisionConfig) -> Towe
     declared = tower_family(config.model_type).manifest(config)
     # llama.cpp's converter has added what the manifest adds.
     sources = {path: dataclasses.replace(source, add=0.0) for path, source in declared.sources.items()}
-    table, named, used = form.names(config), dict[str, Any](), set[str]()
+    table, named, used = form.names(config), dict[str, TensorEntry](), set[str]()
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):
         theirs = llama_cpp_name(name, table)
         pieces = form.frames.get(name, ())

@@ -5,15 +5,15 @@ heads, of its output, or tokens. Or it computes attention: that of one chunk's p
 how large a chunk is comes from how long each takes. All chunks, layers and levels share their programs, and the first
 row is an argument, so an encoder has eight programs, whatever the size of a picture and however many layers it has.
 
-`run_steps` runs them one after the other; a caller that has other things to do between them drives the generator
-itself. Given shapes in the place of leaves and chunks, and shapes as results, the same loop meets every program.
+The caller runs each step. Given shapes in the place of leaves and chunks, and shapes as results, the same loop meets
+every program.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from rekindle._src.models.vision.layers import PatchHeads, PatchPass, VisionTowe
 from rekindle._src.models.vision.tower import AbstractTower, TowerGraph, merge_tower
 from rekindle_kernels import AttentionSums, add_keys, traits
 
+R = TypeVar("R")
 REPEATED = ("layers", "mergers")  # modules of which an encoder has several, all of the same shapes
 
 
@@ -35,13 +36,19 @@ class StepSizes(NamedTuple):
     chunk: int  # of attention: so many queries, and as many keys
 
 
-class TowerStep(NamedTuple):
+class TowerStep(NamedTuple, Generic[R]):
     """A program, and the arguments that it is called with."""
 
     name: str  # of the program among those of an encoder's sizes; steps with one name differ in arguments alone
-    function: Callable[..., object]
+    function: Callable[..., R]
     arguments: tuple[object, ...]
     donated: tuple[int, ...] = ()  # arguments that are not used again: the result can take their memory
+
+
+class StepRunner(Protocol):
+    """Returns the result of a step's function for its arguments, or the result's shapes."""
+
+    def __call__(self, step: TowerStep[R], /) -> R: ...
 
 
 class ChunkSpan(NamedTuple):
@@ -70,8 +77,8 @@ class ChunkBuffers(NamedTuple):
 class TokenParts(NamedTuple):
     """The tokens of pictures in parts of some rows, in the order of the text; the last of a chunk may have padding."""
 
-    tokens: list[Any]
-    levels: list[list[Any]]  # of each level
+    tokens: list[Array]
+    levels: list[list[Array]]  # of each level
 
 
 class TowerParts:
@@ -135,56 +142,58 @@ def chunks_of(packed: PackedPictures, size: int) -> Iterator[PatchChunk]:
         yield PatchChunk(packed.cut(first, size), ChunkSpan(first, stop - first, packed.span(first, stop)))
 
 
-def tower_steps(
-    tower: AbstractTower, leaves: Sequence[object], chunks: Iterator[PatchChunk], sizes: StepSizes
-) -> Generator[TowerStep, Any, TokenParts]:
-    """Yield the steps of encoding pictures in chunks; the result of each step is sent in return."""
+def encode_in_steps(
+    tower: AbstractTower, leaves: Sequence[object], chunks: Iterator[PatchChunk], sizes: StepSizes, run: StepRunner
+) -> TokenParts:
+    """Encode pictures in chunks, by steps that `run` runs one after the other."""
     config, parts, size = tower.graph.config, TowerParts(tower), sizes.chunk
     outer = parts.leaves("", 0, leaves)
 
-    def program(name: str, function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> TowerStep:
-        return TowerStep(name, functools.partial(function, parts), arguments, donated)
+    def step(name: str, function: Callable[..., R], *arguments: object, donated: tuple[int, ...] = ()) -> R:
+        return run(TowerStep(name, functools.partial(function, parts), arguments, donated))
 
     def firsts(span: ChunkSpan) -> list[np.int32]:
         return [np.int32(first) for first in range(0, span.patches, sizes.rows)]
 
-    cut = {name: functools.partial(function, count=sizes.rows) for name, function in _OF_ROWS.items()}
+    def of_rows(function: Callable[..., R]) -> Callable[..., R]:
+        return functools.partial(function, count=sizes.rows)
+
     spans, buffers = list[ChunkSpan](), list[ChunkBuffers]()
     for batch, span in chunks:
-        x, heads, shared = yield program("buffers", _buffers, outer, batch)
+        x, heads, shared = step("buffers", _buffers, outer, batch)
         for first in firsts(span):
-            x, shared = yield program("begin", cut["begin"], outer, batch, x, shared, first, donated=(2, 3))
+            x, shared = step("begin", of_rows(_begin), outer, batch, x, shared, first, donated=(2, 3))
         spans.append(span)
         buffers.append(ChunkBuffers(x, heads, shared))
-    levels = list[list[Any]]()
+    levels = list[list[Array]]()
     for number in range(config.num_layers):
         own = parts.leaves("layers", number, leaves)
         for at, span in enumerate(spans):
             x, heads, shared = buffers[at]
             for first in firsts(span):
-                heads = yield program("project", cut["project"], own, x, heads, shared, first, donated=(2,))
+                heads = step("project", of_rows(_project), own, x, heads, shared, first, donated=(2,))
             buffers[at] = ChunkBuffers(x, heads, shared)
         for at, span in enumerate(spans):
             x, heads, shared = buffers[at]
-            sums = yield program("sums", _sums, heads.q)
+            sums = step("sums", _sums, heads.q)
             for other, seen in zip(spans, buffers, strict=True):
                 if span.sees[0] < other.first + size and other.first < span.sees[1]:
-                    sums = yield program(
+                    sums = step(
                         "attend", _attend, sums, heads.q, seen.heads, shared, np.int32(other.first), donated=(0,)
                     )
             for first in firsts(span):
-                x = yield program("mix", cut["mix"], own, x, sums, first, donated=(1,))
+                x = step("mix", of_rows(_mix), own, x, sums, first, donated=(1,))
             buffers[at] = ChunkBuffers(x, heads, shared)
         if number in config.deepstack:
-            own, level = parts.leaves("mergers", len(levels), leaves), list[Any]()
+            own, level = parts.leaves("mergers", len(levels), leaves), list[Array]()
             for span, (x, _, _) in zip(spans, buffers, strict=True):
                 for first in firsts(span):
-                    level.append((yield program("level", cut["level"], own, x, first)))
+                    level.append(step("level", of_rows(_level), own, x, first))
             levels.append(level)
-    tokens = list[Any]()
+    tokens = list[Array]()
     for span, (x, _, _) in zip(spans, buffers, strict=True):
         for first in firsts(span):
-            tokens.append((yield program("end", cut["end"], outer, x, first)))
+            tokens.append(step("end", of_rows(_end), outer, x, first))
     return TokenParts(tokens, levels)
 
 
@@ -193,17 +202,6 @@ def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
     batch = packed.cut(0, size)
     shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in batch))
     return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))
-
-
-def run_steps(steps: Generator[TowerStep, object, TokenParts], run: Callable[[TowerStep], object]) -> TokenParts:
-    """Run all steps; `run` returns the result of a step's function for its arguments, or the result's shapes."""
-    try:
-        step = next(steps)
-        while True:
-            step = steps.send(run(step))
-    except StopIteration as end:
-        result: TokenParts = end.value
-        return result
 
 
 def _buffers(parts: TowerParts, outer: Sequence[Any], batch: PatchBatch) -> ChunkBuffers:
@@ -252,11 +250,6 @@ def _level(parts: TowerParts, own: Sequence[Any], x: Array, first: Array, *, cou
 
 def _end(parts: TowerParts, outer: Sequence[Any], x: Array, first: Array, *, count: int) -> Array:
     return parts.merged("", outer).end(_cut(x, first, count))
-
-
-_OF_ROWS: dict[str, Callable[..., Any]] = {
-    "begin": _begin, "project": _project, "mix": _mix, "level": _level, "end": _end,
-}  # fmt: skip
 
 
 def _cut(tree: Any, first: Array, count: int, axis: int = 0) -> Any:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 from rekindle._src.core.html import count
 from rekindle._src.models.loading import reading
@@ -28,17 +29,17 @@ from rekindle.errors import CheckpointError
 Tensor = TypeVar("Tensor", bound=Any)  # a `TensorEntry` or an array
 
 
-class TowerTensors(NamedTuple):
+class TowerTensors(NamedTuple, Generic[Tensor]):
     """An encoder's tensors in a checkpoint, by the names of the manifest."""
 
     config: VisionConfig
     manifest: Manifest
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
     origin: str  # of error messages: the folder or file
     shown: Callable[[str], str] = str  # a manifest's name as the checkpoint has it
 
 
-def tower_tensors(config: VisionConfig, stored: Mapping[str, object], origin: str) -> TowerTensors:
+def tower_tensors(config: VisionConfig, stored: Mapping[str, Tensor], origin: str) -> TowerTensors[Tensor]:
     """Return the encoder's tensors among those of a Hugging Face checkpoint, by the names that they have there.
 
     Raise `CheckpointError` for more layers than there are tensors: it costs little to ask before the encoder is made.
@@ -49,7 +50,7 @@ def tower_tensors(config: VisionConfig, stored: Mapping[str, object], origin: st
             f"and the weights are {len(stored):,} tensors. Check that both belong together."
         )
     beginnings = tower_family(config.model_type).beginnings
-    tensors, names = dict[str, Any](), dict[str, str]()
+    tensors, names = dict[str, Tensor](), dict[str, str]()
     for name, tensor in stored.items():
         own = next((own + name[len(theirs) :] for theirs, own in beginnings if name.startswith(theirs)), None)
         if own is None:
@@ -62,12 +63,12 @@ def tower_tensors(config: VisionConfig, stored: Mapping[str, object], origin: st
     return TowerTensors(config, tower_manifest(config), tensors, origin, lambda name: names.get(name, name))
 
 
-def checked(tower: AbstractTower, stored: TowerTensors) -> dict[str, Any]:
+def checked(tower: AbstractTower, stored: TowerTensors[Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the encoder needs, by the manifest's names and in its shapes.
 
     One `CheckpointError` lists all that are missing, unexpected or misshapen.
     """
-    shapes, needed, problems = dict(zip(tower.graph.paths, tower.shapes, strict=True)), dict[str, Any](), list[str]()
+    shapes, needed, problems = dict(zip(tower.graph.paths, tower.shapes, strict=True)), dict[str, Tensor](), list[str]()
     for path, source in stored.manifest.sources.items():
         for part in source.parts(shapes[path].shape):
             tensor, shown = stored.tensors.get(part.name), stored.shown(part.name)
@@ -94,7 +95,7 @@ def checked(tower: AbstractTower, stored: TowerTensors) -> dict[str, Any]:
     return needed
 
 
-def plan_tower(tower: AbstractTower, stored: TowerTensors) -> Reads:
+def plan_tower(tower: AbstractTower, stored: TowerTensors[TensorEntry]) -> Reads:
     """Return what to read for each leaf from the entries of files. Raise `CheckpointError` as `checked` does."""
     entries = checked(tower, stored)
     shapes = dict(zip(tower.graph.paths, tower.shapes, strict=True))
@@ -107,7 +108,7 @@ def plan_tower(tower: AbstractTower, stored: TowerTensors) -> Reads:
 
 def read_tower(
     tower: AbstractTower,
-    stored: TowerTensors,
+    stored: TowerTensors[TensorEntry],
     *,
     place: reading.Place = reading.place_on_default_device,
     progress: Report | None = None,
@@ -120,7 +121,7 @@ def read_tower(
     return tuple(by_path[path] for path in tower.graph.paths)
 
 
-def load_tower(tower: AbstractTower, stored: TowerTensors) -> tuple[Array, ...]:
+def load_tower(tower: AbstractTower, stored: TowerTensors[NDArray[Any]]) -> tuple[Array, ...]:
     """Return the leaves of an encoder whose tensors are arrays in memory."""
     arrays, leaves = checked(tower, stored), list[Array]()
     for path, leaf in zip(tower.graph.paths, tower.shapes, strict=True):

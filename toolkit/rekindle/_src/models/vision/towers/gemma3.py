@@ -13,7 +13,7 @@ from rekindle._src.models.nn.linear import Linear, RMSNorm
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_POSITIONS, VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of
-from rekindle._src.models.vision.inputs import fixed_taps
+from rekindle._src.models.vision.inputs import fixed_rows
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
     SiglipTower,
@@ -81,4 +81,4 @@ BEGINNINGS = tuple(
     for theirs, own in (("vision_tower.vision_model", PREFIX), ("vision_tower", PREFIX), (PROJECTOR, PROJECTOR))
     for model in ("model.", "")
 )
-TOWERS = {"gemma3": TowerFamily(config, OWN_DEFAULTS, Gemma3Tower, manifest, BEGINNINGS, fixed_taps, mmproj=MMPROJ)}
+TOWERS = {"gemma3": TowerFamily(config, OWN_DEFAULTS, Gemma3Tower, manifest, BEGINNINGS, fixed_rows, mmproj=MMPROJ)}

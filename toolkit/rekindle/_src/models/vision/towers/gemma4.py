@@ -15,7 +15,7 @@ from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_POSITIONS, MAX_SIZE, VisionConfig, VisionKeys, encoder
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, vision_keys
-from rekindle._src.models.vision.inputs import PatchBatch, no_taps
+from rekindle._src.models.vision.inputs import PatchBatch, no_rows
 from rekindle._src.models.vision.layers import (
     PatchHeads,
     PatchLayer,
@@ -242,4 +242,4 @@ MMPROJ = MmprojForm(projector="gemma4v", read=read_mmproj, names=lambda config: 
 BEGINNINGS = tuple(
     (f"{model}{part}.", f"{part}.") for part in ("vision_tower", "embed_vision") for model in ("model.", "")
 )
-TOWERS = {"gemma4": TowerFamily(config, DEFAULTS, Gemma4Tower, manifest, BEGINNINGS, no_taps, mmproj=MMPROJ)}
+TOWERS = {"gemma4": TowerFamily(config, DEFAULTS, Gemma4Tower, manifest, BEGINNINGS, no_rows, mmproj=MMPROJ)}

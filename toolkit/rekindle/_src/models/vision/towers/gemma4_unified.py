@@ -20,7 +20,7 @@ from rekindle._src.models.vision.config import (
     VisionKeys,
 )
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, pixel_order, rows_of, with_bias
-from rekindle._src.models.vision.inputs import PatchBatch, no_taps
+from rekindle._src.models.vision.inputs import PatchBatch, no_rows
 from rekindle._src.models.vision.layers import PatchPass, VisionTower
 
 DEFAULTS = {
@@ -135,4 +135,4 @@ BEGINNINGS = tuple(
     )
     for model in ("model.", "")
 )
-TOWERS = {"gemma4_unified": TowerFamily(config, DEFAULTS, UnifiedTower, manifest, BEGINNINGS, no_taps, mmproj=MMPROJ)}
+TOWERS = {"gemma4_unified": TowerFamily(config, DEFAULTS, UnifiedTower, manifest, BEGINNINGS, no_rows, mmproj=MMPROJ)}

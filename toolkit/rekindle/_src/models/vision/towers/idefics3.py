@@ -9,7 +9,7 @@ from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import VisionConfig, VisionKeys
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of
-from rekindle._src.models.vision.inputs import bucketed_taps
+from rekindle._src.models.vision.inputs import bucketed_rows
 from rekindle._src.models.vision.siglip import (
     DEFAULTS,
     SiglipTower,
@@ -57,5 +57,5 @@ MMPROJ = MmprojForm(projector="idefics3", read=read_mmproj, names=lambda config:
 BEGINNINGS = tuple(
     (f"{model}{part}.", f"{part}.") for part in ("vision_model", "connector") for model in ("model.", "")
 )
-_FAMILY = TowerFamily(config, OWN_DEFAULTS, Idefics3Tower, manifest, BEGINNINGS, bucketed_taps, mmproj=MMPROJ)
+_FAMILY = TowerFamily(config, OWN_DEFAULTS, Idefics3Tower, manifest, BEGINNINGS, bucketed_rows, mmproj=MMPROJ)
 TOWERS = {"idefics3": _FAMILY, "smolvlm": _FAMILY}

@@ -11,7 +11,7 @@ from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.vision.config import MAX_SIZE, VisionConfig, VisionKeys, encoder
 from rekindle._src.models.vision.family import GgufModel, MmprojForm, TowerFamily, rows_of, vision_keys, with_bias
-from rekindle._src.models.vision.inputs import PatchBatch, bilinear_taps
+from rekindle._src.models.vision.inputs import PatchBatch, bilinear_rows
 from rekindle._src.models.vision.layers import (
     PatchBlock,
     PatchMlp,
@@ -168,7 +168,7 @@ MMPROJ = MmprojForm(
     frames={"visual.patch_embed.proj.weight": ("v.patch_embd.weight", "v.patch_embd.weight.1")},
 )
 _WITHOUT_LEVELS = TowerFamily(
-    config, DEFAULTS, QwenTower, manifest, (("model.visual.", "visual."), ("visual.", "visual.")), bilinear_taps,
+    config, DEFAULTS, QwenTower, manifest, (("model.visual.", "visual."), ("visual.", "visual.")), bilinear_rows,
     blocks=True, mmproj=MMPROJ, aliases=ALIASES,
 )  # fmt: skip
 _LEVELS = _WITHOUT_LEVELS._replace(defaults=WITH_LEVELS)
