@@ -228,8 +228,8 @@ def test_a_crowd_of_requests_is_named_in_part() -> None:
 def test_the_dashboard_says_who_waits_and_why() -> None:
     with opened(dataclasses.replace(CONFIG, max_requests=1), step_seconds=0.01) as session:
         view = session.watch()
-        handles = [session.submit("hello", max_tokens=60) for _ in range(9)]
-        eventually(lambda: session.stats().running == 1)
+        handles = [session.submit("hello", max_tokens=1_000) for _ in range(9)]
+        eventually(lambda: (stats := session.stats()).running == 1 and stats.waiting == 8)
         made = view.draw()
         for handle in handles[1:7]:
             assert handle.id in made
