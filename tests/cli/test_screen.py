@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from helpers.terminals import Screen
@@ -161,6 +161,7 @@ SIGNS = st.text(st.sampled_from("ab 語́*`_#|->1.$\\[]()\n\t\x1b"), max_size=60
 
 
 @given(SIGNS, st.integers(1, 30))
+@example(" 1語", 1)
 def test_no_row_is_wider_than_the_terminal(text: str, columns: int) -> None:
     for row in plain(text, max(2, columns)):
         assert width_of(row) <= max(2, columns)

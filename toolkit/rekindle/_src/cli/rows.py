@@ -46,15 +46,17 @@ def wrapped(row: Row, columns: int, *, whole_words: bool = True) -> list[Row]:
     used = last = 0  # columns of the row, and the place after its last space
     for look, character in _characters(row):
         width = get_cwidth(character)
-        if used + width > columns:
+        if character == " " and used + width > columns:
+            rows.append([])
+            used = last = 0
+            continue
+        while used and used + width > columns:  # a second time where a word's beginning leaves too little
             now = rows[-1]
-            word = now[last:] if whole_words and last and character != " " else []
+            word = now[last:] if whole_words and last else []
             if word:
                 del now[last:]
             rows.append(word)
             used, last = sum(get_cwidth(one) for _, one in word), 0
-            if character == " ":
-                continue
         rows[-1].append((look, character))
         used += width
         if character == " " or width == 2:
