@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from helpers.fakes import FakeModel, make_request
 from helpers.scheduling import Loop, exact
@@ -71,6 +71,7 @@ class Search:
     outputs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=80),
     entries=st.sampled_from([64, 4096]),
 )
+@example([(None, [0]), ("one tenant", [0]), ("one tenant", [1, 2, 1, 0])], [(1, 1), (1, 2), (1, 1)], 64)
 def test_it_finds_what_a_search_finds(
     prompts: list[tuple[str | None, list[int]]], outputs: list[tuple[int, int]], entries: int
 ) -> None:

@@ -187,10 +187,13 @@ class PastLookup(FollowedText):
     def _append(self, token: int) -> int:
         self._key = key = (self._key << BITS | token) & MASK
         tokens, table = self._own_tokens, self._table
+        tokens.append(token)
+        length = len(tokens)
+        if length < SIZE:  # no run yet, whose entry would displace another's
+            return 0
         entry = (key ^ self._mixed) % self._entries
         place = table[entry]
-        tokens.append(token)
-        table[entry] = self.text.number << _PLACES | len(tokens)
+        table[entry] = self.text.number << _PLACES | length
         return place
 
     def _follow(self, place: int) -> None:
