@@ -17,7 +17,6 @@ import rekindle
 from helpers import adapters, checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.small import LEAST
-from helpers.thorough import by_default
 from rekindle import Session, tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
@@ -88,7 +87,20 @@ def all_right(session: Session, drafted: int) -> None:
     assert counts.accepted == counts.drafted
 
 
-@pytest.mark.parametrize("precompile", by_default(["lazy", "all"]))
+def test_tokens_of_two_requests_are_those_without_drafts(model: Any, cousin: str) -> None:
+    """As below, with a third of the programs."""
+    names, found = ("greedy", "drawn"), []
+    for drafts in (cousin, "none"):
+        with rekindle.open_sync(model, **{**DRAFTS, "max_requests": 3}, drafts=drafts) as session:
+            handles = [session.submit(prompt(name), **LONG | REQUESTS[name]) for name in names]
+            found.append([list(handle.result_sync().token_ids) for handle in handles])
+            stats = session.stats()
+            assert (5 < stats.accepted_tokens < stats.drafted_tokens) is (drafts == cousin)
+    assert found[0] == found[1] and found[0][0] == plain_loop(model, prompt(names[0]), 90)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("precompile", ["lazy", "all"])
 def test_tokens_are_those_without_drafts(
     model: Any, cousin: str, expected: dict[str, list[int]], precompile: str
 ) -> None:

@@ -56,13 +56,23 @@ def plain_states(model: LoadedModel, tokens: list[int]) -> NDArray[np.float32]:
 SLOW = ("mistral-window", "qwen3", "gemma3", "gpt2", "qwen3-moe")
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_it_equals_a_plain_forward_pass_beside_generation(family: str, tmp_path: Path) -> None:
+POOLINGS = ("mean", "last", "cls")
+FAMILIES = [
+    ("llama", ("mean",)),
+    pytest.param("llama", POOLINGS[1:], marks=pytest.mark.thorough),
+    *(pytest.param(name, POOLINGS, marks=pytest.mark.slow) for name in SLOW),
+]
+
+
+@pytest.mark.parametrize(("family", "poolings"), FAMILIES)
+def test_it_equals_a_plain_forward_pass_beside_generation(
+    family: str, poolings: Sequence[str], tmp_path: Path
+) -> None:
     model = checkpoints.case(family)
     texts = prompts(model.config.vocab_size)
     with rekindle.open_sync(model, cache_dir=str(tmp_path), **OPTIONS) as session:
         alone = session.generate_sync(texts[3][:20], max_tokens=40).token_ids
-        for pooling in ("mean", "last", "cls"):
+        for pooling in poolings:
             beside = [session.submit(texts[3][:20], max_tokens=40) for _ in range(2)]
             vectors = session.embed_sync(texts, pooling=pooling, normalize=False)
             assert [handle.result_sync().token_ids for handle in beside] == [alone, alone]
