@@ -65,9 +65,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "poolings"), FAMILIES)
-def test_it_equals_a_plain_forward_pass_beside_generation(
-    family: str, poolings: Sequence[str], tmp_path: Path
-) -> None:
+def test_it_equals_a_plain_forward_pass_beside_generation(family: str, poolings: Sequence[str], tmp_path: Path) -> None:
     model = checkpoints.case(family)
     texts = prompts(model.config.vocab_size)
     with rekindle.open_sync(model, cache_dir=str(tmp_path), **OPTIONS) as session:
