@@ -31,18 +31,19 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 # Building a native kernel takes seconds. By default without these, whose loops a case of another size goes through as
 # often, and those that an installation does not compile: 256 is mixed_head_dim_128 with more turns.
 SLOW = {("native", "mixed_head_dim_256"), ("native", "mixed_float16"), ("native", "mixed_head_dim_80")}
-# Other sizes of what is there already.
+# Other sizes of what is there already, and options that a later case has together.
 THOROUGH = {
     "mixed_page_64", "mixed_page_128", "mixed_head_dim_64", "mixed_group_1", "mixed_group_3", "mixed_group_16",
     "mixed_window_1", "mixed_window_of_a_page", "mixed_window_wider_than_all", "prefill_wide_table",
     "decode_single_row", "prefill_one_token_chunks", "mixed_scale", "decode_wide_table", "prefill_whole_prompts",
-    "mixed_window_across_pages", "mixed_head_dim_128", "mixed_page_8",
+    "mixed_window_across_pages", "mixed_page_8", "mixed_soft_cap", "mixed_sinks",
 }  # fmt: skip
 # XLA's own attention has no loops of a fixed size: other sizes, and options that a later case has together, are CI's.
 SIZES_OF_XLA = {
-    "decode_empty_rows_between", "mixed_head_dim_80", "mixed_head_dim_256", "mixed_group_7", "mixed_soft_cap",
-    "mixed_sinks", "mixed_float16", "prefill_long_chunk", "mixed", "mixed_bfloat16_pages",
-    "mixed_int8_pages_bfloat16_queries", "decode_and_tokens_of_no_prompt", "decode_all_rows_empty",
+    "decode_empty_rows_between", "mixed_head_dim_80", "mixed_head_dim_128", "mixed_head_dim_256", "mixed_group_7",
+    "mixed_float16",
+    "prefill_long_chunk", "mixed", "mixed_bfloat16_pages", "mixed_int8_pages_bfloat16_queries",
+    "decode_and_tokens_of_no_prompt", "decode_all_rows_empty",
 }  # fmt: skip
 # A GPU's form differs in how it reads pages: by default in each of its ways.
 QUICK_OF_GPU = {

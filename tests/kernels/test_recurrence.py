@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from helpers.thorough import by_default
 from rekindle_kernels.ops.recurrence import (
     ConvolutionOptions,
     DeltaOptions,
@@ -132,6 +133,13 @@ LAYERS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }
 
 
+# XLA's convolution between factors is that without them, with two more products.
+EVERY_FORM = by_default(
+    [(name, implementation) for name in LAYERS for implementation in IMPLEMENTATIONS],
+    lambda case: case[0] != "between_factors" or case[1] == "native",
+)
+
+
 def expected(one: Callable[..., tuple[Array, Array]], t: Tokens, state: Array) -> tuple[Array, Array]:
     results = []
     for i in range(len(t["x"])):
@@ -153,8 +161,7 @@ def batch_of(decodes: list[int], prefills: list[tuple[int, int]], *, rows: int =
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "implementation"), EVERY_FORM)
 def test_a_batch_of_decode_rows_and_prefills_is_what_single_tokens_give(name: str, implementation: str) -> None:
     run, one, shape = LAYERS[name]
     decodes, prefills = [7, -1, 200], [(0, 3), (64, 130), (65, 1), (100, 90), (0, 200)]
@@ -301,8 +308,7 @@ def test_native_states_have_the_same_bits_as_a_prompt_and_as_generated_text(name
     np.testing.assert_array_equal(state, last)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "implementation"), EVERY_FORM)
 def test_rows_of_a_chain_leave_the_states_of_single_tokens(name: str, implementation: str) -> None:
     """Each reads what the one before it writes. All states are there afterwards: any of them can be continued."""
     run, plain, shape = LAYERS[name]
