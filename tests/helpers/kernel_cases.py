@@ -146,7 +146,8 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
     kv = filled_pages(case, num_pages, table, lengths, random, poison=poison)
     q_lens = [query for query, _ in case.prefill] + [0] * case.idle_prefills
     tokens = len(case.decode) + sum(q_lens) + case.padding
-    q = jnp.asarray(random.standard_normal((tokens, case.heads, case.head_dim)), jnp.float32).astype(case.dtype)
+    normal = random.standard_normal((tokens, case.heads, case.head_dim)).astype(np.float32)
+    q = jnp.asarray(normal.astype(jnp.dtype(case.dtype)))
     used = np.array([length > 0 for length in case.decode] + [True] * sum(q_lens) + [False] * case.padding, bool)
     inputs = AttentionInputs(
         q,
@@ -177,10 +178,11 @@ def filled_pages(
     kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
     if poison:
         if kv.scales is not None:
-            kv = LayerKV(jnp.full_like(kv.pages, 127), jnp.full_like(kv.scales, jnp.nan))
+            scales = np.full(kv.scales.shape, np.nan, kv.scales.dtype)
+            kv = LayerKV(jnp.asarray(np.full(kv.pages.shape, 127, kv.pages.dtype)), jnp.asarray(scales))
         else:
-            nan = jnp.full(kv.pages.shape, jnp.nan, kv.dtype)
-            kv = LayerKV(nan.view(kv.pages.dtype))
+            nan = np.full(kv.pages.shape, np.nan, kv.dtype)
+            kv = LayerKV(jnp.asarray(nan.view(kv.pages.dtype)))
     where = [
         (row, at) for row, length in enumerate(lengths) for at in range(length) if table[row, at // case.page_size]
     ]

@@ -202,7 +202,7 @@ def test_branches_and_their_native_calls_are_left_alone() -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("count", [1, 2, pytest.param(16, marks=pytest.mark.slow), 70])
+@pytest.mark.parametrize("count", by_default([1, 70, 2, pytest.param(16, marks=pytest.mark.slow)], 2))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None:
     weights = [matrix(256), matrix(256)]
@@ -258,7 +258,7 @@ def test_one_thread_is_enough() -> None:
 
 
 @needs_numba
-@pytest.mark.parametrize("lengths", [(1,), (5,), (3, 20), (30,)])
+@pytest.mark.parametrize("lengths", by_default([((1,),), ((3, 20),), ((5,),), ((30,),)], 2))
 def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) -> None:
     others, tokens, size = 2, 30, 16
     kv = pages_of(size, count=8)
@@ -293,11 +293,11 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
 @pytest.mark.parametrize("dtype", by_default(["float32", "bfloat16", "int8"]))
 @pytest.mark.parametrize(
     ("decode", "lengths", "padding"),
-    [
-        ([3] * 5 + [0] * 15, (3, 20), 7), ([0] * 8, (30,), 0), ([2] * 16, (5,), 3), ([3] * 7 + [0] * 5, (), 0),
-        ([0] * 16, (), 0), ([5, 0, 0], (), 0), ([7] * 9 + [0] * 23, (180,), 7), ([5, 0, 0], (1,), 1),
-        ([4, 0, 9, 0, 1, 0, 0, 0], (12,), 2),
-    ],
+    by_default([
+        ([3] * 5 + [0] * 15, (3, 20), 7), ([0] * 8, (30,), 0), ([3] * 7 + [0] * 5, (), 0), ([0] * 16, (), 0),
+        ([4, 0, 9, 0, 1, 0, 0, 0], (12,), 2), ([2] * 16, (5,), 3), ([5, 0, 0], (), 0), ([7] * 9 + [0] * 23, (180,), 7),
+        ([5, 0, 0], (1,), 1),
+    ], 5),
 )  # fmt: skip
 def test_rows_of_nobody_are_not_multiplied(
     dtype: str, decode: list[int], lengths: tuple[int, ...], padding: int

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.group_matrices import FORMS, ONE_FORM, RANDOM, matrix
+from helpers.thorough import by_default
 from rekindle_kernels import LinearOptions, int4, linear, tuning
 from rekindle_kernels.native import build, products
 from rekindle_kernels.xla import linear as xla_linear
@@ -98,7 +99,7 @@ def test_deterministic_products_stay_integers(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [True, False]
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("rows", by_default([1, 40]))
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [FORMS[0], FORMS[3], FORMS[14], FORMS[15]])
 def test_a_gpu_without_triton_widens_tiles_that_stand_for_the_whole_matrix(
     rows: int, bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
@@ -110,10 +111,8 @@ def test_a_gpu_without_triton_widens_tiles_that_stand_for_the_whole_matrix(
 
     def product(implementation: str) -> jax.Array:
         options = LinearOptions("int4")
-        return linear(
-            x, weight, scale=scale, minimum=minimum, residual=residual, options=options, platform="gpu",
-            implementation=implementation,
-        )  # fmt: skip
+        run = partial(linear, options=options, platform="gpu", implementation=implementation)
+        return jax.jit(run)(x, weight, scale=scale, minimum=minimum, residual=residual)
 
     monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
     tiles = jax.make_jaxpr(partial(product, "xla_tiles"))()

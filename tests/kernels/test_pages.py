@@ -58,7 +58,7 @@ def test_int8_error_is_half_a_step_of_each_vectors_own_scale() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [2, 32])
+@pytest.mark.parametrize("tokens", by_default([32, 2]))
 def test_write_copies_no_pages(dtype: str, tokens: int) -> None:
     """Several layers, donated: temporaries are of the size of the tokens, and every leaf is updated where it is."""
     layers = [init_pages(200, 3, 16, 64, dtype) for _ in range(4)]

@@ -32,7 +32,7 @@ for entry in checkpoints.FAMILY_CASES.values():
 EACH = [*checkpoints.ONE_EACH.values(), *(CASES.keys() - checkpoints.CASES.keys())]
 QUICK = {*EACH, *(name for name in CASES if "gemma4" in name)}
 # By default those whose blocks differ: each traces its model.
-DEFAULT = {*checkpoints.UNLIKE, *(name for name in QUICK if "gemma4" in name)}
+DEFAULT = {*checkpoints.UNLIKE, "gemma4-moe"}
 CASE = pytest.mark.parametrize(
     "name",
     by_default(

@@ -17,9 +17,7 @@ from rekindle.errors import ConfigError
 MESHES = [Partition(2), Partition(4), Partition(8), Partition(1, 2), Partition(2, 2), Partition(4, 2)]
 
 
-@pytest.mark.parametrize(
-    "name", by_default(sorted(checkpoints.CASES), lambda name: name in checkpoints.ONE_EACH.values())
-)
+@pytest.mark.parametrize("name", by_default(sorted(checkpoints.CASES), lambda name: name in checkpoints.UNLIKE))
 def test_the_parts_of_leaves_have_the_shapes_that_one_device_computes_with(name: str) -> None:
     """Quantised in 8 bits, so that matrices have scales; the matrices have the shapes that they have without."""
     config = config_from_hf(mesh_models.raw(name))
@@ -113,7 +111,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "moe_inter
 
 
 @pytest.mark.parametrize("plan", ["int4-32", "mlp=int4,attention=int8", "mlp=int4,attention=int4,embedding=int8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", by_default(["llama", "qwen3-moe", "qwen3", "mixtral"], 2))
 def test_parts_of_matrices_of_four_bits(name: str, plan: str) -> None:
     config = config_from_hf(mesh_models.raw(name) | WIDE)
     graph, leaves = abstract_model(config, "bfloat16", plan)

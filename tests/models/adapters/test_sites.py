@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.nn.linear import Linear
@@ -13,7 +14,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.roles import local_shape
 
 
-@pytest.mark.parametrize("name", checkpoints.CASES)
+@pytest.mark.parametrize("name", by_default(checkpoints.CASES, lambda name: name in checkpoints.ONE_EACH.values()))
 def test_sites_are_linear_layers_and_stacks_of_experts(name: str) -> None:
     config = config_from_hf(checkpoints.CASES[name])
     graph, leaves = abstract_model(config)

@@ -14,6 +14,8 @@ from helpers.thorough import by_default
 from workshop import reference
 
 GOLDEN = Path(__file__).parents[2] / "golden"
+# Biases of projections are in gpt-oss too, norms of outputs in gemma2 and mixtures of experts in deepseek-v2.
+DEFAULT = tuple(name for name in checkpoints.UNLIKE if name not in ("qwen2", "olmo2", "mixtral"))
 TOLERANCE = 2e-4  # of the logits' standard deviation
 
 
@@ -26,7 +28,7 @@ def golden() -> dict[str, NDArray[np.float32]]:
     return arrays
 
 
-@pytest.mark.parametrize("name", by_default(checkpoints.one_each(), lambda name: name in checkpoints.UNLIKE))
+@pytest.mark.parametrize("name", by_default(checkpoints.one_each(), lambda name: name in DEFAULT))
 def test_matches_transformers(name: str, golden: dict[str, NDArray[np.float32]]) -> None:
     model = checkpoints.case(name)
     expected, greedy = golden[f"{name}/logits"], golden[f"{name}/greedy"].tolist()

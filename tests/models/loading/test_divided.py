@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers import checkpoints, gguf_files, mesh_models
+from helpers.thorough import by_default
 from rekindle._src.models.loading import checkpoint, kept_weights, leaf_arrays, prepared, reading
 from rekindle._src.models.loading.load_progress import ByteMeter
 from rekindle._src.models.partition import Partition
@@ -93,7 +94,7 @@ def test_parts_are_those_of_the_whole_model(
 
 
 @pytest.mark.parametrize(("name", "partition"), [("llama", Partition(2)), ("qwen3-moe", Partition(1, 4))])
-@pytest.mark.parametrize("quantize", ["mlp=int4-32,attention=int4-32", "mlp=int8"])
+@pytest.mark.parametrize("quantize", by_default(["mlp=int4-32,attention=int4-32", "mlp=int8"]))
 def test_groups_of_four_bits_are_divided_before_they_are_packed(
     tmp_path: Path, name: str, partition: Partition, quantize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +138,10 @@ def test_a_process_reads_and_holds_its_own_devices_parts(tmp_path: Path, monkeyp
     assert one.bytes < 0.6 * both.bytes
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    by_default([("bfloat16", "int8"), ("float32", None), ("bfloat16", None), ("float32", "int8")], 2),
+)
 def test_no_whole_matrix_is_in_memory(
     tmp_path: Path, dtype: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

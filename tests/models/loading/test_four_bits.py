@@ -59,9 +59,7 @@ native = unavailable_reason("cpu") is None  # groups of six and eight bits have 
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"), by_default(KINDS.items(), lambda case: case[0] in ("Q4_0", "Q4_1", "Q6_K", "Q8_0"))
-)
+@pytest.mark.parametrize(("kind", "expected"), by_default(KINDS.items(), lambda case: case[0] in ("Q4_0", "Q6_K")))
 @pytest.mark.parametrize("case", by_default(["qwen3", "llama", "qwen3-moe"]))
 def test_blocks_of_gguf_are_kept(
     case: str, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,12 +250,13 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     by_default([
-        ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
-        ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
+        ("AWQ", "int4-32-min-f32"), ("GPTQ", "int4-32-min-f32"), ("packed", "int4-32-f32"),
+        ("AWQ without zeros", "int4-32"), ("packed with zeros", "int4-32-min-f32"),
+        ("packed by channel", "int4-64-f32"),
         ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
         pytest.param("MXFP4", "fp4-32", marks=needs_numba),
         pytest.param("NVFP4", "int6-16-f32", marks=needs_numba),
-    ], 5),
+    ], 3),
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:
     quantized_checkpoints.write(tmp_path, kind)
@@ -268,7 +267,7 @@ def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | Non
     assert_close(kept, floats)
 
 
-@pytest.mark.parametrize("eight", [False, pytest.param(True, marks=needs_numba)])
+@pytest.mark.parametrize("eight", by_default([pytest.param(True, marks=needs_numba), False]))
 def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations have eight bits in products with four, on a CPU, so they are not the same; and in that with the head
     where it stays in eight bits. Of five seeds the largest difference of 1,280 logits was 0.07 to 0.10 deviations, and

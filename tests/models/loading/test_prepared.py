@@ -24,6 +24,7 @@ import pytest
 
 from helpers import checkpoints
 from helpers.faults import NAMES, PASSING, unreadable
+from helpers.thorough import by_default
 from rekindle._src.core import store
 from rekindle._src.core.atomic_checkpoint import DAMAGED, write_checkpoint
 from rekindle._src.models.base import LoadedModel
@@ -455,7 +456,7 @@ def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:
     assert len({good, *others}) == 4
 
 
-@pytest.mark.parametrize("number", PASSING, ids=NAMES)
+@pytest.mark.parametrize("number", by_default(PASSING, 2), ids=NAMES)
 @pytest.mark.parametrize("part", ["weights.safetensors", "checksums.json", prepared._MODEL])
 def test_a_passing_error_removes_nothing(folder: Path, cache: Path, number: int, part: str) -> None:
     first = load(folder, cache)

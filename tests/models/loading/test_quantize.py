@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, quantize, reading
 from workshop import reference
@@ -69,8 +70,8 @@ def test_rows_of_zeros_stay_zero() -> None:
     assert not weight.any() and np.isfinite(scale).all()
 
 
-@pytest.mark.parametrize("embeddings", [True, False])
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt2", "phi3", "gemma3", "olmo2"])
+@pytest.mark.parametrize("embeddings", by_default([True, False]))
+@pytest.mark.parametrize("name", by_default(["llama", "mixtral", "gpt2", "phi3", "qwen3-moe", "gemma3", "olmo2"], 4))
 def test_loading_quantises_the_assembled_matrices(
     name: str, embeddings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from helpers import checkpoints
 from helpers.driving import tiny_config
+from helpers.thorough import by_default
 from rekindle._src.models.base import graph_of
 from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.nn.linear import Linear
@@ -39,8 +40,9 @@ def test_the_gate_behind_a_bias_is_xlas_where_products_are() -> None:
 
 
 @pytest.mark.skipif(build.unavailable_reason() is not None, reason="there are no native kernels")
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "adapted"), by_default([(False, True), (True, False), (False, False), (True, True)], 3)
+)
 def test_the_gates_of_experts_are_xlas_where_their_products_are(bias: bool, adapted: bool) -> None:
     config = config_from_hf(checkpoints.CASES["llama"])
     spec = MoeSpec(num_experts=2, top_k=1, intermediate_size=64, normalize=True, bias=bias)
@@ -63,7 +65,7 @@ def test_the_gates_of_experts_are_xlas_where_their_products_are(bias: bool, adap
 
 
 @pytest.mark.skipif(build.unavailable_reason() is not None, reason="there are no native kernels")
-@pytest.mark.parametrize("case", ["gemma4-shared-pages-and-embeddings-of-layers", "falcon-h1"])
+@pytest.mark.parametrize("case", by_default(["falcon-h1", "gemma4-shared-pages-and-embeddings-of-layers"]))
 def test_gates_and_norms_of_a_model_are_xlas_where_its_products_are(case: str) -> None:
     config = config_from_hf(checkpoints.CASES[case] | WIDE)
 

@@ -71,10 +71,29 @@ def one_by_one(module: Experts, x: jax.Array) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("looped", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "quantize", "tolerance"),
-    [("float32", None, 1e-5), ("bfloat16", None, 2e-2), ("float32", "int8", 4e-2), ("bfloat16", "int8-weight", 2e-2)],
+    ("looped", "dtype", "quantize", "tolerance"),
+    by_default(
+        [
+            (looped, *kind)
+            for kind in (
+                ("float32", None, 1e-5),
+                ("bfloat16", None, 2e-2),
+                ("float32", "int8", 4e-2),
+                ("bfloat16", "int8-weight", 2e-2),
+            )
+            for looped in (True, False)
+        ],
+        lambda case: (
+            case[:3]
+            in {
+                (True, "float32", None),
+                (False, "bfloat16", None),
+                (True, "bfloat16", "int8-weight"),
+                (False, "float32", "int8"),
+            }
+        ),
+    ),
 )
 @pytest.mark.parametrize("tokens", by_default([7, 1, 40]))
 def test_each_token_gets_its_own_experts(
@@ -87,7 +106,7 @@ def test_each_token_gets_its_own_experts(
     assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", by_default(["bfloat16", "float32"]))
 def test_the_loop_never_touches_an_expert_that_nobody_chose(dtype: str) -> None:
     module = experts(Precision(dtype, loop_experts=True))
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1, E), np.float32))
@@ -95,13 +114,14 @@ def test_the_loop_never_touches_an_expert_that_nobody_chose(dtype: str) -> None:
     idle = [expert for expert in range(G) if expert not in np.asarray(chosen)]
     poison = 0x7FC0 if dtype == "bfloat16" else np.nan  # a NaN's bits
     module.down.weight[...] = module.down.weight[...].at[np.array(idle)].set(poison)
-    assert np.isfinite(np.asarray(module(x, STEP))).all()
+    assert np.isfinite(np.asarray(jax.jit(lambda x: module(x, STEP))(x))).all()
 
 
 def test_all_tokens_may_choose_the_same_experts() -> None:
     module = experts(Precision(loop_experts=True))
     x = jnp.broadcast_to(jnp.asarray(np.random.default_rng(2).standard_normal(E), jnp.float32), (33, E))
-    np.testing.assert_allclose(np.asarray(module(x, STEP)), one_by_one(module, x), rtol=1e-4, atol=1e-4)
+    got = np.asarray(jax.jit(lambda x: module(x, STEP))(x))
+    np.testing.assert_allclose(got, one_by_one(module, x), rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_follow_the_share_of_an_expert() -> None:

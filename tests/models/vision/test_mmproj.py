@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers import header_fuzz
+from helpers.thorough import by_default
 from helpers.towers import MODELS, config_of, random_tensors
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
@@ -31,10 +33,15 @@ from rekindle.errors import CheckpointError, UnsupportedModel
 Pieces = Iterator[tuple[str, NDArray[Any]]]
 
 
+@functools.cache
+def table() -> Any:
+    gguf = pytest.importorskip("gguf")
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+
+
 def table_name(name: str, parts: tuple[str, ...] = (".weight", ".bias")) -> str:
     """llama.cpp's name of a tensor, from the table of its package."""
-    gguf = pytest.importorskip("gguf")
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8).get_name(name, try_suffixes=parts)
+    known = table().get_name(name, try_suffixes=parts)
     assert known is not None, name
     return str(known)
 
@@ -240,7 +247,7 @@ def test_a_vector_in_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+@pytest.mark.parametrize("name", by_default(ONE_OF_EACH_KIND, lambda name: name in ("qwen3_vl", "gemma3")))
 def test_a_mutated_header_is_read_or_refused_by_a_typed_error(name: str, count: int, tmp_path: Path) -> None:
     path = converted(name, random_tensors(config_of(name)), tmp_path / "mmproj.gguf")
     data = path.read_bytes()
