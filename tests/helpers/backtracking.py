@@ -148,6 +148,8 @@ class _Automaton:
             if value in (op.AT_END, op.AT_END_STRING):
                 return _Part([], [], [0 if value is op.AT_END_STRING else 1 << self._chars.index("\n")])
             return _Part([], [], [unsure])
+        if kind is op.FAILURE:  # what Python 3.13 reads `(?!)` as
+            return _Part([], [], [unsure])
         if kind in (op.GROUPREF, op.GROUPREF_EXISTS):
             self.referring = "a reference to a group"
             return self._loop(self._state(self._all), [self._all])
