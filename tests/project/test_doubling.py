@@ -444,7 +444,7 @@ def test_nothing_that_stops_in_the_middle_takes_longer(one: Reader) -> None:
     assert not slow, "\n".join(slow)
 
 
-@pytest.mark.parametrize("file", sorted({file for file, rows in PATTERNS.items() if rows}))
+@pytest.mark.parametrize("file", sorted(file for file, rows in PATTERNS.items() if rows))
 def test_patterns_take_twice_the_time(file: str) -> None:
     """As the lint of `test_patterns.py` says, but measured."""
     found = [pattern for pattern in patterns() if pattern.file == file]
