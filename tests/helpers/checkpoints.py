@@ -33,6 +33,8 @@ UNLIKE = (
     "llama", "gpt2", "qwen2", "cohere", "olmo2", "glm", "gemma2", "mixtral", "deepseek-v2", "gpt-oss", "lfm2",
     "granite4", "qwen3.5", "gemma4-shared-pages-and-embeddings-of-layers",
 )  # fmt: skip
+# Those, and families whose files have their matrices in other forms: already joined, transposed or stacked.
+READ = {*UNLIKE, "phi3", "granite-moe", "qwen3-moe", "falcon-h1", "nemotron-h", "glm4-moe-lite", "lfm2-moe"}
 
 
 def one_each(*others: str) -> list[Any]:

@@ -19,7 +19,6 @@ from rekindle.errors import CheckpointError, UnsupportedModel
 
 CASES = checkpoints.CASES
 HELD = {case: change for family in checkpoints.FAMILY_CASES.values() for case, change in family.held.items()}
-READ = {*checkpoints.UNLIKE, "phi3", "granite-moe", "qwen3-moe", "falcon-h1", "nemotron-h", "glm4-moe-lite", "lfm2-moe"}
 REFUSED = {case: words for family in checkpoints.FAMILY_CASES.values() for case, words in family.refused.items()}
 
 
@@ -34,7 +33,7 @@ def plain(config: ModelConfig) -> dict[str, Any]:
     return found | {"norm_eps": pytest.approx(config.norm_eps)}
 
 
-@pytest.mark.parametrize("case", by_default(HELD, lambda case: case in READ))
+@pytest.mark.parametrize("case", by_default(HELD, lambda case: case in checkpoints.READ))
 def test_a_family_comes_back_as_it_was(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "UNPACKED", 2000)  # tensors are read in several pieces
     raw = raw_of(case)
@@ -72,7 +71,7 @@ def test_what_no_file_can_say_is_refused(case: str) -> None:
         describe(config_from_hf(CASES[case]))
 
 
-@pytest.mark.parametrize("case", by_default(HELD, lambda case: case in READ))
+@pytest.mark.parametrize("case", by_default(HELD, lambda case: case in checkpoints.READ))
 def test_llama_cpp_calls_the_tensors_so(case: str, tmp_path: Path) -> None:
     """The names and shapes that its own table maps Hugging Face's to, and that it then asks for."""
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
