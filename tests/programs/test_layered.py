@@ -294,8 +294,8 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
             kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats, operands)
             rows = np.array([0, upload.layout.rows])  # one that decodes, one that prefills
             if key.part:
-                (logits, last), (prompt, *_) = rest
-                found += [kv, logits[rows], last[rows], prompt]
+                scores, (prompt, *_) = rest
+                found += [kv, scores.logits[rows], scores.last[rows], prompt]
             else:
                 state, output = rest
                 slots = [leaf[: upload.layout.slots] for leaf in jax.tree.leaves(state)]

@@ -39,7 +39,10 @@ KINDS = ("float32", "states", "windows", "captures", "adapters", PICTURES)
 @contextlib.contextmanager
 def trouble(name: str, cache: Path) -> Iterator[None]:
     if name == "deleted":
-        shutil.rmtree(cache)
+        while cache.exists():  # the session adds to a folder now and then while it is being deleted
+            with contextlib.suppress(OSError):
+                shutil.rmtree(cache)
+                break
         yield
     else:
         with Refusing(cache, NUMBERS[name]).active(1.0):
@@ -103,7 +106,7 @@ def test_requests_go_on_without_the_cache(
                     for _ in range(2):
                         with pytest.raises(StoreError, match=r"Read-only|No space|free"):
                             session.save("during").result_sync()
-            said[what] = [record.getMessage() for record in caplog.records]
+            said[what] = [record.getMessage() for record in caplog.records if record.name != "rekindle.steps"]  # a slow step is no trouble
             report = session.save("after").result_sync()
             assert report.pages > 0, what
             session.check_integrity()
