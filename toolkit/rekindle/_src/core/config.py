@@ -126,7 +126,7 @@ class EngineConfig(html.Record):
             embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
             "mlp", "experts", "embedding" and "head"; other parts are not quantised. None keeps the groups of a
             quantised checkpoint as they are.
-        max_requests (16): sequences that run at once.
+        max_requests (16): sequences that run at once. A draft takes the place of one, so where all run there are none.
         max_tokens_per_step (512): tokens that decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
         page_size (None): tokens per KV page, a power of two; None suits the platform's kernels.
