@@ -141,10 +141,10 @@ def pairs(model: str, before: Path, rounds: int) -> None:
 
 async def beside_none(model: str, rounds: int) -> None:
     """Compare a session with one that has no features of taps, in an order that turns."""
-    from rekindle._src.programs import programs
+    from rekindle._src.programs import plan
 
     async with opened(model) as tapping:
-        programs.tap_features = lambda *_, **__: ()
+        plan.tap_features = lambda *_, **__: ()
         async with opened(model) as none:
             for name, (inputs, new) in loads().items():
                 rates: dict[Any, list[float]] = {tapping: [], none: []}

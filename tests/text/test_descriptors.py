@@ -71,7 +71,7 @@ for path in map(Path, sys.argv[1:]):
     tokenizer = Tokenizer.load(path)
     for text in ("x x", "a b " * 3000, "b" * 5000):
         assert tokenizer.decode(tokenizer.encode(text)) == text, (path, text[:9])
-    assert tokenizer.characters_per_token >= 1 and tokenizer.decoder
+    assert tokenizer.characters_per_token >= 1 and tokenizer.decoder_kinds
     if Grammars is not None and path.is_file():
         grammars = Grammars(tokenizer, 31_000)
         grammars.compile(Spec("regex", "[ab]{2}"))  # of a tokenizer.json llguidance takes no ids with holes

@@ -221,8 +221,7 @@ def test_small_steps_come_to_the_same_result_with_programs_that_all_layers_share
 @pytest.mark.parametrize("fast", [False, True])
 def test_small_steps_with_sixteen_bit_matrices_come_close(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where products of 16 bits are fast, attention's are such, too."""
-    for module in (attention, vision_steps):
-        monkeypatch.setattr(module, "traits", lambda: dataclasses.replace(traits(), fast_bfloat16=fast))
+    monkeypatch.setattr(vision_steps, "traits", lambda: dataclasses.replace(traits(), fast_bfloat16=fast))
     config = two_layers()
     state, pictures = random_tensors(config), [random_picture(config, 4, 6), random_picture(config, 4, 4, seed=1)]
     exact, _ = SmallEncoder(config, state)(pictures)
