@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -74,7 +72,7 @@ def _row(
 ) -> Row:
     table = rng.integers(1, 5000, pages).astype(np.int32)
     row = Row(request, 0, slot, start, length, table, None, samples=True)
-    return dataclasses.replace(row, **more)  # type: ignore[arg-type]
+    return row._replace(**more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -102,8 +100,8 @@ def test_whatever_a_step_holds_arrives(seed: int) -> None:
             )  # fmt: skip
             decode.append(fresh)
             if len(decode) < bucket.rows and length < width * page_size - 8 and rng.random() < 0.3:
-                draft = dataclasses.replace(
-                    fresh, start=length, fresh=False, draft=True, token_ids=np.array([7], np.int32),
+                draft = fresh._replace(
+                    start=length, fresh=False, draft=True, token_ids=np.array([7], np.int32),
                     pages=np.append(fresh.pages, 9).astype(np.int32),
                 )  # fmt: skip
                 decode.append(draft)
@@ -118,7 +116,7 @@ def test_whatever_a_step_holds_arrives(seed: int) -> None:
             sampling = Sampling(prompt_logprobs=1 if rng.random() < 0.3 else None, temperature=0.5, seed=3)
             start = int(rng.integers(0, 15))
             row = _row(rng, Request(f"{step}.{slot}", prompt, sampling), slot, start, length, width, fresh=True)
-            prefill.append(dataclasses.replace(row, token_ids=prompt[start : start + length]))
+            prefill.append(row._replace(token_ids=prompt[start : start + length]))
         pair.send(StepPlan(step, tuple(decode), tuple(prefill)), bucket)
 
 
@@ -126,7 +124,7 @@ def _message() -> tuple[StepCodec, Layout, bytes]:
     bucket, pair = Bucket(2, 32), Pair(4, 8, 8)
     rng, request = np.random.default_rng(0), Request("r", np.arange(9, dtype=np.int32), Sampling())
     decode = _row(rng, request, 1, 11, 1, 2, fresh=True)
-    prefill = dataclasses.replace(_row(rng, request, 2, 0, 9, 2, fresh=True), token_ids=request.token_ids)
+    prefill = _row(rng, request, 2, 0, 9, 2, fresh=True)._replace(token_ids=request.token_ids)
     layout = Layout.of(bucket, max_requests=4, width=8)
     upload = Upload(layout)
     upload.pack(StepPlan(0, (decode,), (prefill,)), pair.constants)

@@ -91,16 +91,14 @@ def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> No
         constants.put(each)
     upload = DataUpload(LAYOUT, SHARDS)
     if again:  # what an earlier step left must not shine through
-        upload.pack(
-            StepPlan(6, tuple(dataclasses.replace(one, slot=one.slot % 4) for one in DECODE[:2]), ()), constants
-        )
+        upload.pack(StepPlan(6, tuple(one._replace(slot=one.slot % 4) for one in DECODE[:2]), ()), constants)
     upload.pack(PLAN, constants)
     wanted = int(RowFlag.SAMPLES | RowFlag.CHOOSES | RowFlag.DRAWS | RowFlag.LOGPROBS | RowFlag.TOP_P)
     for shard, part in enumerate(SHARDS.split(PLAN)):
         own = StepPlan(
             7,
-            tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.decode),
-            tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.prefill),
+            tuple(one._replace(slot=one.slot % 4, pages=one.pages % 10) for one in part.decode),
+            tuple(one._replace(slot=one.slot % 4, pages=one.pages % 10) for one in part.prefill),
         )
         alone, here = Upload(LAYOUT), Constants(4)
         for each in own.rows:
@@ -135,7 +133,7 @@ def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
             Edit(1, (0.0, 1.0, 0.0), vectors[1:], ((each.start, each.start + each.length),), True),
         )
         request = extended(each.request, RequestTaps(edits=edits, layers=model.num_layers))
-        return dataclasses.replace(each, request=request)
+        return each._replace(request=request)
 
     together = Steering(model, config, SHARDS.count)
     first = dataclasses.replace(

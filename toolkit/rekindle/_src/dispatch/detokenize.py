@@ -7,7 +7,6 @@ it held is closed after that.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -131,7 +130,7 @@ class OutputState(Output):
             self._first = now
             self._compiling_first = self._waited(now)
         if self.request.sampling.max_tokens == 0:
-            event = dataclasses.replace(event, token_ids=())
+            event = event._replace(token_ids=())
             reason = reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
         for part in self.parts:

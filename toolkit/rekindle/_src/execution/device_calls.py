@@ -438,7 +438,8 @@ class LateSteps:
             operand = free.pop() if free else self._new_operand(upload.layout)
             step.choice = ChoiceCall(bucket.programs[1], programs[1], forwarded, operand)
             return
-        if latest is not None and _has_ended(latest.output) and self.needs_unread_token(plan):
+        waits = latest is not None and self.needs_unread_token(plan)
+        if waits and latest is not None and _has_ended(latest.output):
             try:
                 read(latest)
             except Exception as error:  # it is the latest step's
@@ -447,7 +448,7 @@ class LateSteps:
         step.operand = gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
         gate.close()
         try:
-            if latest is not None and latest.results is None and self.needs_unread_token(plan):
+            if waits and latest is not None and latest.results is None:
                 step.choice = gate
             else:
                 step.late_errors = self._open(gate, plan, upload)

@@ -312,7 +312,7 @@ class Box:
 
 def sendable(event: TokenEvent) -> TokenEvent:
     """Return the event with an error that another process can unpickle."""
-    return event if event.error is None else dataclasses.replace(event, error=_plain(event.error))
+    return event if event.error is None else event._replace(error=_plain(event.error))
 
 
 def failed(request_id: str, error: BaseException) -> TokenEvent:

@@ -260,7 +260,7 @@ class Routes:
             self._stop_trying(live)
         if live.cached is None:
             live.cached = event.cached_tokens
-        event = dataclasses.replace(event, request_id=live.request.id, cached_tokens=live.cached)
+        event = event._replace(request_id=live.request.id, cached_tokens=live.cached)
         if event.finish_reason is None:
             self._events.append(event)
             return
@@ -274,7 +274,7 @@ class Routes:
         """Hand a request over after its prompt and first token: another replica takes its pages and continues."""
         assert live.link is not None, "it came from there"
         live.pages, live.first = live.link.pages, False
-        self._events.append(dataclasses.replace(event, finish_reason=None))
+        self._events.append(event._replace(finish_reason=None))
         self._leave(live)
         self.counts.handed_over += 1
         self._backlog.appendleft(live)  # at the front: it has waited before

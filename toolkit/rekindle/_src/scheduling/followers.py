@@ -5,7 +5,6 @@ Most requests have none.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -165,7 +164,7 @@ class PoolingFollower(Follower):
     def take(self, row: Row, output: RowResult) -> RowResult:
         (pooled,) = POOLED.of(output)
         if not np.isfinite(pooled).all():
-            return dataclasses.replace(output, finite=False)
+            return output._replace(finite=False)
         chunk = pooled.astype(np.float64)
         if self._pooling == "last" or self._vector is None or row.start == 0:
             self._vector = chunk

@@ -49,6 +49,9 @@ class First(NamedTuple):
     run: tuple[int, ...]  # tokens that have to follow
 
 
+_OPEN, _COMPLETE = GuideReport(), GuideReport(accepting=True)  # what is said of most tokens
+
+
 class Guide:
     """The implementation of `GuideLike`.
 
@@ -124,14 +127,15 @@ class Guide:
             self._matcher.unsafe_compute_mask_ptr(data, mask.nbytes)
             if self._matcher.is_error():
                 return first_line(self._matcher.get_error())
-        words = [mask[word] for word, _ in self._barred]
+        view = mask.data  # reads and writes a word in a fifth of the time of an array
+        words = [view[word] for word, _ in self._barred]
         for word, kept_bits in self._barred:
-            mask[word] &= kept_bits
-        any_left = bool(np.count_nonzero(mask))  # an eighth of the time of `any`
+            view[word] &= kept_bits
+        any_left = mask.tobytes() != bytes(mask.nbytes)  # a tenth of the time of `any`
         if not any_left:
             for (word, _), bits in zip(self._barred, words, strict=True):
-                mask[word] = bits
-                any_left |= bool(bits)
+                view[word] = bits
+                any_left |= bits != 0
         elif self._ending is not None:
             self._ending.limit(mask, self._matcher, self.consumed, forced=self._at < len(self._run))
         if self._reasoning is not None:  # no token was sampled yet, and the first may open it
@@ -162,12 +166,14 @@ class Guide:
         self._move_on(forced)
         by_eos = self.ended and token in self._ends
         self.accepting |= by_eos
+        steered, searched, due = False, 0.0, 0.0
         ending = self._ending
-        if ending is None:
-            return GuideReport(forced, self.ended, by_eos, self.accepting, self.ahead)
-        ending.consume(token)
-        steered, searched, due = ending.steered, ending.take_seconds(), ending.due(self.consumed)
-        return GuideReport(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
+        if ending is not None:
+            ending.consume(token)
+            steered, searched, due = ending.steered, ending.take_seconds(), ending.due(self.consumed)
+        if forced or self.ended or self._run or steered or searched or due:
+            return GuideReport(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
+        return _COMPLETE if self.accepting else _OPEN
 
     def _move_on(self, forced: bool) -> None:
         """Keep the run of forced tokens, or compute the next one.
@@ -197,9 +203,9 @@ def forced_run(matcher: Any) -> tuple[int, ...]:
     return tuple(matcher.compute_ff_tokens())
 
 
-def _without(token: int) -> tuple[int, np.int32]:
+def _without(token: int) -> tuple[int, int]:
     """Return the index of a token's word in a mask, and all bits of the word but the token's."""
-    return token >> 5, ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
+    return token >> 5, int(~np.uint32(1 << (token & 31)).view(np.int32))
 
 
 KEPT, KEPT_BYTES = 256, 128 << 20  # compiled grammars, and refused ones; the least recently used one goes first
