@@ -20,6 +20,7 @@ from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixtu
 from rekindle._src.models.adapters.adapter import combined
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.placement import random_model
+from rekindle._src.opening.programs import SessionPrograms
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -402,3 +403,12 @@ async def test_what_can_not_be_is_refused_by_name(folders: list[Path], tmp_path:
     async with opening(max_adapters=0) as session:
         with pytest.raises(ConfigError, match="max_adapters=0"):
             await session.load_adapter("b", folders[0])
+
+
+def test_a_folder_without_an_adapter_is_refused_before_anything_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SessionPrograms, "open", lambda *_: pytest.fail("programs take long"))
+    for option in ({"adapters": {"mine": tmp_path}}, {"merge": tmp_path}):
+        with pytest.raises(CheckpointError, match="adapter_config"):
+            rekindle.open_sync(MODEL, **{**OPTIONS, **option})  # type: ignore[arg-type]

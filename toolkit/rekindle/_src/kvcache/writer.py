@@ -283,6 +283,10 @@ class CacheWriter:
         else:
             self._saving.succeeded()
 
+    def prepare_restart(self) -> None:
+        """Store all programs that a restart needs for the pages. Call it in the writer's thread."""
+        self._prepare_restart(all_of_them=True)
+
     def _prepare_restart(self, *, all_of_them: bool = False) -> None:
         """Store the programs that a restart needs for the pages, one in a tick: storing one takes a core meanwhile.
 
@@ -378,7 +382,6 @@ class CacheWriter:
         flush()
         if identity != disk.identity:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
-        self._prepare_restart(all_of_them=True)
         pages[:] = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
         states = self._snapshot_sides(name, pages)
         self._snapshot_captures(name, pages)

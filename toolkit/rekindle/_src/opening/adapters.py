@@ -38,11 +38,10 @@ class AdapterShelf:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(
-        cls, plan: Blueprint, sources: Mapping[str, object], show: Callable[[str], None], *, adapted: bool
-    ) -> AdapterShelf:
-        """Return the adapters that a session is opened with; none can be loaded unless its rows are `adapted`."""
+    def open(cls, plan: Blueprint, sources: Mapping[str, object], show: Callable[[str], None]) -> AdapterShelf:
+        """Return the adapters that a session is opened with. None can be loaded unless its rows may have some."""
         config, dtype = plan.config, plan.graph.precision.weights
+        adapted = any(feature.option is AdapterUse for feature in plan.programs.features.entries)
         refused = "" if adapted else "the model has several data shards, or several processes share it"
         shelf = cls(plan.model, config.max_adapters, config.max_adapter_rank, dtype=dtype, refused=refused)
         for name, source in sources.items():

@@ -20,7 +20,6 @@ from jax import Array
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights, OwnHead
@@ -56,6 +55,8 @@ def build(request: OpenRequest) -> Front:
         check_snapshot(request.config)  # before anything is loaded
         source = source_of(request)
         plan = peers.agreed(blueprint(request, source), source, others.agreement)
+        adapters = AdapterShelf.open(plan, request.adapters, request.show)  # before anything takes long
+        merging = None if request.merge is None else adapters.merging(request.merge)
         programs = owners.enter_context(closing(SessionPrograms.open(plan, request.shown, request.contexts)))
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
@@ -66,10 +67,9 @@ def build(request: OpenRequest) -> Front:
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
-        adapters = AdapterShelf.open(plan, request.adapters, request.show, adapted=programs.all.takes(AdapterUse))
-        if request.merge is not None:
+        if merging is not None:
             request.show("merging an adapter")
-            weights.change(adapters.merging(request.merge))
+            weights.change(merging)
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
         drafter = _drafter(small, plan, programs, cache, request.show, owners)
         runner = Runner(

@@ -13,6 +13,7 @@ from rekindle._src.calls.pictures import keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import PageMove, WaitingRequest
 from rekindle._src.core.sampling import Sampling, SamplingOptions
@@ -106,15 +107,26 @@ class Client:
         return await _reply(self.writer.submit(job)).get()
 
     async def save(self, name: str) -> SaveReport:
-        """Write the pages that are not on disk yet, then the list of all pages under `name`."""
+        """Write the pages that are not on disk yet, then the list of all pages under `name`; at last the programs that
+        a restart needs for them."""
         self.writer.check_save(name)
         listed: list[Page] = []
+        report: SaveReport | None = None
 
         def look() -> State:
+            if report is not None:
+                return State(f"saved {name!r}; compiling what a restart needs for it")
             return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
 
-        with Activity(look, quiet=self.front.config.quiet):
-            return await self.in_writer(partial(self.writer.save, name, listed))
+        try:
+            with Activity(look, quiet=self.front.config.quiet):
+                report = await self.in_writer(partial(self.writer.save, name, listed))
+                if report.pages:
+                    await self.in_writer(self.writer.prepare_restart)
+        except BaseException as error:
+            interrupted(error, f"{name!r} is still being saved" if report is None else f"{name!r} is saved")
+            raise
+        return report
 
     async def finish_saving(self) -> None:
         """Save as many pages as there is time for, before the session is closed."""

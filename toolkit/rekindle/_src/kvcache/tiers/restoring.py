@@ -49,7 +49,10 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> RestoredP
             )
     grafted = snapshot.graft_all(cache, stored)
     if grafted < len(pages):
-        log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
+        lost, level = len(pages) - grafted, logging.WARNING if 2 * grafted < len(pages) else logging.INFO
+        log.log(
+            level, "snapshot %r: %d of its %d pages are no longer kept, and are computed again", name, lost, len(pages)
+        )
     tiers.read_ahead(likeliest(stored))
     return RestoredPages(name, grafted, len(pages) - grafted)
 
