@@ -412,3 +412,18 @@ def test_a_folder_without_an_adapter_is_refused_before_anything_takes_long(
     for option in ({"adapters": {"mine": tmp_path}}, {"merge": tmp_path}):
         with pytest.raises(CheckpointError, match="adapter_config"):
             rekindle.open_sync(MODEL, **{**OPTIONS, **option})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", by_default(range(len(KINDS)), 2))
+def test_what_is_saved_is_loaded_as_the_same(folders: list[Path], seed: int, tmp_path: Path) -> None:
+    with rekindle.open_sync(MODEL, **OPTIONS | {"precompile": "lazy", "max_adapters": 4}) as session:
+        session.load_adapter("mine", folders[seed]).result_sync()
+        session.save_adapter("mine", tmp_path / "kept").result_sync()
+        with pytest.raises(ConfigError, match="exists already"):
+            session.save_adapter("mine", tmp_path / "kept").result_sync()
+        with pytest.raises(ConfigError, match="can't be written"):
+            session.save_adapter("mine", tmp_path / "no" / "such").result_sync()
+        with pytest.raises(InvalidRequest, match="known: 'mine'"):
+            session.save_adapter("main", tmp_path / "other").result_sync()
+    first, second = (read_adapter(folder, "mine", MODEL.config) for folder in (folders[seed], tmp_path / "kept"))
+    assert first.digest == second.digest and first.rank == second.rank

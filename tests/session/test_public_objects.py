@@ -130,6 +130,10 @@ SESSION: dict[str, Recipe] = {
     "unpin": lambda session, path: session.unpin(EVIL * 3),
     "adapters": lambda session, path: session.adapters,
     "load_adapter": lambda session, path: awaited(session.load_adapter(EVIL, adapter_folder(path / "adapter"))),
+    "save_adapter": lambda session, path: [
+        session.load_adapter("one", adapter_folder(path / "adapter")).result_sync(),
+        *awaited(session.save_adapter("one", path / "kept")),
+    ],
     "unload_adapter": lambda session, path: [
         session.load_adapter("one", adapter_folder(path / "adapter")).result_sync(),
         *awaited(session.unload_adapter("one")),

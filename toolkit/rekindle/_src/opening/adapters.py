@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from rekindle._src.core.names import checked_name
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter, combined
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.adapters.writing import write_folder
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.opening.blueprint import Blueprint
@@ -29,9 +32,11 @@ _SUMS = 16  # sums of adapters that are kept
 class AdapterShelf:
     """The adapters that a session has by name. Its methods may be called from any thread."""
 
-    def __init__(self, model: ModelConfig, most: int, rank: int, *, dtype: str = "float32", refused: str = "") -> None:
-        """`dtype` is that of the matrices on the device."""
-        self._model, self._units, self._dtype = model, most * units_for(rank), dtype
+    def __init__(
+        self, model: ModelConfig, most: int, rank: int, *, dtype: str = "float32", refused: str = "", base: str = ""
+    ) -> None:
+        """`dtype` is that of the matrices on the device, `base` the model's name."""
+        self._model, self._units, self._dtype, self._base = model, most * units_for(rank), dtype, base
         self._refused = refused if most else "the session was opened with max_adapters=0"
         self._adapters: dict[str, Adapter] = {}
         self._sums: OrderedDict[tuple[tuple[str, float], ...], Adapter] = OrderedDict()
@@ -43,7 +48,8 @@ class AdapterShelf:
         config, dtype = plan.config, plan.graph.precision.weights
         adapted = any(feature.option is AdapterUse for feature in plan.programs.features.entries)
         refused = "" if adapted else "the model has several data shards, or several processes share it"
-        shelf = cls(plan.model, config.max_adapters, config.max_adapter_rank, dtype=dtype, refused=refused)
+        most, rank = config.max_adapters, config.max_adapter_rank
+        shelf = cls(plan.model, most, rank, dtype=dtype, refused=refused, base=plan.name)
         for name, source in sources.items():
             show(f"adapter {name}")
             shelf.put(shelf.read(name, source))
@@ -77,6 +83,19 @@ class AdapterShelf:
             old = self._adapters.get(adapter.name)
             self._adapters[adapter.name] = adapter
             return old if old is not None and not self._has(old.digest) else None
+
+    def write(self, name: str, folder: Path) -> None:
+        """Write an adapter as a new folder of PEFT."""
+        with self._lock:
+            adapter = self._adapters.get(name)
+        if adapter is None:
+            raise self._unknown("name", name)
+        try:
+            write_folder(adapter, folder, sites_of(self._model), self._base)
+        except FileExistsError:
+            raise ConfigError("folder", str(folder), "exists already", "Pass a new one") from None
+        except OSError as error:
+            raise ConfigError("folder", str(folder), f"can't be written: {error}", "Pass another one") from error
 
     def remove(self, name: str) -> Adapter | None:
         """Forget an adapter. Return it, unless another name means the same weights."""

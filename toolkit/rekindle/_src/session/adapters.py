@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.session.client import Client
@@ -22,6 +24,12 @@ async def load(client: Client, name: str, source: Any, alpha: float | None) -> N
     shelf = _shelf(client)
     adapter = await client.in_writer(partial(shelf.read, name, source, alpha))
     _drop(client, shelf.put(adapter))
+
+
+async def save(client: Client, name: str, folder: str | Path) -> None:
+    """Write an adapter as a new folder."""
+    shelf = _shelf(client)
+    await client.in_writer(partial(shelf.write, name, checked_path("folder", folder)))
 
 
 async def unload(client: Client, name: str) -> None:

@@ -364,6 +364,10 @@ class Session(OpenModel, RolloutRequests):
         """
         return Once(adapters.load, self._client, name, source, alpha, name="load_adapter")
 
+    def save_adapter(self, name: str, folder: str | Path) -> Call[None]:
+        """Await it to write an adapter that was loaded, such as a trainer's arrays, as a new folder of PEFT."""
+        return Once(adapters.save, self._client, name, folder, name="save_adapter")
+
     def unload_adapter(self, name: str) -> Call[None]:
         """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
         return Once(adapters.unload, self._client, name, name="unload_adapter")

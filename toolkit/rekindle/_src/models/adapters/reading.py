@@ -50,8 +50,8 @@ def read_adapter(
         return read_file(path, name, config, sites, fits)
     if not os.path.isdir(path):  # whatever the reason, such as a folder above it that may not be read
         raise CheckpointError(
-            f"The adapter {name!r} is at {str(source)!r}, which is not a folder. Pass a local folder: "
-            "huggingface_hub.snapshot_download(…) returns that of an adapter on the hub."
+            f"The adapter {name!r} is at {str(source)!r}, which is neither a folder nor a GGUF file. Pass a local "
+            "folder: huggingface_hub.snapshot_download(…) returns that of an adapter on the hub."
         )
     return peft.read_folder(path, name, sites, fits)
 
