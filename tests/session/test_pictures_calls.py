@@ -118,7 +118,7 @@ async def test_wrong_pictures_of_rows_are_refused_by_name(session: Session) -> N
     answers = await session.map(iter(rows), "a", images=[None], **GREEDY)
     assert list(answers.errors) == [1] and "fewer" in str(answers.errors[1])
     answers = await session.map([{"file": [ONE, TWO]}], "<image>", images="file", **GREEDY)
-    assert "have 1 places" in str(answers.errors[0])
+    assert "the prompt has 1" in str(answers.errors[0])
     answers = await session.map(rows, "<image>", images="file", **GREEDY)
     assert "0 pictures" in str(answers.errors[0]), "a cell without a value is an error where there is a place for it"
 
