@@ -18,7 +18,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.sampling import NOT_FINITE, marked
 from rekindle.errors import RequestFailed
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 OPTIONS: Mapping[str, Any] = {
     "quiet": True, "max_model_len": 128, "max_requests": 4, "max_tokens_per_step": 32, "device_pages": 64,
     "cache_dir": None, "dtype": "float32",
