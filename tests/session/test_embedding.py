@@ -24,6 +24,7 @@ from rekindle._src.models.plain import AttendOwn
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong
 from workshop import reference
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 OPTIONS: dict[str, Any] = {
     "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16, "device_pages": 64,
     "precompile": "lazy", "dtype": "float32", "seed": 0,

@@ -23,6 +23,7 @@ from rekindle._src.calls import requests
 from rekindle._src.calls.rows import RowAnswer
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 ROWS = [{"text": f"number {number}", "number": number} for number in range(40)]
 
 

@@ -27,6 +27,7 @@ from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
 PLAIN = Plain(MODEL)
