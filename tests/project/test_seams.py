@@ -59,7 +59,8 @@ def imported(trees: dict[Path, ast.Module]) -> defaultdict[Path, set[str]]:
     names = defaultdict[Path, set[str]](set)
     for user, tree in trees.items():
         modules: dict[str, Path] = {}
-        for node in ast.walk(tree):
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Attribute)]
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     module = paths.get(f"{node.module}.{alias.name}")
@@ -67,7 +68,7 @@ def imported(trees: dict[Path, ast.Module]) -> defaultdict[Path, set[str]]:
                         modules[alias.asname or alias.name] = module
                     elif (owner := paths.get(node.module)) is not None and folder(owner) != folder(user):
                         names[owner].add(alias.name)
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 owner = modules.get(node.value.id)
                 if owner is not None and folder(owner) != folder(user):

@@ -24,6 +24,7 @@ from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, RequestAborted, SessionClosed, StepFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 NEW = CONTEXT - 4  # tokens of the neighbour
 TEXT, OTHER = prompt(2, 4), prompt(3, 4)
 WHOLE = {"logprobs": 40}  # has a program of its own
