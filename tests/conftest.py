@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,28 @@ def shared_programs(own_cache: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def large_steps() -> Iterator[None]:
+    """Sessions run every step in the program of the most rows, as they do until the one of its size is ready.
+
+    A model has up to five step programs for each combination of features in use, and these are two of them. It is for
+    modules that test neither the sizes of steps nor what is compiled when: `tests/execution/test_runner.py` does.
+    """
+    from rekindle._src.programs import buckets, draft_model, target_drafts
+
+    lattice, draft_rows = buckets.lattice, draft_model.row_sizes
+
+    def largest(*args: Any, single: bool = False) -> tuple[buckets.Bucket, ...]:
+        sizes = lattice(*args)
+        return tuple(bucket for bucket in sizes if bucket.rows == sizes[-1].rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "lattice", largest)
+        for module in (draft_model, target_drafts):
+            patch.setattr(module, "row_sizes", lambda most: draft_rows(most)[-1:])
+        yield
+
+
 def resident() -> int:
     """Return the megabytes of this process in memory; 0 where the system does not say."""
     with contextlib.suppress(OSError):
@@ -202,6 +224,17 @@ def left_alone_by_the_collector(compiled_programs: CompiledPrograms) -> Iterator
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "run the tests of a fourth of the files, drawn by the name of a change; all of them without a name"
     parser.addoption("--fourth-of", metavar="CHANGE", default="", help=help_)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect with the collector of garbage off, which took a third of the time, and let it leave the tests alone."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

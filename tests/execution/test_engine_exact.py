@@ -181,7 +181,7 @@ SETUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setup", by_default(SETUPS))
+@pytest.mark.parametrize("setup", by_default(SETUPS, lambda setup: "two at once" in setup))  # the fewest programs
 def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: str) -> None:
     config, tier, rng = tiny_config(**SETUPS[setup]), DictTier(limit=40), np.random.default_rng(7)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)

@@ -36,7 +36,7 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(as_on_accelerators: None) -> Iterator[Driver]:
-    config = tiny_config(max_model_len=256, device_pages=100)
+    config = tiny_config(max_model_len=256, device_pages=100, max_requests=2)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config, store=STORE)
     runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
     yield Driver(runner)
@@ -52,8 +52,8 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 def test_mixed_steps_and_slots_used_again(driver: Driver) -> None:
-    for group in range(2):
-        prompts = [prompt_of(10 * group + index, 4 + 9 * index) for index in range(4)]
+    for group in range(3):
+        prompts = [prompt_of(10 * group + index, 4 + 27 * index) for index in range(2)]
         lives = [driver.add(prompt, Sampling(max_tokens=9)) for prompt in prompts]
         driver.finish(lives, chunk=7)
         assert [live.outputs for live in lives] == [expected(prompt, 9) for prompt in prompts]

@@ -175,7 +175,8 @@ def filled_pages(
 ) -> LayerKV:
     """Pages with random keys and values at every position that some sequence owns; page 0 is nobody's."""
     shape = (case.kv_heads, case.page_size, case.head_dim)
-    kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
+    allocated = -(-num_pages // 16) * 16  # and tokens are written again, so that many cases share a program
+    kv = init_pages(allocated, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
     if poison:
         if kv.scales is not None:
             scales = np.full(kv.scales.shape, np.nan, kv.scales.dtype)
@@ -188,11 +189,14 @@ def filled_pages(
     ]
     if not where:
         return kv
-    page_ids = jnp.asarray([table[row, at // case.page_size] for row, at in where], jnp.int32)
-    offsets = jnp.asarray([at % case.page_size for _, at in where], jnp.int32)
+    page_ids = np.array([table[row, at // case.page_size] for row, at in where], np.int32)
+    offsets = np.array([at % case.page_size for _, at in where], np.int32)
     values = random.standard_normal((2, len(where), case.kv_heads, case.head_dim)).astype(np.float32)
-    v = None if kv.latent else jnp.asarray(values[1])
-    return jax.jit(write_kv)(kv, jnp.asarray(values[0]), v, page_ids, offsets)
+    again = np.minimum(np.arange(-(-len(where) // 128) * 128), len(where) - 1)
+    v = None if kv.latent else jnp.asarray(values[1, again])
+    return jax.jit(write_kv)(
+        kv, jnp.asarray(values[0, again]), v, jnp.asarray(page_ids[again]), jnp.asarray(offsets[again])
+    )
 
 
 EVERYTHING = Case(

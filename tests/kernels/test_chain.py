@@ -203,7 +203,7 @@ def test_branches_and_their_native_calls_are_left_alone() -> None:
 
 @needs_numba
 @pytest.mark.parametrize("count", by_default([1, 70, 2, pytest.param(16, marks=pytest.mark.slow)], 2))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", by_default(["int8", "float32", "bfloat16"]))
 def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None:
     weights = [matrix(256), matrix(256)]
     scales = None if dtype != "int8" else jnp.ones((256,), jnp.float32) / 100

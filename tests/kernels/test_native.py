@@ -170,7 +170,7 @@ def test_an_llvm_that_would_end_the_process_is_left_alone(
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(1, True), (8, False), (40, True)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", by_default(["float32", "int8", "bfloat16", "float16"], 2))
 def test_one_matrix_of_a_stack_is_read_in_place(dtype: str, rows: int, gated: bool) -> None:
     each = [weights(dtype, 96, 128)[:2] for _ in range(3)]
     if not products.multiplies(rows, each[0][0], quantize_rows=True):

@@ -43,13 +43,11 @@ SIZES_OF_XLA = {
     "decode_empty_rows_between", "mixed_head_dim_80", "mixed_head_dim_128", "mixed_head_dim_256", "mixed_group_7",
     "mixed_float16",
     "prefill_long_chunk", "mixed", "mixed_bfloat16_pages", "mixed_int8_pages_bfloat16_queries",
-    "decode_and_tokens_of_no_prompt", "decode_all_rows_empty",
+    "decode_and_tokens_of_no_prompt", "decode_all_rows_empty", "mixed_bfloat16", "prefill_none_is_real",
+    "decode_lengths_around_page_borders",
 }  # fmt: skip
 # A GPU's form differs in how it reads pages: by default in each of its ways.
-QUICK_OF_GPU = {
-    "decode_long", "prefill_none_is_real", "window_far_from_the_start", "mixed_window_soft_cap_sinks",
-    "mixed_bfloat16", "mixed_int8_pages",
-}  # fmt: skip
+QUICK_OF_GPU = {"decode_long", "mixed_window_soft_cap_sinks", "mixed_int8_pages"}
 
 
 def implementations() -> list[Any]:

@@ -55,8 +55,7 @@ QUICK = {
 }
 DEFAULT = {
     ("gpu_small_blocks", "decode_long"), ("gpu_small_blocks", "mixed_window_soft_cap_sinks"),
-    ("tpu_small_blocks", "mixed_window_soft_cap_sinks"), ("tpu", "mixed_bfloat16"),
-    ("gpu", "mixed_int8_pages_bfloat16_queries"),
+    ("tpu_small_blocks", "mixed_window_soft_cap_sinks"), ("gpu", "mixed_int8_pages_bfloat16_queries"),
 }  # fmt: skip
 
 

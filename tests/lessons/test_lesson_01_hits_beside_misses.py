@@ -11,6 +11,7 @@ import pytest
 from helpers.small import PAGE, opening, plain, prompt
 from rekindle import Session
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 SHARED = 3 * PAGE
 NEW = 12
 HITS = [prompt(seed, SHARED + length, shared=SHARED) for seed, length in ((1, 2), (2, 5))]

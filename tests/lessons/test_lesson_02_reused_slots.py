@@ -12,6 +12,7 @@ from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default
 from rekindle import FinishReason, Session
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 NEW = 10
 
 

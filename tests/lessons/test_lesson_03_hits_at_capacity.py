@@ -12,6 +12,7 @@ import pytest
 from helpers.small import CONTEXT, PAGE, opening, plain, prompt
 from rekindle import Session
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 SHARED = CONTEXT - PAGE  # all pages but the last
 ROOM = [1, 2, PAGE - 2]  # tokens that the window has left after the prompt; a rest of one token is a decode row
 

@@ -12,6 +12,7 @@ from helpers.small import CONTEXT, PAGE, opening, plain, prompt
 from rekindle import FinishReason
 from rekindle.errors import PromptTooLong
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 LENGTHS = [1, PAGE, 31, 33, CONTEXT - PAGE, CONTEXT - 2, CONTEXT - 1]
 
 

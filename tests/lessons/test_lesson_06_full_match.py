@@ -14,6 +14,8 @@ from helpers.fakes import make_request
 from helpers.scheduling import Loop
 from helpers.small import PAGE, opening, plain, prompt
 
+pytestmark = pytest.mark.usefixtures("large_steps")
+
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17])
 def test_lesson_06_a_fully_cached_prompt_computes_its_last_token(length: int) -> None:

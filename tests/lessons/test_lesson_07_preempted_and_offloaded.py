@@ -12,7 +12,7 @@ import pytest
 
 from helpers.tiered import NEW, ask, opened, plain, prompt
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 @pytest.mark.thorough

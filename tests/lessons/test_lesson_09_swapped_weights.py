@@ -18,7 +18,7 @@ from helpers.plain_loop import plain_loop
 from helpers.tiered import MODEL, NEW, ask, opened, prompt
 from rekindle._src.models.base import LoadedModel
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 def other_weights() -> LoadedModel:

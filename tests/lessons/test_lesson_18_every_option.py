@@ -24,6 +24,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import FinishReason, Sampling, Session
 from rekindle.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 NEW = 16
 SHAPING: dict[str, dict[str, Any]] = {  # options that change what is likeliest, which a greedy request shows exactly
     "repetition_penalty": {"repetition_penalty": 1.8},

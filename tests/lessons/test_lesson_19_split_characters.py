@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from helpers.thorough import by_default
 from helpers.vocabularies import of_kind
 from rekindle._src.text import Detokenizer
 
@@ -26,7 +27,7 @@ def token_of(kind: str, byte: int) -> int:
     return BYTE_TOKENIZERS[kind].backend.token_to_id(spelling)
 
 
-@pytest.mark.parametrize("kind", BYTE_TOKENIZERS)
+@pytest.mark.parametrize("kind", by_default(BYTE_TOKENIZERS, 2))
 @settings(max_examples=400, deadline=None)
 @given(
     data=st.one_of(st.binary(max_size=24), st.text(max_size=12).map(lambda text: text.encode("utf-8", "surrogatepass")))

@@ -34,7 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
 async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
     precompile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opening(processors=[LEAST]) as first:
+    async with opening(processors=[LEAST], max_requests=2) as first:
         await first.generate(prompt(0, 5), max_tokens=2)
     plain(prompt(0, 9))
 
@@ -43,7 +43,7 @@ async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
 
     monkeypatch.setattr(Programs, "build", build)
     with compiled_by_jax() as events:
-        async with opening(processors=[LEAST], precompile=precompile) as session:
+        async with opening(processors=[LEAST], max_requests=2, precompile=precompile) as session:
             for batch in range(10):
                 prompts = [prompt(10 * batch + index, 1 + 6 * index) for index in range(10)]
                 handles = [

@@ -21,11 +21,11 @@ HOT = "a prompt that is asked for again and again, as long as five pages"
 
 
 def fill(session: Session, pages: int) -> None:
-    """Until so many pages are cached or the first one had to leave: three or four for each of many prompts."""
+    """Until so many pages are cached or the first one had to leave: some twenty for each of many prompts."""
     count = 0
     while session.stats().pages_cached < pages and not session.stats().cache.evicted_pages:
         session.generate_sync(
-            [f"{i % 7} begins {i:06} and goes on a while" for i in range(count, count + 8)], max_tokens=1
+            [f"{i % 7} begins {i:06}{' and goes on a while' * 8}" for i in range(count, count + 8)], max_tokens=1
         )
         count += 8
 

@@ -13,6 +13,7 @@ from helpers.sessions import CONFIG, expected, opened
 from helpers.small import CONTEXT, OPTIONS, opening, plain, prompt
 from rekindle._src.session.stats import StepReport
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 NEW = 40
 
 

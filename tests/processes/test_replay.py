@@ -26,6 +26,7 @@ from rekindle._src.processes.team import Team
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ProcessLost
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 MODEL, OTHER = tiny_model(), tiny_model(seed=9)
 PLACEMENT = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
 OUT, BACK = b"o" * 32, b"b" * 32

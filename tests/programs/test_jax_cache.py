@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from helpers.driving import tiny_config, tiny_model
 from helpers.fakes import DictStore
+from helpers.thorough import by_default
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.store import KEPT_THERE
@@ -39,7 +40,7 @@ def _cache(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_cache")
-@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("parts", by_default([False, True]), ids=["whole", "parts"])
 def test_what_came_from_that_cache_is_not_stored(parts: bool) -> None:
     decode = Bucket(2, 0)
 

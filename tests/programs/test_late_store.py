@@ -12,6 +12,7 @@ import pytest
 
 from helpers.driving import tiny_config, tiny_model
 from helpers.fakes import DictStore
+from helpers.thorough import by_default
 from rekindle._src.programs import store as program_store
 from rekindle._src.programs.buckets import ADMIT, Bucket
 from rekindle._src.programs.programs import Form, Programs
@@ -80,7 +81,7 @@ def test_flush_returns_when_what_a_thread_writes_is_written(monkeypatch: pytest.
     assert not flushing.is_alive() and kept.kept == {"a": 1}
 
 
-@pytest.mark.parametrize("end", ["close", "flush", "whole"])
+@pytest.mark.parametrize("end", by_default(["whole", "close", "flush"], 2))
 def test_programs_write_late_while_they_are_made_of_parts(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_store, "DELAY", 600)
     kept = DictStore()

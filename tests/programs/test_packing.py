@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,13 +34,16 @@ def row(slot: int, start: int, tokens: list[int] | None, sampling: Sampling | No
     return Row(**values)  # type: ignore[arg-type]
 
 
+unpacked = jax.jit(functools.partial(unpack, LAYOUT, PAGE))
+
+
 def inputs_of(upload: Upload, plan: StepPlan) -> StepInputs:
     constants = Constants(SLOTS, FEATURES)
     for each in plan.rows:
         constants.put(each)
     upload.pack(plan, constants)
     last_token = jnp.arange(1000, 1000 + SLOTS + 1, dtype=jnp.int32)
-    return unpack(LAYOUT, PAGE, jnp.array(upload.ints), jnp.array(upload.floats), last_token)
+    return unpacked(jnp.array(upload.ints), jnp.array(upload.floats), last_token)
 
 
 def own(step: StepInputs, kind: type[Feature]) -> Any:

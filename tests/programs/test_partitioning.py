@@ -18,6 +18,15 @@ from rekindle._src.programs.store import config_fields
 
 MODEL = tiny_model()
 ALONE = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+KINDS = (
+    ALONE.lattice[0],
+    ALONE.lattice[-1],
+    MEMORY,
+    ADMIT,
+    COPY,
+    GATHER,
+    SCATTER,
+)  # steps without a prompt, and with one
 
 
 def mesh_of_one() -> MeshPlacement:
@@ -31,7 +40,7 @@ def test_on_one_device_nothing_is_wrapped() -> None:
 
     def function() -> None: ...
 
-    for key in (*ALONE.lattice, MEMORY, ADMIT, COPY, GATHER, SCATTER):
+    for key in KINDS:
         recipe = ALONE._recipes.recipe(key)
         assert parts.wrap(recipe, function) is function
         assert parts.arguments(recipe) is recipe.arguments
@@ -46,7 +55,7 @@ def test_the_option_is_in_no_key_of_one_device() -> None:
 
 
 def test_every_kind_of_program_says_how_all_of_its_operands_lie() -> None:
-    for key in (*ALONE.lattice, MEMORY, ADMIT, COPY, GATHER, SCATTER):
+    for key in KINDS:
         recipe = ALONE._recipes.recipe(key)
         assert len(recipe.operands) == len(recipe.arguments), key
         made = jax.eval_shape(recipe.function, *recipe.arguments)

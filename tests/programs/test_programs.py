@@ -41,8 +41,8 @@ FILLS = ["scatter", "scatter32"] if traits().single_rows else ["scatter"]
 
 
 def programs_of(*, processors: Sequence[LogitsProcessor] = (), **changes: Any) -> Programs:
-    features = session_features(CONFIG, GRAPH, tiny_config(), ALONE, processors=processors)
-    return Programs(CONFIG, GRAPH, LEAVES, tiny_config(), features=features, **changes)
+    features = session_features(CONFIG, GRAPH, tiny_config(max_requests=2), ALONE, processors=processors)
+    return Programs(CONFIG, GRAPH, LEAVES, tiny_config(max_requests=2), features=features, **changes)
 
 
 @pytest.fixture(scope="module")

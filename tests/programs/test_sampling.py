@@ -99,7 +99,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", by_default(OPTIONS, lambda options: OPTIONS.index(options) % 2 == 0), ids=str)
 def test_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
     sampling = Sampling(**{"temperature": 1.0, "seed": 11, **options})
     logits = logits_of(3)

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from project.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"rekindle": ROOT / "toolkit" / "rekindle", "rekindle_kernels": ROOT / "kernels" / "rekindle_kernels"}
 # From the bottom up. A folder imports only from those that stand before it.
@@ -90,7 +92,7 @@ def _edges() -> Iterator[Edge]:
 
     for source, path in known.items():
         text = path.read_text()
-        nodes = list(ast.walk(ast.parse(text)))  # once: all modules have a million
+        nodes = list(ast.walk(parsed(text)))  # once: all modules have a million
         typing_only = {
             id(inner)
             for node in (nodes if "TYPE_CHECKING" in text else ())

@@ -6,6 +6,7 @@ import ast
 import re
 
 from project.import_graph import FOLDERS, PACKAGES, ROOT, circles, edges, folder_of, graph_of, modules
+from project.sources import parsed
 
 HOST = tuple(
     f"rekindle._src.{folder}"
@@ -48,7 +49,7 @@ def test_no_module_reaches_into_the_privates_of_another() -> None:
     for module, path in modules().items():
         if not module.startswith(HOST):
             continue
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(parsed(path.read_text())))
         defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
         reaches += [

@@ -14,6 +14,7 @@ import pytest
 
 from helpers.backtracking import ambiguity
 from project.patterns import CALLS, PATTERNS
+from project.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
@@ -50,7 +51,7 @@ def texts() -> dict[Path, str]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(texts()[path])
+    return parsed(texts()[path], kept=True)
 
 
 @cache

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from project.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 NAMES = frozenset(("found", "given", "asked", "told", "said"))
 BEGINNINGS = frozenset(("What", "Whether", "Who", "Both"))
@@ -38,7 +40,7 @@ What this processor can do,
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    return parsed(path.read_text(), kept=True)
 
 
 @cache

@@ -20,7 +20,7 @@ from helpers.small import MODEL, OPTIONS, plain, prompt
 from rekindle import Session
 from rekindle.errors import CheckpointError, InvalidRequest
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 NEW = 8
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import re
 import threading
@@ -19,6 +20,7 @@ import rekindle
 from helpers import small
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
+from helpers.thorough import by_default
 from rekindle import (
     ConfigError,
     FinishReason,
@@ -104,8 +106,10 @@ async def test_it_answers_as_a_session_does() -> None:
         assert "".join(pieces) == alone("Once", max_tokens=20)[0]
 
 
-@pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize(
+    ("options", "after"),
+    by_default(itertools.product(VARIANTS, (7, 0)), lambda case: case[1] == 7 or case[0] is VARIANTS[0]),
+)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any], after: int) -> None:
     given = {"max_tokens": 60, **options}

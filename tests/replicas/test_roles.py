@@ -23,7 +23,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import goes_two_ways, prompt_only, roles_of
 from rekindle._src.session.session import Session
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 
 MODEL = checkpoints.case("llama")
 LENGTH = 100

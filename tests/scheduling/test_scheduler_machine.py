@@ -222,7 +222,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scored == request.token_ids[1:].tolist()
 
 
-TestSchedulerMachine = pytest.mark.timeout(900)(SchedulerMachine.TestCase)
-TestSchedulerMachine.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class TestSchedulerMachine(SchedulerMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(EXAMPLES, max_examples=40)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+class TestSchedulerMachineForLonger(SchedulerMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(EXAMPLES, max_examples=100)

@@ -13,7 +13,7 @@ from rekindle._src.core.config import POLICIES
 from rekindle._src.core.records import Request
 
 
-@pytest.mark.parametrize("seed", by_default(range(24), 12))
+@pytest.mark.parametrize("seed", by_default(range(24), 5))
 def test_a_random_load_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     page_size = draw.choice([2, 4, 8])

@@ -19,7 +19,7 @@ from helpers.small import MODEL, OPTIONS, plain, prompt
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle.serve import app
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 IDS = prompt(1, 9)
 
 

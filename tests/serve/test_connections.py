@@ -253,8 +253,7 @@ class _Buffered:
         return getattr(self._file, name)
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize(("stream", "ahead"), by_default([(False, 1), (True, 2), (False, 2), (True, 1)], 2))
 def test_a_client_that_closes_its_half_gets_its_answer(
     server: Server, stream: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

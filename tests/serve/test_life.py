@@ -11,7 +11,7 @@ import pytest
 
 from helpers.asgi import Answer, get, post, until
 from helpers.sessions import CONFIG
-from helpers.thorough import by_default
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.serve.models import ServedSession
 from rekindle.serve import app

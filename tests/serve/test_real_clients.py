@@ -11,6 +11,7 @@ import rekindle
 from helpers.small import TINY
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+pytestmark = pytest.mark.usefixtures("large_steps")
 MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import eventually
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Server, Session
 from rekindle.errors import ConfigError, SessionClosed
 from serve.conftest import chatting_session, checked

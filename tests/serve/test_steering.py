@@ -23,7 +23,7 @@ from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle.errors import ConfigError
 from rekindle.serve import app
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 IDS = prompt(1, 9)
 VECTOR = np.random.default_rng(0).standard_normal(MODEL.config.hidden_size)
 STEER = Steer(0, VECTOR, 5.0)

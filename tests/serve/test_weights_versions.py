@@ -13,7 +13,7 @@ from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, prompt
 from rekindle.serve import app
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.programs.adapters import CHUNK
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 NEW = 8
 GREEDY: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True}
 ROOM: dict[str, Any] = {"max_adapters": 4, "max_adapter_rank": 16}  # the shapes of other tests' programs

@@ -24,7 +24,7 @@ from rekindle.errors import ConfigError, UnsupportedModel
 from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
 from session.test_window_pages import WINDOW, tokens
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 NAME = "gemma4-shared-pages-and-embeddings-of-layers"
 RAW = {**checkpoints.CASES[NAME], "max_position_embeddings": 512, "sliding_window": WINDOW}
 OPTIONS: dict[str, Any] = {

@@ -29,7 +29,7 @@ from rekindle_kernels import private_files
 from session import test_damaged as damaged
 from soak.faults import Refusing
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 NUMBERS = {"read-only": errno.EROFS, "full": errno.ENOSPC}
 TROUBLES = (*NUMBERS, "deleted")
 PICTURES = "pictures"

@@ -28,6 +28,7 @@ from rekindle._src.dispatch import captures
 from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
 OPTIONS: dict[str, Any] = {

@@ -42,7 +42,6 @@ def tab(notebook: Kernel, code: str) -> set[str]:
             ("session.stats().runn", "running"),
             ("session.generate('x').result_s", "result_sync"),
         ],
-        2,
     ),
 )
 def test_tab_offers(notebook: Kernel, code: str, name: str) -> None:

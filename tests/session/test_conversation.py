@@ -13,7 +13,7 @@ import pytest
 
 from helpers.chatting import HERMES, OPENED, saying
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
-from helpers.thorough import trio_in_ci
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Conversation, Session, tiny
 from rekindle._src.core.records import FinishReason
 from rekindle._src.text.chat import ChatTemplate
@@ -127,7 +127,6 @@ def test_undo_fork_and_forget(session: Session) -> None:
     assert roles(chat)[1:] == ["user", "assistant"] * 2
 
 
-@trio_in_ci
 @anyio_test
 async def test_a_full_context_says_how_to_make_room_and_then_goes_on(session: Session) -> None:
     most = session.config.max_model_len
@@ -187,7 +186,6 @@ async def test_an_answer_goes_on_where_only_its_text_is_known(session: Session, 
     assert rest.prompt.count("one") == 0
 
 
-@trio_in_ci
 @anyio_test
 async def test_a_stopped_answer_goes_on_and_a_complete_one_does_not(session: Session) -> None:
     chat = session.conversation(ignore_eos=True, max_tokens=200)
@@ -206,7 +204,6 @@ async def test_a_stopped_answer_goes_on_and_a_complete_one_does_not(session: Ses
         await chat.continue_answer()
 
 
-@trio_in_ci
 @anyio_test
 async def test_an_answer_is_not_cut_by_default() -> None:
     with saying("word " * 100) as session:

@@ -15,7 +15,7 @@ from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 anyio_test = pytest.mark.anyio
 T = TypeVar("T")
 OPTIONS: dict[str, Any] = {"page_size": 16, "precompile": "lazy"}

@@ -19,6 +19,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session, Steer, Tap
 from rekindle.errors import ConfigError, InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
 E, LAYERS = MODEL.config.hidden_size, MODEL.config.num_layers

@@ -19,6 +19,7 @@ from helpers import adapters, checkpoints
 from rekindle import Session
 from rekindle._src.models.loading import prepared
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "page_size": 8, "device_pages": 64, "max_requests": 2, "max_tokens_per_step": 32,
     "max_model_len": 256, "precompile": "lazy", "quiet": True, "seed": 0,

@@ -38,7 +38,9 @@ pytestmark = [
 PROMPT = "Once upon a time there was a little girl called Anna. One day she went"
 OTHERS = ("The cat", "Tom and Anna saw a bird in the tree. It was", "One cold day", "Two")
 LONG = "The dog and the cat walked home. "
-OPTIONS: dict[str, Any] = {"deterministic": True, "disk_memory": 0, "quiet": True, "seed": 0, "precompile": "lazy"}
+OPTIONS: dict[str, Any] = {
+    "deterministic": True, "disk_memory": 0, "quiet": True, "seed": 0, "precompile": "lazy", "max_tokens_per_step": 128,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

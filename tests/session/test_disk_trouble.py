@@ -22,7 +22,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle.errors import StoreError
 from rekindle_kernels.private_files import tell_once
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 def test_a_full_disk_in_save_is_a_typed_error_and_the_next_save_works(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from rekindle.errors import ConfigError
 from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
 from session.test_state_cache import OPTIONS, of_context, tokens
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 DRAFTS: dict[str, Any] = {**OPTIONS, "max_requests": 6, "disk_memory": 0}
 RAW = {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
 PLAIN = ("greedy", "free")  # of REQUESTS: those whose options a small model sees, too

@@ -19,7 +19,7 @@ from rekindle._src.programs.side_caches import RecurrentStates
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from session.test_state_cache import EDGE, OPTIONS, of_context, tokens
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 OTHERS = (
     "lfm2", "falcon-h1", "granite4", "granite4-experts", "nemotron-h", "nemotron-h-experts-in-groups", "lfm3",
     "qwen3.5-tied-biases", "qwen3.5-moe",

@@ -20,6 +20,7 @@ from rekindle import Session
 from rekindle.errors import ConfigError, InvalidRequest, PromptTooLong
 from rekindle_kernels import unavailable_reason
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 GOLDEN = Path(__file__).parents[1] / "golden" / "embedders.npz"
 TEXTS = embedders.texts()
 TOLERANCE = 1e-4  # of a vector's length

@@ -24,6 +24,7 @@ from rekindle._src.models.plain import AttendOwn
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong
 from workshop import reference
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 OPTIONS: dict[str, Any] = {
     "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16, "device_pages": 64,
     "precompile": "lazy", "dtype": "float32", "seed": 0,
@@ -58,17 +59,17 @@ SLOW = ("mistral-window", "qwen3", "gemma3", "gpt2", "qwen3-moe")
 
 POOLINGS = ("mean", "last", "cls")
 FAMILIES = [
-    ("llama", ("mean",)),
-    pytest.param("llama", POOLINGS[1:], marks=pytest.mark.thorough),
+    ("small", ("mean",)),  # whose programs are those of other tests here
+    pytest.param("llama", POOLINGS, marks=pytest.mark.thorough),
     *(pytest.param(name, POOLINGS, marks=pytest.mark.slow) for name in SLOW),
 ]
 
 
 @pytest.mark.parametrize(("family", "poolings"), FAMILIES)
-def test_it_equals_a_plain_forward_pass_beside_generation(family: str, poolings: Sequence[str], tmp_path: Path) -> None:
-    model = checkpoints.case(family)
+def test_it_equals_a_plain_forward_pass_beside_generation(family: str, poolings: Sequence[str], cache_dir: str) -> None:
+    model = tiny_model() if family == "small" else checkpoints.case(family)
     texts = prompts(model.config.vocab_size)
-    with rekindle.open_sync(model, cache_dir=str(tmp_path), **OPTIONS) as session:
+    with rekindle.open_sync(model, cache_dir=cache_dir, **OPTIONS) as session:
         alone = session.generate_sync(texts[3][:20], max_tokens=40).token_ids
         for pooling in poolings:
             beside = [session.submit(texts[3][:20], max_tokens=40) for _ in range(2)]

@@ -12,7 +12,7 @@ import pytest
 from helpers.fakes import FakeModel
 from helpers.scheduling import NoReserve
 from helpers.sessions import CONFIG, opened, wait_until_idle
-from helpers.thorough import by_default
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls.embedding import EmbeddingProgress
 from rekindle._src.dispatch.threads import Mailbox

@@ -27,7 +27,7 @@ from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle.errors import CheckpointError, ConfigError
 from workshop import reference
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 PROMPT = "Once upon a time"
 QWEN = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 96}
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from helpers.sessions import CONFIG, eventually, expected, fake_front, fake_session, opened, parts, threads
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.session.opening import Opening

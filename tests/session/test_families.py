@@ -23,6 +23,7 @@ from rekindle._src.models.config import Pages, SharedWith
 from rekindle.errors import ConfigError
 from workshop import reference
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 # What a layer keeps decides what the engine does: these come with every run, the others differ in arithmetic. States of
 # several kinds, windows with sinks and layers that share pages are left to CI.
 STATES = ("qwen3.5",)

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from helpers.sessions import byte_tokenizer, expected, fake_session
-from helpers.thorough import trio_in_ci
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import FinishReason, Session
 from rekindle._src.dispatch import structures
 from rekindle._src.structured import compilers
@@ -45,7 +45,6 @@ async def test_texts_follow_their_grammars_beside_others(session: Session) -> No
     assert {one.parsed for each in many for one in each} <= {"yes", "no"}
 
 
-@trio_in_ci
 @anyio_test
 async def test_others_do_not_wait_while_a_grammar_compiles(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     text_of, compiled = Compilers._text_after_trial, threading.Event()
@@ -74,7 +73,6 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_ended(
     assert (await session.generate("x", regex="[0-9]{4}")).text.isdigit()
 
 
-@trio_in_ci
 @anyio_test
 async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
     session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +96,6 @@ async def test_a_request_can_be_cancelled_while_its_grammar_compiles(session: Se
         await handle
 
 
-@trio_in_ci
 @anyio_test
 async def test_a_step_that_is_asked_for_waits_for_the_grammar(session: Session, slowly: None) -> None:
     async with session.paused():

@@ -14,7 +14,11 @@ from rekindle import Session
 inspect_ai = pytest.importorskip("inspect_ai", reason="the extra `inspect`")
 import rekindle.inspect_ai  # noqa: E402  the package's entry point, which a tree that was installed before may not have
 
-pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("shared_programs")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("shared_programs", "large_steps"),
+]
 QUESTIONS = [("What is 3 + 4?", "7"), ("What is 12 + 5?", "17"), ("What is 9 - 5?", "4"), ("Who are you?", "Robert")]
 
 

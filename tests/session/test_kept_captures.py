@@ -23,7 +23,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle.errors import ConfigError, InvalidRequest
 
 anyio_test = pytest.mark.anyio
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 MODEL = checkpoints.case("llama")
 PLAIN = Plain(MODEL)
 E = MODEL.config.hidden_size

@@ -17,7 +17,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Sampling, Session, TokenLogprobs
 from rekindle.errors import InvalidRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
 NEW = 12
 DRAWS: list[dict[str, Any]] = [
     {"temperature": 1.0},

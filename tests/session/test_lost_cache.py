@@ -21,7 +21,7 @@ from rekindle._src.core import memory
 from rekindle._src.kvcache.persist import snapshot
 from rekindle.errors import StoreError
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 @pytest.mark.parametrize("part", by_default([".", "pages", "snapshots"]))

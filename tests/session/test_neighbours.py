@@ -15,7 +15,7 @@ from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, RekindleError, StoreError
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 NEIGHBOUR = 3
 
 

@@ -18,10 +18,10 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.sampling import NOT_FINITE, marked
 from rekindle.errors import RequestFailed
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
-OPTIONS: Mapping[str, Any] = {
-    "quiet": True, "max_model_len": 128, "max_requests": 4, "max_tokens_per_step": 32, "device_pages": 64,
-    "cache_dir": None, "dtype": "float32",
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
+OPTIONS: Mapping[str, Any] = {  # the shapes of helpers.tiered, whose programs they share
+    "quiet": True, "max_model_len": 128, "max_requests": 2, "max_tokens_per_step": 32, "device_pages": 17,
+    "page_size": 8, "cache_dir": None, "dtype": "float32", "precompile": "lazy",
 }  # fmt: skip
 BROKEN = 77  # the token whose embedding is spoiled
 GOOD, BAD = [5, 6, 7, 8], [5, 6, BROKEN, 8]

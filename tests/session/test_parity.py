@@ -19,6 +19,7 @@ from rekindle.errors import InvalidRequest
 from rekindle.models import merge, parity
 from workshop import reference
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 TEXTS = [prompt(1, 40), prompt(2, 7), prompt(3, 40)]
 
 

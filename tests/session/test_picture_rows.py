@@ -23,6 +23,7 @@ from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.config import PictureSpec
 from rekindle._src.models.plain import PlainAttention
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 CONTEXT, PAGE, LEVELS = 64, 8, 2
 OPTIONS: dict[str, Any] = {

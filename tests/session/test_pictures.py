@@ -19,6 +19,7 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 pillow = pytest.importorskip("PIL.Image")
 anyio_test = pytest.mark.anyio
 OPTIONS: dict[str, Any] = {

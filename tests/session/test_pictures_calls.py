@@ -21,6 +21,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Session
 from rekindle.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 pillow = pytest.importorskip("PIL.Image")
 anyio_test = pytest.mark.anyio
 thorough = pytest.mark.thorough

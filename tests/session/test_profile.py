@@ -10,6 +10,8 @@ from helpers import small
 from rekindle._src.bench.breakdown import executions
 from rekindle.errors import InvalidRequest, SessionClosed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
+
 
 @pytest.mark.thorough
 @pytest.mark.anyio

@@ -18,6 +18,7 @@ import pytest
 
 import rekindle
 from helpers import adapters
+from helpers.small import TINY
 from rekindle import Session
 from rekindle._src.calls.call import Call
 from rekindle._src.core import style
@@ -25,11 +26,10 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
 from rekindle.tiny import folder as tiny_folder
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 EVIL = "<script>alert('x')</script>"
 PLAIN = (str, bytes, int, float, bool, type(None), enum.Enum, Path, np.ndarray, np.generic, BaseException)
-OPTIONS: dict[str, Any] = {
-    "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 8, "precompile": "lazy",
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {name: value for name, value in TINY.items() if name != "disk_memory"}
 Recipe = Callable[[Any, Path], Any]
 ENDS = {"aclose", "close", "attached"}  # of a session, or its beginning: nothing comes back that has not been seen
 # No session gives them to a user: types of options, and what a logits processor is called with while it is traced.

@@ -17,6 +17,7 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 OPTIONS: dict[str, Any] = {
     "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16, "device_pages": 24,
     "precompile": "lazy", "dtype": "float32", "seed": 0,

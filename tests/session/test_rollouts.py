@@ -23,7 +23,7 @@ from rekindle.errors import InvalidRequest
 from rekindle.models import merge
 from workshop import reference
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
 PROMPTS = [prompt(1, 11), prompt(2, 5), prompt(3, 18)]
 
 

@@ -17,11 +17,13 @@ import pytest
 
 import rekindle
 from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls import requests
 from rekindle._src.calls.rows import RowAnswer
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 ROWS = [{"text": f"number {number}", "number": number} for number in range(40)]
 
 

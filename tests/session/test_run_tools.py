@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from helpers.chatting import saying
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import ToolLoop, ToolRun
 from rekindle.errors import RequestAborted
 
@@ -48,7 +49,7 @@ add_async.__name__ = "add"
 
 @anyio_test
 @pytest.mark.parametrize("function", [add, add_async])
-async def test_functions_are_run_and_the_model_answers(anyio_backend: str, function: Any) -> None:
+async def test_functions_are_run_and_the_model_answers(function: Any) -> None:
     PLACES.clear()
     with saying(adder) as session:
         loop = session.chat(USER, tools=[function], run_tools=True)
@@ -66,7 +67,7 @@ async def test_functions_are_run_and_the_model_answers(anyio_backend: str, funct
 
 
 @anyio_test
-async def test_the_deltas_of_all_replies_come_in_one_stream(anyio_backend: str) -> None:
+async def test_the_deltas_of_all_replies_come_in_one_stream() -> None:
     with saying(adder) as session:
         loop = session.chat(USER, tools=[add], run_tools=True)
         said = "".join([delta.content async for delta in loop])
@@ -89,7 +90,7 @@ def test_without_an_event_loop() -> None:
 
 
 @anyio_test
-async def test_an_error_of_a_function_is_told_to_the_model(anyio_backend: str, caplog: Any) -> None:
+async def test_an_error_of_a_function_is_told_to_the_model(caplog: Any) -> None:
     def fails(a: int, b: int) -> int:
         raise ValueError(f"{a} is too small")
 
@@ -115,7 +116,7 @@ async def test_an_error_of_a_function_is_told_to_the_model(anyio_backend: str, c
 
 
 @anyio_test
-async def test_rounds_are_bounded(anyio_backend: str) -> None:
+async def test_rounds_are_bounded() -> None:
     with saying(call("add", a=1, b=1)) as session:
         run = await session.chat(USER, tools=[add], run_tools=True, max_rounds=3)
         assert len(run.rounds) == 4 and len(run.tool_calls) == 1
@@ -123,7 +124,7 @@ async def test_rounds_are_bounded(anyio_backend: str) -> None:
 
 
 @anyio_test
-async def test_calls_of_one_reply_run_at_the_same_time_and_answer_in_their_order(anyio_backend: str) -> None:
+async def test_calls_of_one_reply_run_at_the_same_time_and_answer_in_their_order() -> None:
     inside = threading.Barrier(3, timeout=20)
 
     def wait(key: str) -> str:
@@ -140,7 +141,7 @@ async def test_calls_of_one_reply_run_at_the_same_time_and_answer_in_their_order
 
 
 @anyio_test
-async def test_cancelling_does_not_wait_for_a_function_in_a_thread(anyio_backend: str) -> None:
+async def test_cancelling_does_not_wait_for_a_function_in_a_thread() -> None:
     release = threading.Event()
 
     def slow(a: int, b: int) -> int:
@@ -163,7 +164,7 @@ async def test_cancelling_does_not_wait_for_a_function_in_a_thread(anyio_backend
 
 
 @anyio_test
-async def test_a_conversation_runs_tools_and_keeps_calls_and_results(anyio_backend: str, tmp_path: Any) -> None:
+async def test_a_conversation_runs_tools_and_keeps_calls_and_results(tmp_path: Any) -> None:
     with saying(adder) as session:
         chat = session.conversation(system="Add.", tools=[add], run_tools=True)
         done = await chat.say("What is 2 + 3?")
@@ -181,7 +182,7 @@ async def test_a_conversation_runs_tools_and_keeps_calls_and_results(anyio_backe
 
 
 @anyio_test
-async def test_a_conversation_is_told_results_by_hand(anyio_backend: str) -> None:
+async def test_a_conversation_is_told_results_by_hand() -> None:
     with saying(adder) as session:
         chat = session.conversation(tools=[add])
         asked = await chat.say("What is 2 + 3?")
@@ -193,7 +194,7 @@ async def test_a_conversation_is_told_results_by_hand(anyio_backend: str) -> Non
 
 
 @anyio_test
-async def test_a_stream_that_is_left_keeps_what_is_whole(anyio_backend: str) -> None:
+async def test_a_stream_that_is_left_keeps_what_is_whole() -> None:
     with saying(lambda prompt: "It is certainly five." if "<|tool|>" in prompt else adder(prompt)) as session:
         chat = session.conversation(tools=[add], run_tools=True)
         said = ""

@@ -14,7 +14,7 @@ from rekindle._src.core.prefix import SHARED, PageNamespace, is_namespace
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 SALTS = (None, "alice", "bob")
 
 

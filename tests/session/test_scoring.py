@@ -25,6 +25,7 @@ from rekindle import Score, Scores, ScoreTable, Session
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong
 from workshop import reference
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 QUESTION = prompt(1, 20)  # two pages and a half
 

@@ -18,7 +18,7 @@ from rekindle._src.core.records import Status
 from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
 from rekindle._src.kvcache.sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 SECRET = "a secret of these tests"
 PAGES = LENGTH // 8  # full ones of a prompt
 

@@ -21,7 +21,7 @@ from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixtur
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 from rekindle.models import merge
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 IDS = prompt(1, 30)
 
 

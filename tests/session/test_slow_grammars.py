@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import opened
-from helpers.thorough import trio_in_ci
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.core.records import GuideReport
 from rekindle._src.programs import guides
@@ -51,7 +51,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guides, "time", clock)
 
 
-@trio_in_ci
 async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, slowly: None) -> None:
     slow = [session.submit("x", regex="[0-9]{200}", max_tokens=150) for _ in range(3)]
     async for _ in slow[0]:

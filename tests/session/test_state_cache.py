@@ -19,7 +19,7 @@ from helpers.thorough import by_default
 from rekindle import Completion, Session
 
 # Sessions with folders of their own find programs of the other tests.
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 EDGE = 64  # at multiples of it there may be states
 # NAMES has a model with states and pages in each layer; these others differ in the layers' arithmetic.
 OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")

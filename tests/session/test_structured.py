@@ -20,6 +20,7 @@ from rekindle import FinishReason, Sampling, Session
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import InvalidRequest, RequestFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 anyio_test = pytest.mark.anyio
 PROMPT = "Tom is a boy who is six years old. As JSON:"

@@ -13,7 +13,7 @@ import pytest
 from helpers.tiered import ask, opened, prompt
 from rekindle._src.session.session import Session
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from rekindle._src.core.records import mask_words
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import InvalidRequest, NoTokenLeft
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 VOCAB = 257
 
 

@@ -15,6 +15,7 @@ from rekindle import FinishReason, Session
 from rekindle.errors import InvalidRequest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
+pytestmark = pytest.mark.usefixtures("large_steps")
 USER = [{"role": "user", "content": "Who are you?"}]
 # In each syntax a template that shows it, in our own words.
 TEMPLATES = {

@@ -22,7 +22,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.weights import replace_weights
 from rekindle.errors import InvalidRequest
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 TEXT = np.asarray([prompt(1, 16), prompt(2, 16)], np.int32)
 
 

@@ -19,7 +19,7 @@ import rekindle
 from rekindle import Session
 from rekindle.trl import rollout_func
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 PROMPTS = ["Once upon a time there", "Once upon a time there", "The cat"]
 OPTIONS: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 64, "precompile": "lazy"}
 

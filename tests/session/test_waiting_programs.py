@@ -18,12 +18,13 @@ import pytest
 import rekindle
 from helpers.adapters import write
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle._src.dispatch import host
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, RequestAborted, SessionClosed, StepFailed
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 NEW = CONTEXT - 4  # tokens of the neighbour
 TEXT, OTHER = prompt(2, 4), prompt(3, 4)
 WHOLE = {"logprobs": 40}  # has a program of its own
@@ -141,7 +142,6 @@ async def test_cancelled_while_it_waits(compiler: Compiler) -> None:
 
 
 @pytest.mark.anyio
-@trio_in_ci
 async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler: Compiler) -> None:
     async with session() as opened:
         stream = await streaming(opened)
@@ -157,7 +157,6 @@ async def test_a_program_that_does_not_compile_fails_its_request_alone(compiler:
 
 
 @pytest.mark.anyio
-@trio_in_ci
 async def test_closed_while_it_waits(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CLOSE_SECONDS", 0.2)  # for which it waits for the compiler, twice
     opened = await session()

@@ -16,6 +16,7 @@ from helpers.python import run_python
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 
+pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
 OTHERS = (
     "gemma2", "gemma4-shared-pages-and-embeddings-of-layers", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3",

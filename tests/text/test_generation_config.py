@@ -18,6 +18,8 @@ from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.text.generation_config import CHAT, Defaults, checkpoint_sampling, defaults_of, describe
 
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
+
 
 def written(folder: Path, record: Any) -> Path:
     (folder / "generation_config.json").write_text(json.dumps(record))
@@ -119,7 +121,6 @@ def test_a_server_draws_as_the_apis_say_and_not_as_a_chat_here(monkeypatch: pyte
         assert Sampling.of(session.chat_sampling, options) == Sampling(temperature=0.3, top_p=0.5)
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny.folder(), folder)

@@ -248,18 +248,22 @@ READ: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("name", READ)
 def test_reading_twice_as_much_takes_twice_the_time(name: str) -> None:
-    def seconds(length: int) -> float:
+    quick = 0.05
+
+    def seconds(length: int, enough: float = 0.0) -> float:
         text, best = READ[name](length), float("inf")
         for attempt in range(3):
             start = time.process_time()
             with contextlib.suppress(CheckpointError):  # another text is read anew
                 ReplyFormat.of_template(ChatTemplate(text + " " * attempt).code())
             best = min(best, time.process_time() - start)
+            if best < enough:
+                break
         return best
 
     assert len(READ[name](MAX_TEMPLATE - 99)) <= MAX_TEMPLATE
-    half, whole = seconds(MAX_TEMPLATE // 2 - 99), seconds(MAX_TEMPLATE - 99)
-    assert whole < 2.5 * half + 0.05
+    whole = seconds(MAX_TEMPLATE - 99, quick)
+    assert whole < quick or whole < 2.5 * seconds(MAX_TEMPLATE // 2 - 99) + quick
 
 
 @pytest.mark.thorough

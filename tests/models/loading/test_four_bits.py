@@ -55,6 +55,7 @@ BITS = {
     "TQ2_0": 4.125, "Q2_K": 5.125, "Q3_K": 4.5625, "IQ1_S": 5, "IQ1_M": 6, "IQ3_XXS": 7, "IQ3_S": 6, "IQ2_XXS": 5,
     "IQ2_XS": 6, "IQ2_S": 6,
 }  # fmt: skip
+dequantized = jax.jit(int4.dequantized)
 native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
 
@@ -96,7 +97,7 @@ def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
             continue
         base = path.removesuffix("weight")
         minimum = ours.get(f"{base}minimum")
-        values = np.asarray(int4.dequantized(found, ours[f"{base}scale"], minimum))
+        values = np.asarray(dequantized(found, ours[f"{base}scale"], minimum))
         wide = np.asarray(expected)
         tolerance = 0.0 if minimum is None else 2e-7 * float(np.abs(wide).max())
         np.testing.assert_allclose(values, wide, rtol=0, atol=tolerance, err_msg=path)
@@ -147,7 +148,7 @@ def test_codebooks_hold_what_the_gguf_package_reads_to_the_last_bit(kind: str, t
     for path, name in (("embed", "token_embd"), ("layers.1.mlp.down", "blk.1.ffn_down_exps")):
         weight, scale = (stored[f"{path}.{part}"] for part in ("weight", "scale"))
         assert weight.dtype == int4.CODES
-        np.testing.assert_array_equal(int4.dequantized(weight, scale, None), read[f"{name}.weight"])
+        np.testing.assert_array_equal(dequantized(weight, scale, None), read[f"{name}.weight"])
 
 
 @needs_numba
@@ -201,7 +202,7 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
     for path in kinds(whole):
         base = path.removesuffix("weight")
         values = [
-            np.asarray(int4.dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum")))
+            np.asarray(dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum")))
             for one in (ours, theirs)
         ]
         np.testing.assert_array_equal(*values, err_msg=path)
