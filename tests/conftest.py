@@ -127,12 +127,16 @@ def shared_programs(own_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def large_steps() -> Iterator[None]:
-    """Sessions run every step in the program of the most rows, as they do until the one of its size is ready.
+def large_steps(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the default tests, sessions run every step in the program of the most rows, as they do until the one of its
+    size is ready. Runs that choose thorough cases, too, have programs of all sizes.
 
     A model has up to five step programs for each combination of features in use, and these are two of them. It is for
     modules that test neither the sizes of steps nor what is compiled when: `tests/execution/test_runner.py` does.
     """
+    if "not thorough" not in request.config.option.markexpr:
+        yield
+        return
     from rekindle._src.programs import buckets, draft_model, target_drafts
 
     lattice, draft_rows = buckets.lattice, draft_model.row_sizes
