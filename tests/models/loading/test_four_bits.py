@@ -202,8 +202,7 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
     for path in kinds(whole):
         base = path.removesuffix("weight")
         values = [
-            np.asarray(dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum")))
-            for one in (ours, theirs)
+            np.asarray(dequantized(one[path], one[f"{base}scale"], one.get(f"{base}minimum"))) for one in (ours, theirs)
         ]
         np.testing.assert_array_equal(*values, err_msg=path)
 
