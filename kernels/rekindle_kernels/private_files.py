@@ -128,6 +128,12 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
     return content
 
 
+def touch(path: Path) -> None:
+    """Note that an entry of a cache is used now, for the order in which entries are removed. A read-only one stays."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def check(path: Path, *, inside: Path) -> None:
     """Raise `NotPrivate` unless a file and the folders between it and `inside` are this user's."""
     if is_shared(inside):
