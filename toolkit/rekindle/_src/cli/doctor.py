@@ -26,6 +26,7 @@ from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.stored_types import stored_types
 from rekindle._src.models.partition import Partition
 from rekindle._src.models.unpacking import words
+from rekindle_kernels.private_files import KINDS, distrust_reason
 
 if TYPE_CHECKING:
     import jax
@@ -207,10 +208,10 @@ def _reading() -> Iterator[Check]:
 
 
 def _cache(folder: Path) -> Iterator[Check]:
-    """Check that the cache directory is writable and has free space, and list its contents."""
+    """Check that sessions can write and trust the cache directory, and its free space, and list its contents."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # as sessions do: no other user may write to it
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"embers")
             file.flush()
@@ -219,7 +220,14 @@ def _cache(folder: Path) -> Iterator[Check]:
         return
     usage = {entry.name: _size(entry) for entry in sorted(folder.iterdir())}
     contents = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in usage.items()) or "empty"
-    yield Check("pass", "cache directory", f"{folder}: {contents}")
+    reasons = {kind: reason for kind in KINDS if (reason := distrust_reason(folder / kind)) is not None}
+    if not reasons:
+        yield Check("pass", "cache directory", f"{folder}: {contents}")
+    for reason in dict.fromkeys(reasons.values()):
+        refused = [kind for kind in reasons if reasons[kind] == reason]
+        use = "no session uses it" if len(refused) == len(KINDS) else f"sessions don't use its {', '.join(refused)}"
+        problem, mark, remedy = reason.rpartition(": ")
+        yield Check("fail", "cache directory", f"{problem if mark else reason}; {use}", remedy if mark else fix)
     if folder != cache_folder():
         shared = f"{cache_folder()}, which only $REKINDLE_CACHE moves"
         yield Check("pass", "shared by sessions", f"kernels, tokenizers of GGUF files and fingerprints lie in {shared}")
