@@ -14,8 +14,8 @@ import pytest
 from helpers.stored_pages import IDENTITY, chain
 from rekindle._src.cli.cache import beyond, by_worth, entries
 from rekindle._src.cli.main import main
-from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import PARTIAL
+from rekindle._src.core.options import Size
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -144,12 +144,12 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(("text", "size"), [("10", 10), ("1KiB", 1024), ("1.5 MB", 1_500_000), ("2gib", 2 << 30)])
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert Size()("--to", text, ConfigError) == size
 
 
 def test_a_wrong_size_says_how_to_write_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="512MiB"):
-        parse_size("lots")
+        Size()("--to", "lots", ConfigError)
     with pytest.raises(SystemExit, match="2"):
         main(["cache", "prune", "--to", "lots", "--cache-dir", str(folder)])
     assert "--to" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle._src.cli.usage import parse_size
 from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_finished, is_stale, order_of_use, try_remove
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.names import nearest, printable
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "rm":
             return remove_items(folder, named(items, arguments.names), arguments.yes)
         case "prune":
-            surplus = beyond(items, parse_size(arguments.to))
+            surplus = beyond(items, arguments.to)
             return remove_items(folder, surplus, arguments.yes, stay=_snapshots(set(items) - set(surplus)))
         case "clear":
             return remove_items(folder, items, arguments.yes)
