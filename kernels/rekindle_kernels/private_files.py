@@ -243,8 +243,8 @@ def _check_own(path: Path, found: os.stat_result) -> None:
         raise NotPrivate(path, _open_to_others(found))
 
 
-def _open_to_others(found: os.stat_result) -> str:
-    return f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w it"
+def _open_to_others(status: os.stat_result) -> str:
+    return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod go-w it"
 
 
 def _check_above(folder: Path) -> None:

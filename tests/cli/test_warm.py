@@ -49,7 +49,8 @@ def test_it_takes_all_that_a_server_takes_of_a_session() -> None:
     options = [
         "--restore", "auto", "--host-memory", "2GB", "--device-memory", "1GiB", "--disk-memory", "0", "--page-size",
         "16", "--kernels", "reference", "--no-prefix-cache", "--step-timeout", "5", "--seed", "3", "--quiet",
-        "--structured", "--capture-memory", "1MiB", "--adapter", "one=folder", "--steering", "calm=file", "--log-every", "9",
+        "--structured", "--capture-memory", "1MiB", "--adapter", "one=folder", "--steering", "calm=file",
+        "--log-every", "9",
     ]  # fmt: skip
     served, warmed = (parser().parse_args([command, "tiny", *options]) for command in ("serve", "warm"))
     assert engine_options(served) == engine_options(warmed)
