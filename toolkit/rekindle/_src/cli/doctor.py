@@ -20,7 +20,7 @@ from rekindle._src.core.config import cache_folder
 from rekindle._src.core.html import count
 from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
-from rekindle._src.models.base import Graph, abstract_model
+from rekindle._src.models.base import Graph, abstract_model, storage_kinds
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.stored_types import stored_types
@@ -310,6 +310,7 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     """Yield what opening a model on this machine's devices would do; nothing is compiled, and no weights are read."""
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.opening.blueprint import blueprint
+    from rekindle._src.opening.local_models import describe
     from rekindle._src.opening.open_request import OpenRequest
     from rekindle._src.opening.source import CheckpointSource, source_of
     from rekindle._src.programs.programs import Programs
@@ -320,7 +321,10 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     source = source_of(request)
     plan = blueprint(request, source)
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
-    yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")
+    file = "" if plan.folder is None else describe(plan.name, plan.folder).precision
+    origin = f"{plan.folder}{file and f' ({file})'}"
+    held = storage_kinds(plan.graph, plan.programs.leaves)
+    yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {origin}, held as {held}")
     if isinstance(source, CheckpointSource) and source.plan.found.stored.may_be_quantized:
         found = source.plan.found
         yield from _types(found.stored, found.config, plan.graph, plan.programs.leaves)
