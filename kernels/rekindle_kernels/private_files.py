@@ -128,6 +128,12 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
     return content
 
 
+def touch(path: Path) -> None:
+    """Note that an entry of a cache is used now, for the order in which entries are removed. A read-only one stays."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def check(path: Path, *, inside: Path) -> None:
     """Raise `NotPrivate` unless a file and the folders between it and `inside` are this user's."""
     if is_shared(inside):
@@ -234,7 +240,11 @@ def _check_own(path: Path, found: os.stat_result) -> None:
     if found.st_uid != user:
         raise NotPrivate(path, f"belongs to user {found.st_uid}, and this process runs as {user}")
     if found.st_mode & _OTHERS_WRITE:
-        raise NotPrivate(path, f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w it")
+        raise NotPrivate(path, _open_to_others(found))
+
+
+def _open_to_others(status: os.stat_result) -> str:
+    return f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod go-w it"
 
 
 def _check_above(folder: Path) -> None:
@@ -261,7 +271,7 @@ def _check_above(folder: Path) -> None:
         sticky = status.st_mode & stat.S_ISVTX
         by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, group)
         if not sticky and (status.st_mode & stat.S_IWOTH or by_group):
-            raise NotPrivate(current, f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+            raise NotPrivate(current, _open_to_others(status))
         if not remaining:
             return
         part = remaining.pop()

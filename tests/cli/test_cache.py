@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from rekindle._src.cli.cache import entries, parse_size, prune
+from helpers.stored_pages import IDENTITY, chain
+from rekindle._src.cli.cache import beyond, by_worth, entries
 from rekindle._src.cli.main import main
 from rekindle._src.core.atomic_checkpoint import PARTIAL
+from rekindle._src.core.options import Size
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import TAG, TAG_TEXT
 
@@ -23,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
         path = tmp_path / name / "blob"
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x" * 1000)
-        os.utime(path, (1e9 - age * 100, 1e9 - age * 100))
+        os.utime(path.parent, (1e9 - age * 100, 1e9 - age * 100))
     (tmp_path / TAG).write_text(TAG_TEXT)
     return tmp_path
 
@@ -38,8 +44,93 @@ def test_entries_are_listed_newest_first(folder: Path) -> None:
 
 
 def test_pruning_drops_the_least_recently_used(folder: Path) -> None:
-    assert [entry.path.name for entry in prune(entries(folder), 2000)] == ["old"]
-    assert [entry.path.name for entry in entries(folder)] == ["new", "middle"]
+    assert [entry.path.name for entry in beyond(entries(folder), 2000)] == ["old"]
+    os.utime(folder / "pages" / "old")
+    assert [entry.path.name for entry in beyond(entries(folder), 2000)] == ["middle"]
+
+
+def test_reading_or_copying_an_entry_is_no_use(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`cp -a` reads every file: all of it was "used just now", and pruning had no order."""
+    for entry in entries(folder):
+        os.utime(entry.path / "blob", (time.time(), 1e9))
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "cache")
+    for place in (folder, copy):
+        assert [(entry.path.name, entry.used) for entry in entries(place)] == [
+            ("new", 1e9), ("middle", 1e9 - 100), ("old", 1e9 - 200),
+        ]  # fmt: skip
+
+
+def saved(folder: Path, name: str, model: str) -> Path:
+    path = snapshot.save(folder, name, Identity(model, "float32", 4, model=model), [])
+    (folder / TAG).write_text(TAG_TEXT)
+    return path
+
+
+def test_pruning_removes_named_snapshots_and_their_pages_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = DiskTier(folder, 1 << 20, IDENTITY)
+    for start in (0, 50):
+        disk.write(chain(start, 2))
+    listed, other = sorted((folder / "pages").glob("*-*"))
+    kept = snapshot.save(folder, "week3", IDENTITY, [page for page, _ in chain(0, 2)])
+    for path in (listed, kept):
+        os.utime(path, (1e8, 1e8))  # the oldest of all
+    assert [entry.path for entry in by_worth(entries(folder))][:3] == [kept, listed, other]
+    size = next(entry.size for entry in entries(folder) if entry.path == kept)
+    command = ["cache", "prune", "--yes", "--cache-dir", str(folder), "--to"]
+    assert main([*command, str(size)]) == 0
+    assert "these stay: week3" in capsys.readouterr().out
+    assert [entry.path for entry in entries(folder)] == [kept]
+    assert main([*command, "0"]) == 0
+    assert "named snapshots are among them: week3" in capsys.readouterr().out
+    assert not entries(folder)
+
+
+def test_a_snapshot_is_removed_by_the_name_that_somebody_gave_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = saved(tmp_path, "week3", "tiny")
+    other = saved(tmp_path, "other", "tiny")
+    cache = ["--yes", "--cache-dir", str(tmp_path)]
+    assert main(["cache", "rm", "week4", *cache]) == 1
+    assert "Did you mean week3?" in capsys.readouterr().err
+    second = saved(tmp_path, "week3", "owner/name")
+    assert main(["cache", "rm", "week3", *cache]) == 1
+    said = capsys.readouterr().err
+    assert "is a snapshot of several models" in said and f"{kept.name} (tiny)" in said
+    assert f"{second.name} (owner/name)" in said
+    assert main(["cache", "rm", second.name, *cache]) == 0
+    assert main(["cache", "rm", "week3", *cache]) == 0
+    assert [entry.path for entry in entries(tmp_path)] == [other]
+
+
+def test_a_removal_that_fails_says_why_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("rekindle._src.cli.cache.try_remove", refuse)
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(folder)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == f"could not be removed: 3 entries of {folder}: Read-only file system\n"
+    assert "dropped" not in shown.out
+
+
+def test_a_folder_that_is_not_there_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for action in ("ls", "prune", "clear"):
+        assert main(["cache", action, "--cache-dir", str(tmp_path / "typo")]) == 1
+        said = capsys.readouterr()
+        assert f"{tmp_path / 'typo'}': does not exist" in said.err and not said.out
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "typo"))
+    assert main(["cache", "ls"]) == 1
+    assert "REKINDLE_CACHE" in capsys.readouterr().err
+    monkeypatch.delenv("REKINDLE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert main(["cache", "ls"]) == 0, "no session was opened yet"
+    assert "does not exist yet" in capsys.readouterr().out
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,12 +144,12 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(("text", "size"), [("10", 10), ("1KiB", 1024), ("1.5 MB", 1_500_000), ("2gib", 2 << 30)])
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert Size()("--to", text, ConfigError) == size
 
 
 def test_a_wrong_size_says_how_to_write_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="512MiB"):
-        parse_size("lots")
+        Size()("--to", "lots", ConfigError)
     with pytest.raises(SystemExit, match="2"):
         main(["cache", "prune", "--to", "lots", "--cache-dir", str(folder)])
     assert "--to" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from rekindle._src.cli.doctor import Check
 from rekindle._src.cli.main import main
 from rekindle_kernels import unavailable_reason
 from rekindle_kernels.native import library
+from rekindle_kernels.private_files import distrust_reason
 
 
 def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
@@ -25,6 +27,35 @@ def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
     checks = {check.title: check for check in doctor._cache(blocked / "cache")}
     assert checks["cache directory"].status == "fail"
     assert "REKINDLE_CACHE" in checks["cache directory"].fix
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no modes")
+@pytest.mark.parametrize(("which", "bits"), [(".", 0o777), ("cache", 0o770), ("cache", 0o777)])
+def test_a_cache_directory_that_sessions_refuse_fails_with_their_fix(tmp_path: Path, which: str, bits: int) -> None:
+    """It passed, and no session used it."""
+    assert next(doctor._cache(tmp_path / "cache")).status == "pass"
+    (tmp_path / which).chmod(bits)
+    reason = distrust_reason(tmp_path / "cache" / "programs")
+    check = next(doctor._cache(tmp_path / "cache"))
+    assert check.status == "fail" and check.detail.endswith("; no session uses it")
+    assert reason is not None and f"{check.detail.removesuffix('; no session uses it')}: {check.fix}" == reason
+    assert check.fix == "chmod go-w it"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no modes")
+def test_a_part_of_the_cache_that_sessions_refuse_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir(mode=0o700)
+    (tmp_path / "pages").chmod(0o770)
+    check = next(doctor._cache(tmp_path))
+    assert check.status == "fail" and check.detail.endswith("(mode 0770); sessions don't use its pages")
+
+
+def test_a_cache_directory_that_is_made_is_one_that_sessions_use(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        assert next(doctor._cache(tmp_path / "cache")).status == "pass"
+    finally:
+        os.umask(mask)
 
 
 def test_contents_of_the_cache_directory_are_shown(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ import pytest
 from helpers import checkpoints, gguf_files, tool_homes
 from rekindle._src.cli.main import main
 from rekindle._src.core.atomic_checkpoint import ITEM
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.loading import known_models, stored
+from rekindle._src.models.registry import config_from_hf
 from rekindle_kernels.private_files import TAG, TAG_TEXT
 
 CASE = checkpoints.CASES["qwen3"]
@@ -97,6 +100,29 @@ def test_rm_by_any_name_of_a_model(home: Path, tmp_path: Path, capsys: pytest.Ca
     (cache / TAG).write_text(TAG_TEXT)
     assert main(["rm", "ollama:qwen3:0.6b", "--yes", "--cache-dir", str(cache)]) == 0
     assert "dropped 1 entries" in capsys.readouterr().out
+
+
+def test_a_name_of_kept_weights_is_no_model_and_says_what_is(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ls` said to pass the file, and `chat --model` with the name that `ls` shows to pass a name that `ls` lists."""
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    graph, leaves = abstract_model(config_from_hf(stored.look(tmp_path / "hf").raw))
+    name = "Kept-135M.Q4_1.gguf"
+    description = tmp_path / "cache" / "weights" / "a" / ITEM / "model.json"
+    description.parent.mkdir(parents=True)
+    leaf_types = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    description.write_bytes(known_models.encode(graph, leaf_types, "float32", name))
+    assert main(["ls", name]) == 0
+    assert "pass the file or folder that these weights were made of" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["chat", "--model", name])
+    said = capsys.readouterr().err
+    assert f"{name} does not exist" in said and "rekindle ls" not in said
+    assert "Pass the file or folder that these weights were made of" in said
+    with pytest.raises(SystemExit):
+        main(["chat", "--model", "Other.gguf"])
+    assert "a name that `rekindle ls` says opens" in capsys.readouterr().err
 
 
 def test_pull_takes_hub_ids(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,3 +115,16 @@ def test_yes_and_no_are_no_words() -> None:
 def test_who_is_out_of_bounds_learns_the_default() -> None:
     with pytest.raises(InvalidRequest, match=r"max_tokens=-1: must be at least 0\. Use a number such as 256"):
         Sampling.of(None, {"max_tokens": -1})
+
+
+@pytest.mark.parametrize("name", ["device_memory", "host_memory", "disk_memory", "capture_memory"])
+def test_bytes_may_be_text_with_a_unit(name: str) -> None:
+    """`open(device_memory="2GB")` had to be a whole number, while `cache prune --to 2GB` was one."""
+    for text, size in (("2GB", 2_000_000_000), ("512 MiB", 512 << 20), ("1.5GiB", 3 << 29), ("100", 100), ("0", 0)):
+        assert getattr(EngineConfig.of({name: text}), name) == size
+    for value in ("2 geese", "", "1e999", "nan", "GB", 1.5, True, b"2GB"):
+        with pytest.raises(ConfigError, match="is not a size") as caught:
+            EngineConfig.of({name: value})
+        assert caught.value.field == name and "2GB" in caught.value.fix
+    with pytest.raises(ConfigError, match="at least 0"):
+        EngineConfig.of({name: "-1GB"})

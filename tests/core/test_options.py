@@ -47,6 +47,7 @@ WIDER = {
     "quantize": Quantize | None,
     "dtype": DTypeLike | None,
     "kv_dtype": KVDTypeLike | None,
+    **dict.fromkeys(("device_memory", "host_memory", "disk_memory", "capture_memory"), int | str | None),
 }
 
 
@@ -96,9 +97,11 @@ def test_an_option_is_offered_wherever_its_declaration_says(capsys: pytest.Captu
     def names(place: Place, record: type) -> set[str]:
         return {option.name for option in options_of(record) if place in option.also}
 
+    every = {option.name for option in options_of(EngineConfig)} - {"prefix_cache"} | {"no-prefix_cache"}
     for command, flags in (
         ("generate", names("command", Sampling) | names("command", EngineConfig)),
-        ("serve", names("command", EngineConfig) | names("serve", EngineConfig)),
+        ("serve", every),
+        ("warm", every),
     ):
         with pytest.raises(SystemExit):
             parser().parse_args([command, "--help"])

@@ -196,3 +196,20 @@ def test_missing_entries_come_from_behind_and_used_ones_go_there(folder: Path) -
         assert store.read("b", text_of) == "from behind" and behind.kept == [("weights", "b")]
     finally:
         read_through.attach(folder.parent, None)
+
+
+def test_use_touches_an_entry_and_a_folder_that_is_read_only_is_used_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read at each start, and has no bound of bytes, looked as old as it was made."""
+    store = Store(folder)
+    store.put("file", b"bytes")
+    write(store, "folder")
+    for name in ("file", "folder"):
+        os.utime(store.path(name), (1e9, 1e9))
+    monkeypatch.setattr(os, "utime", lambda *_: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    assert store.get("file") == b"bytes" and store.read("folder", text_of) == "content"
+    monkeypatch.undo()
+    assert {entry.used for entry in store.entries()} == {1e9}
+    assert store.get("file") == b"bytes" and store.read("folder", text_of) == "content"
+    assert all(entry.used > 1e9 for entry in store.entries())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def test_it_is_read_as_it_was_written(native: Path) -> None:
     assert build._stored(NAME) == CODE
     (file,) = native.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
+    os.utime(file, (1e9, 1e9))
+    assert build._stored(NAME) == CODE and file.stat().st_mtime > 1e9, "its use is noted"
     file.write_bytes(file.read_bytes()[:-1])
     assert build._stored(NAME) is None
 

@@ -162,3 +162,11 @@ class TestViews:
             view.join(10)
             assert view.epitaph() == ""
         assert not (tmp_path / "chats").exists()
+
+
+def test_the_one_that_was_taken_up_last_is_the_last_one(kept: Transcripts) -> None:
+    for index in range(3):
+        kept.save(f"c{index}", "tiny", SAID)
+        os.utime(kept.folder / f"c{index}.json", (index, index))
+    kept.load("c1")
+    assert kept.names() == ["c1", "c2", "c0"]

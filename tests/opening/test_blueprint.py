@@ -119,3 +119,13 @@ def test_doctor_tells_what_an_opening_here_does(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "weights" in printed and "pages" in printed and "rekindle warm tiny" in printed
     assert not list(tmp_path.iterdir()), "it only looks"
+
+
+def test_doctor_says_the_kind_of_a_files_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of a file in 4 bits it said bfloat16."""
+    file = tmp_path / "tiny.gguf"
+    assert main(["export", "tiny", str(file), "--type", "q4_0"]) == 0
+    command = ["doctor", "--plan", str(file), "--device", "here", "--cache-dir", str(tmp_path / "cache")]
+    assert main(command) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pass  weights: "))
+    assert f"{file} (Q4_0), held as " in line and "4 bits " in line

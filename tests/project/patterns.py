@@ -226,6 +226,9 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
+    "toolkit/rekindle/_src/models/loading/hub.py": {
+        "json.loads": US("descriptions in the cache folder", "MAX_DESCRIPTION")
+    },
     "toolkit/rekindle/_src/models/loading/gguf/grids.py": {"zlib.decompress": US("the grids", "a constant")},
     "toolkit/rekindle/_src/models/loading/known_models.py": {"json.loads": US("a kept description", "a file")},
     "toolkit/rekindle/_src/models/loading/prepared.py": {"json.loads": US("checksums of kept weights", "a file")},

@@ -34,6 +34,7 @@ def read(kernel: str, digest: str) -> bytes | None:
             content = private_files.read(place, inside=folder())
             checksum, code = content[:16], content[16:]
             if bytes.fromhex(private_files.checksum(place.name, code)) == checksum:
+                private_files.touch(place)
                 return code
     return None
 
@@ -55,6 +56,7 @@ def shared_library(name: str, digest: str) -> Path | None:
     """Return the file of a shared library that is kept under a name; None if its content has another digest."""
     with contextlib.suppress(OSError):
         if _is_private() and digest_of(private_files.read(folder() / name, inside=folder())) == digest:
+            private_files.touch(folder() / name)
             return folder() / name
     return None
 

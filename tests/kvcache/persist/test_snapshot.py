@@ -216,3 +216,16 @@ def test_fifty_kills_while_saving_leave_a_complete_state(tmp_path: Path) -> None
 
 if __name__ == "__main__":
     kill_writers(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+def test_restoring_a_snapshot_is_a_use(tmp_path: Path) -> None:
+    """It was the oldest of the cache, however often it was restored."""
+    for name in ("mine", "other"):
+        save(tmp_path, name, 2)
+    other = dataclasses.replace(IDENTITY, fingerprint="other")
+    snapshot.save(tmp_path, "mine", other, [])
+    for path in (tmp_path / "snapshots").iterdir():
+        os.utime(path, (1e9, 1e9))
+    restore(*cache_over(tmp_path), "mine")
+    used = [path for path in (tmp_path / "snapshots").iterdir() if path.stat().st_mtime > 1e9]
+    assert used == [snapshot.find(tmp_path, "mine", IDENTITY).path]

@@ -1,7 +1,8 @@
 """`rekindle cache ls|rm|prune|clear`: list and trim the files of the cache directory.
 
 Only rekindle's own entries are removed: those in known folders of a cache folder with rekindle's CACHEDIR.TAG. Links
-are neither followed nor removed, and entries that a process is writing stay.
+are neither followed nor removed, and entries that a process is writing stay. An entry was used last when it was changed
+last: whoever uses it touches it (`private_files.touch`).
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle._src.cli.usage import parse_size
-from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_stale, remove
+from rekindle._src.core.atomic_checkpoint import ITEM, PARTIAL, is_finished, is_stale, order_of_use, try_remove
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.names import nearest, printable
+from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Segment
 from rekindle._src.models.loading.hub import readable_name
 from rekindle.errors import ConfigError, StoreError
 from rekindle_kernels.private_files import KINDS, TAG, TAG_TEXT
 
 SHARED = "(shared by models)"
+MOST_NAMED = 5  # snapshots in a line
 
 
 class CacheItem(NamedTuple):
@@ -34,13 +36,20 @@ class CacheItem(NamedTuple):
     path: Path
     kind: str  # the folder it is in, one of `KINDS`
     size: int
-    used: float  # seconds since the epoch
+    used: float  # seconds since the epoch, as `core.store` has it: the time of the last change
     model: str = ""  # its model; "" if several models share it, or the model is unknown
+
+    @property
+    def snapshot(self) -> str:
+        """The name that somebody gave to a snapshot; "" for all else."""
+        return self.path.name.rpartition("@")[0] if self.kind == "snapshots" and is_finished(self.path.name) else ""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out one action. Return 1 if it was not confirmed, or an entry could not be removed."""
     folder = cache_folder(arguments.cache_dir)
+    if not folder.exists():
+        return _absent(folder, arguments)
     items = entries(folder)
     match arguments.action:
         case "ls" if arguments.json:
@@ -50,9 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
         case "rm":
             return remove_items(folder, named(items, arguments.names), arguments.yes)
         case "prune":
-            return remove_items(folder, beyond(items, parse_size(arguments.to)), arguments.yes)
+            surplus = beyond(items, arguments.to)
+            return remove_items(folder, surplus, arguments.yes, stay=_snapshots(set(items) - set(surplus)))
         case "clear":
             return remove_items(folder, items, arguments.yes)
+    return 0
+
+
+def _absent(folder: Path, arguments: argparse.Namespace) -> int:
+    """Say that there is no cache folder. Raise ConfigError if the user named it."""
+    if arguments.cache_dir is not None:
+        raise ConfigError("--cache-dir", str(folder), "does not exist", "Check the path, or leave it out")
+    if os.environ.get("REKINDLE_CACHE"):
+        raise ConfigError("REKINDLE_CACHE", str(folder), "does not exist", "Check the variable; a session makes it")
+    print("[]" if arguments.json else f"{folder}: does not exist yet; the first session makes it")
     return 0
 
 
@@ -66,10 +86,9 @@ def entries(folder: Path) -> list[CacheItem]:
             with contextlib.suppress(OSError):  # another process removed it meanwhile
                 files = [os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names]
                 stats = [os.lstat(file) for file in files or [str(path)]]
-                used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
                 size = sum(stat.st_size for stat in stats if files or path.is_file())
-                items.append(CacheItem(path, kind, size, used, owner(path, kind)))
-    return sorted(items, key=lambda entry: -entry.used)
+                items.append(CacheItem(path, kind, size, path.lstat().st_mtime, owner(path, kind)))
+    return sorted(items, key=lambda entry: -order_of_use(entry.used))
 
 
 def owner(path: Path, kind: str) -> str:
@@ -101,41 +120,87 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def named(items: Sequence[CacheItem], names: Sequence[str]) -> list[CacheItem]:
-    """Return the entries of the models with these names, and single ones. Raise ConfigError for an unknown name."""
+    """Return the entries of the models with these names, snapshots of these names, and single entries.
+
+    Raise ConfigError for an unknown name, and for a snapshot's that several models have.
+    """
     chosen: list[CacheItem] = []
     for name in names:
         matches = [entry for entry in items if name and name in (entry.model, entry.path.name)]
+        matches = matches or _snapshots_of(items, name)
         if not matches:
             models = sorted({entry.model for entry in items if entry.model})
-            close = nearest(name, models, 0.4)
-            known = f"There are: {', '.join(models)}" if models else "Nothing is kept there"
+            snapshots = sorted({entry.snapshot for entry in items if entry.snapshot})
+            close = nearest(name, [*models, *snapshots], 0.4)
+            known = f"There are: {', '.join([*models, *snapshots])}" if items else "Nothing is kept there"
             raise ConfigError("NAME", name, "has nothing here", f"Did you mean {close}?" if close else known)
         chosen += [entry for entry in matches if entry not in chosen]
     return chosen
 
 
-def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
-    """Return the least recently used entries to remove, so that at most `keep` bytes are left."""
-    total, surplus = 0, []
+def _snapshots_of(items: Sequence[CacheItem], name: str) -> list[CacheItem]:
+    """Return the snapshots of a name, of one model. Raise ConfigError if several models have one."""
+    matches = [entry for entry in items if name and entry.snapshot == name]
+    by_model = {entry.model: entry for entry in reversed(matches)}
+    if len(by_model) > 1:
+        one_of_each = ", ".join(f"{entry.path.name} ({entry.model or SHARED})" for entry in by_model.values())
+        raise ConfigError("NAME", name, "is a snapshot of several models", f"Pass the full name: {one_of_each}")
+    return matches
+
+
+def _snapshots(items: Iterable[CacheItem]) -> list[str]:
+    """Return the names of the snapshots among entries."""
+    return sorted({entry.snapshot for entry in items if entry.snapshot})
+
+
+def by_worth(items: Sequence[CacheItem]) -> list[CacheItem]:
+    """Return entries in the order in which they are kept: each class most recently used first.
+
+    A snapshot that somebody named is kept before all else, and then the pages that it lists: without them it is empty.
+    """
+    listed: dict[str, set[bytes]] = {}
     for entry in items:
+        if entry.snapshot:
+            with contextlib.suppress(StoreError, OSError):  # a damaged one can't be restored
+                index = Segment.open(entry.path)
+                root = Identity.stored_in(index.header).root.hex()
+                listed.setdefault(root, set()).update(index.digests())
+
+    def is_listed(entry: CacheItem) -> bool:
+        digests = listed.get(entry.path.name.split("-")[0]) if entry.kind == "pages" else None
+        with contextlib.suppress(StoreError, OSError):
+            return digests is not None and not digests.isdisjoint(Segment.open(entry.path).digests())
+        return False
+
+    return sorted(items, key=lambda entry: (not entry.snapshot, not is_listed(entry), -order_of_use(entry.used)))
+
+
+def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
+    """Return the entries to remove, so that at most `keep` bytes are left: those that come last in `by_worth`."""
+    total, surplus = 0, []
+    for entry in by_worth(items):
         total += entry.size
         if total > keep:
             surplus.append(entry)
     return surplus
 
 
-def prune(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
-    """Remove the least recently used entries until at most `keep` bytes are left. Return the removed ones."""
-    surplus = beyond(items, keep)
-    for entry in surplus:
-        if entry.path.is_symlink():
-            continue
-        if entry.path.is_dir():
-            remove(entry.path)
-        else:
-            with contextlib.suppress(OSError):
+def _remove_all(items: Iterable[CacheItem]) -> dict[Path, str]:
+    """Remove entries. Return the reasons of those that stay."""
+    failures: dict[Path, str] = {}
+    for entry in items:
+        try:
+            if entry.path.is_symlink():
+                failures[entry.path] = "it is a symbolic link"
+            elif entry.path.is_dir():
+                try_remove(entry.path)
+            else:
                 entry.path.unlink(missing_ok=True)
-    return [entry for entry in surplus if not os.path.lexists(entry.path)]
+        except FileNotFoundError:  # another process removed it meanwhile
+            pass
+        except OSError as error:
+            failures[entry.path] = error.strerror or str(error)
+    return failures
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -145,22 +210,41 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.is_symlink())
 
 
-def remove_items(folder: Path, items: Sequence[CacheItem], confirmed: bool) -> int:
-    """Show the entries to remove, ask, and remove them. Return the exit status."""
+def remove_items(folder: Path, items: Sequence[CacheItem], confirmed: bool, *, stay: Sequence[str] = ()) -> int:
+    """Show the entries to remove, ask, and remove them. Return the exit status. `stay` are snapshots that are kept."""
     if not items:
         print(f"{folder}: nothing to remove")
         return 0
     _check_marked(folder)
     _print(folder, items, "to be removed")
+    if stay:
+        print(f"(named snapshots go last, after the pages they list; these stay: {_first(stay)})")
+    if going := _snapshots(items):
+        print(f"(named snapshots are among them: {_first(going)})")
     if not confirmed and not _ask(f"Remove {len(items)} entries? [y/N] "):
         print("nothing was removed; --yes removes without asking")
         return 1
-    removed = prune(items, 0)
-    print(f"dropped {len(removed)} entries, {sum(entry.size for entry in removed) / 2**20:.1f} MiB")
-    for entry in items:
-        if entry not in removed:
-            print(f"could not be removed: {entry.path}", file=sys.stderr)
-    return 0 if len(removed) == len(items) else 1
+    failures = _remove_all(items)
+    removed = [entry for entry in items if entry.path not in failures]
+    if removed:
+        print(f"dropped {len(removed)} entries, {sum(entry.size for entry in removed) / 2**20:.1f} MiB")
+    for reason, paths in _by_reason(failures).items():
+        which = str(paths[0]) if len(paths) == 1 else f"{len(paths)} entries of {folder}"
+        print(f"could not be removed: {which}: {reason}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _by_reason(failures: Mapping[Path, str]) -> dict[str, list[Path]]:
+    reasons: dict[str, list[Path]] = {}
+    for path, reason in failures.items():
+        reasons.setdefault(reason, []).append(path)
+    return reasons
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names of a list, as text."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _check_marked(folder: Path) -> None:

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.cli.controls import for_stream
-from rekindle._src.cli.usage import engine_options, sampling_options
+from rekindle._src.cli.usage import engine_options, paths_by_name, sampling_options
 from rekindle._src.core.activity import Progress
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.routing import RouterName
@@ -151,10 +151,10 @@ def export(arguments: argparse.Namespace) -> int:
 def warm(arguments: argparse.Namespace) -> int:
     """Compile a model's programs into the store, so that the first session only loads them.
 
-    No weights are read, since programs depend only on their shapes.
+    No weights are read, neither of the model nor of adapters, since programs depend only on their shapes.
     """
     from rekindle._src.opening.blueprint import blueprint
-    from rekindle._src.opening.open_request import OpenRequest
+    from rekindle._src.opening.open_request import OpenRequest, named_changes
     from rekindle._src.opening.source import source_of
     from rekindle._src.programs.programs import Programs
     from rekindle._src.programs.warming import warm
@@ -166,14 +166,16 @@ def warm(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processes", options.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         _check_kind(arguments.device_kind)
-    request = OpenRequest(arguments.model, options)
+    adapters = paths_by_name("--adapter", arguments.adapter, "folder")
+    steering = named_changes(paths_by_name("--steering", arguments.steering, "file"))
+    request = OpenRequest(arguments.model, options, steering=steering, adapters=adapters)
     plan = blueprint(request, source_of(request))
     programs = Programs.open(plan.programs)
     start = time.perf_counter()
     kernels = build_kernels(programs.kernels())
     if kernels is not None:
         kernels.wait()
-    warm(programs, progress=None if arguments.json else _show)
+    warm(programs, progress=None if arguments.json or options.quiet else _show)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(record) for record in programs.manifest()], indent=1))
     else:

@@ -20,12 +20,13 @@ from rekindle._src.core.config import cache_folder
 from rekindle._src.core.html import count
 from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
-from rekindle._src.models.base import Graph, abstract_model
+from rekindle._src.models.base import Graph, abstract_model, storage_kinds
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.stored_types import stored_types
 from rekindle._src.models.partition import Partition
 from rekindle._src.models.unpacking import words
+from rekindle_kernels.private_files import KINDS, distrust_reason
 
 if TYPE_CHECKING:
     import jax
@@ -207,10 +208,10 @@ def _reading() -> Iterator[Check]:
 
 
 def _cache(folder: Path) -> Iterator[Check]:
-    """Check that the cache directory is writable and has free space, and list its contents."""
+    """Check that sessions can write and trust the cache directory, and its free space, and list its contents."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # as sessions do: no other user may write to it
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"embers")
             file.flush()
@@ -219,7 +220,14 @@ def _cache(folder: Path) -> Iterator[Check]:
         return
     usage = {entry.name: _size(entry) for entry in sorted(folder.iterdir())}
     contents = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in usage.items()) or "empty"
-    yield Check("pass", "cache directory", f"{folder}: {contents}")
+    reasons = {kind: reason for kind in KINDS if (reason := distrust_reason(folder / kind)) is not None}
+    if not reasons:
+        yield Check("pass", "cache directory", f"{folder}: {contents}")
+    for reason in dict.fromkeys(reasons.values()):
+        refused = [kind for kind in reasons if reasons[kind] == reason]
+        use = "no session uses it" if len(refused) == len(KINDS) else f"sessions don't use its {', '.join(refused)}"
+        problem, mark, remedy = reason.rpartition(": ")
+        yield Check("fail", "cache directory", f"{problem if mark else reason}; {use}", remedy if mark else fix)
     if folder != cache_folder():
         shared = f"{cache_folder()}, which only $REKINDLE_CACHE moves"
         yield Check("pass", "shared by sessions", f"kernels, tokenizers of GGUF files and fingerprints lie in {shared}")
@@ -302,6 +310,7 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     """Yield what opening a model on this machine's devices would do; nothing is compiled, and no weights are read."""
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.opening.blueprint import blueprint
+    from rekindle._src.opening.local_models import describe
     from rekindle._src.opening.open_request import OpenRequest
     from rekindle._src.opening.source import CheckpointSource, source_of
     from rekindle._src.programs.programs import Programs
@@ -312,7 +321,10 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     source = source_of(request)
     plan = blueprint(request, source)
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
-    yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {facts['read_from']} in {config.dtype}")
+    file = "" if plan.folder is None else describe(plan.name, plan.folder).precision
+    origin = f"{plan.folder}{file and f' ({file})'}"
+    held = storage_kinds(plan.graph, plan.programs.leaves)
+    yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {origin}, held as {held}")
     if isinstance(source, CheckpointSource) and source.plan.found.stored.may_be_quantized:
         found = source.plan.found
         yield from _types(found.stored, found.config, plan.graph, plan.programs.leaves)

@@ -18,6 +18,7 @@ from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import POLICIES, EngineConfig
 from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, QUANTIZE_KINDS, checked_dtype, checked_quantize
 from rekindle._src.core.mesh_shape import parsed_mesh
+from rekindle._src.core.options import Place
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.version import VERSION
 from rekindle._src.replicas.autoscaling import Range
@@ -117,9 +118,8 @@ def parser() -> Parser:
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
     warm.add("model", "a folder, a GGUF file, a hub id, a name of `rekindle ls`, or 'tiny'", nargs="?", default="tiny")
-    _engine_options(warm)
-    usage.add_options(warm, EngineConfig, "warm", _ENGINE)  # all that a program's key holds
-    warm.flag("--structured", "the programs of structured output as well", default=None)
+    _engine_options(warm, None)  # all that a server takes, also what changes no program
+    _additions(warm)
     warm.add("--device-kind", "fail unless this machine's device is of this kind, such as 'cpu'")
     warm.flag("--json", "print the programs as JSON")
     warm.checks.append(usage.check_models)
@@ -164,7 +164,7 @@ def parser() -> Parser:
     cache.flag("--yes", "rm, prune, clear: remove without asking")
     cache.flag("--all", "ls: a line for every entry instead of one for each model")
     cache.flag("--json", "ls: print the entries as JSON")
-    cache.checks += (lambda arguments: usage.parse_size(arguments.to)), usage.check_names
+    cache.checks += usage.check_size, usage.check_names
 
     measured = "measure this machine: single stream, prefill, batch, shared prefix, start"
     bench = commands.add_parser("bench", help=measured)
@@ -217,14 +217,9 @@ def _serve(serve: Parser) -> None:
     serve.add("--allowed-host", "a name that requests may be sent to", metavar="NAME", **several)
     serve.add("--max-connections", "at most; three quarters of them from one address", type=int)
     serve.flag("--trust-request-chat-template", "let requests bring a chat template, which is code")
-    adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
-    serve.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
+    _additions(serve)
     serve.flag("--adapter-loading", "let requests load adapters from folders of this machine")
     serve.flag("--allow-urls", "fetch pictures that requests name by URLs, from public addresses alone")
-    steering = (
-        "changes inside the first model that requests may name, safetensors of vectors; several times for several"
-    )
-    serve.add("--steering", steering, metavar="NAME=FILE", **several)
     names = ("rekindle", "vllm", "both")
     serve.add("--metrics-names", "vllm: for its dashboards", choices=names, default="rekindle")
     replicas = "processes that run the model, on Ray; 1-4: as many as the load asks for (default: this one)"
@@ -236,9 +231,19 @@ def _serve(serve: Parser) -> None:
     serve.add("--decode", decode, type=int, metavar="N")
     serve.flag("--grafana", "print a Grafana dashboard as JSON instead of serving")
     serve.flag("--access-log", "log every request")
-    _engine_options(serve)
-    usage.add_options(serve, EngineConfig, "serve", _ENGINE)
+    _engine_options(serve, None)
     serve.checks += usage.check_serve, usage.check_models
+
+
+def _additions(command: Parser) -> None:
+    """Add what a server's first model has in addition to its weights. Programs depend on whether it has any."""
+    several = {"action": "append", "default": []}
+    adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
+    command.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
+    steering = (
+        "changes inside the first model that requests may name, safetensors of vectors; several times for several"
+    )
+    command.add("--steering", steering, metavar="NAME=FILE", **several)
 
 
 def _simulate(simulate: Parser) -> None:
@@ -322,9 +327,9 @@ def _model_options(command: Parser, *, checked: usage.Check = usage.check_models
     command.checks.append(checked)
 
 
-def _engine_options(command: Parser) -> None:
+def _engine_options(command: Parser, place: Place | None = "command") -> None:
     command.checks.append(lambda arguments: EngineConfig.of(usage.engine_options(arguments)))
-    usage.add_options(command, EngineConfig, "command", _ENGINE)
+    usage.add_options(command, EngineConfig, place, _ENGINE)
 
 
 def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
@@ -362,10 +367,13 @@ _ENGINE: dict[str, dict[str, Any]] = {
     },
     "device_pages": {"help": "KV pages on the device"},
     "page_size": {"type": int, "metavar": "TOKENS", "help": "of a KV page"},
-    "device_memory": {"metavar": "BYTES", "help": "for KV pages on the device"},
+    "device_memory": {"help": "for KV pages on the device, such as 2GB"},
     "kernels": {"metavar": "NAME", "help": "implementation of attention"},
-    "host_memory": {"metavar": "BYTES", "help": "for pages that left the device"},
-    "disk_memory": {"metavar": "BYTES", "help": "for pages and snapshots"},
+    "host_memory": {"help": "for pages that left the device, such as 2GB"},
+    "disk_memory": {"help": "for pages and snapshots, such as 8GiB"},
+    "capture_memory": {"help": "for captures that requests keep, such as 512MiB"},
+    "prefix_cache": {"help": "don't share the pages of equal beginnings of prompts"},
+    "step_timeout": {"type": float, "metavar": "SECONDS", "help": "after which a step is reported (default 60)"},
     "structured": {"help": "precompile structured output, too"},
     "deterministic": {"help": "the same seed gives the same tokens"},
     "generation_config": {"help": "greedy: sample only where requests ask for it"},

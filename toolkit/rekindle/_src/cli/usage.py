@@ -13,14 +13,13 @@ from typing import Any, Final, NoReturn
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
 from rekindle._src.core.names import checked_name, name_of_model, nearest
-from rekindle._src.core.options import Flag, Place, Real, Whole, Word, options_of, words_of
+from rekindle._src.core.options import Flag, Place, Real, Size, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import roles_of
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
 
 Check = Callable[[argparse.Namespace], object]
 WRONG_USAGE: Final = 2
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +28,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.checks: list[Check] = []
+        self.options: dict[type, list[str]] = {}  # of each record: the names that `add_options` has added
         self.model_arguments: tuple[str, ...] = ("model",)  # positional arguments that are models on this machine
         self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
@@ -103,25 +103,39 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {close}?" if close else ""
 
 
-def add_options(command: Parser, record: type, place: Place, special: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add the options that a record offers at a place: named, read and described as it declares them.
+def add_options(command: Parser, record: type, place: Place | None, special: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the options that a record offers at a place, None for all: named, read and described as it declares them.
 
     `special` has arguments of `add_argument` that differ, by the option's name.
     """
     words = words_of(record)
     for option in options_of(record):
-        if place in option.also:
+        if place is None or place in option.also:
+            name = option.name.replace("_", "-")
             arguments: dict[str, Any] = {"help": words.get(option.name, "").removesuffix(".").replace("%", "%%")}
             match option.check:
                 case Whole():
                     arguments["type"] = int
                 case Real():
                     arguments["type"] = float
+                case Size():
+                    arguments |= {"type": _size, "metavar": "SIZE"}
+                case Flag() if option.default:
+                    name = f"no-{name}"
+                    arguments |= {"action": "store_false", "default": None, "dest": option.name}
                 case Flag():
                     arguments |= {"action": "store_true", "default": None}
                 case Word(known):
                     arguments["choices"] = known
-            command.add_argument(f"--{option.name.replace('_', '-')}", **{**arguments, **special.get(option.name, {})})
+            command.add_argument(f"--{name}", **{**arguments, **special.get(option.name, {})})
+            command.options.setdefault(record, []).append(option.name)
+
+
+def _size(text: str) -> int:
+    try:
+        return Size()("", text, ConfigError)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}. {error.fix}") from None
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -134,8 +148,8 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
-    names = [option.name for option in options_of(record) if {"command", "serve", "warm"} & {*option.also}]
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+    names = arguments.parser.options.get(record, ())
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
 # Checks: each raises a RekindleError.
@@ -247,14 +261,9 @@ def check_follow(arguments: argparse.Namespace) -> None:
         raise ConfigError("--process", process, problem, fix)
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "512MiB", "2GB" or a plain number."""
-    number = text.strip().rstrip("BbGgIiKkMm").strip()
-    unit = text.strip()[len(number) :].strip().upper()
-    try:
-        return int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ConfigError("--to", text, "is not a size", "Write 512MiB, 2GB or a number of bytes") from None
+def check_size(arguments: argparse.Namespace) -> None:
+    """Replace the size that `cache prune` keeps by its bytes."""
+    arguments.to = Size()("--to", arguments.to, ConfigError)
 
 
 def check_serve(arguments: argparse.Namespace) -> None:

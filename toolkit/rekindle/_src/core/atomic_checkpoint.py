@@ -92,11 +92,19 @@ def abandon() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a removal killed half way leaves no half checkpoint."""
+    """Remove a checkpoint, if that is possible; see `try_remove`."""
     with contextlib.suppress(OSError):
-        renamed = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
-        system.replace(path, renamed)
-        shutil.rmtree(renamed, ignore_errors=True)
+        try_remove(path)
+
+
+def try_remove(path: Path) -> None:
+    """Remove a checkpoint. Raise OSError if it stays.
+
+    It is renamed first, so that a removal killed half way leaves no half checkpoint.
+    """
+    renamed = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+    system.replace(path, renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def set_aside(path: Path, *, keep: int = KEPT_DAMAGED) -> None:

@@ -22,7 +22,18 @@ from rekindle._src.core.dtypes import (
     checked_quantize,
 )
 from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh
-from rekindle._src.core.options import Flag, Refusal, Text, Whole, Word, check_options, door, option, refuse_unknown
+from rekindle._src.core.options import (
+    Flag,
+    Refusal,
+    Size,
+    Text,
+    Whole,
+    Word,
+    check_options,
+    door,
+    option,
+    refuse_unknown,
+)
 from rekindle.errors import ConfigError
 
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
@@ -43,10 +54,10 @@ class OpenOptions(TypedDict, total=False):
     max_model_len: int | None
     page_size: int | None
     device_pages: int | None
-    device_memory: int | None
-    host_memory: int | None
-    disk_memory: int | None
-    capture_memory: int | None
+    device_memory: int | str | None
+    host_memory: int | str | None
+    disk_memory: int | str | None
+    capture_memory: int | str | None
     projector: str | os.PathLike[str] | None
     cache_dir: str | os.PathLike[str] | None
     shared_cache: str | os.PathLike[str] | None
@@ -115,7 +126,8 @@ _PAGE_SIZE = Whole(8)
 class EngineConfig(html.Record):
     """How a session runs: the keyword options of `open()`. `None` for an option means its default.
 
-    "auto" and None are resolved once, when the session opens; `session.config` has the result.
+    "auto" and None are resolved once, when the session opens; `session.config` has the result. Bytes may be text with a
+    unit, too: "512MiB", "2GB".
 
     Options:
         dtype ("auto"): dtype of the weights, as text or as numpy's or JAX's dtype; "auto" is a loaded
@@ -170,37 +182,37 @@ class EngineConfig(html.Record):
     """
 
     dtype: DType = option("auto", _dtype, also=("command",))
-    kv_dtype: KVDType = option("auto", _kv_dtype, also=("serve", "warm"))
+    kv_dtype: KVDType = option("auto", _kv_dtype)
     quantize: str | None = option(None, _quantize, also=("command",))
     max_requests: int = option(16, Whole(1), also=("command",))
-    max_tokens_per_step: int = option(512, Whole(1), also=("serve", "warm"))
+    max_tokens_per_step: int = option(512, Whole(1))
     max_model_len: int | None = option(None, Whole(2), also=("command",))
-    page_size: int | None = option(None, _page_size, also=("warm",))
-    device_pages: int | None = option(None, Whole(2), also=("serve", "warm"))
-    device_memory: int | None = option(None, Whole(0), also=("warm",))
-    host_memory: int = option(1 << 30, Whole(0), also=("serve",))
-    disk_memory: int = option(4 << 30, Whole(0), also=("serve",))
-    capture_memory: int = option(256 << 20, Whole(0))
-    projector: str | None = option(None, Text(path=True), also=("serve",))
+    page_size: int | None = option(None, _page_size)
+    device_pages: int | None = option(None, Whole(2))
+    device_memory: int | None = option(None, Size())
+    host_memory: int = option(1 << 30, Size())
+    disk_memory: int = option(4 << 30, Size())
+    capture_memory: int = option(256 << 20, Size())
+    projector: str | None = option(None, Text(path=True))
     cache_dir: str | None = option(None, Text(path=True), also=("command",))
     shared_cache: str | None = option(None, Text(path=True), also=("command",))
-    restore: str | None = option(None, Text(), also=("serve",))
+    restore: str | None = option(None, Text())
     policy: Policy = option("fcfs", Word(POLICIES), also=("command",))
-    precompile: Precompile = option("auto", Word(get_args(Precompile)), also=("serve",))
-    max_queue: int = option(1024, Whole(1), also=("serve",))
-    max_adapters: int = option(8, Whole(0), also=("serve", "warm"))
-    max_adapter_rank: int = option(64, Whole(1), also=("serve", "warm"))
+    precompile: Precompile = option("auto", Word(get_args(Precompile)))
+    max_queue: int = option(1024, Whole(1))
+    max_adapters: int = option(8, Whole(0))
+    max_adapter_rank: int = option(64, Whole(1))
     prefix_cache: bool = option(True, Flag())
     prompt_lookup: int = option(0, Whole(0), also=("command",))
     drafts: DraftSource | str = option("auto", Text(path=True), also=("command",))
-    deterministic: bool = option(False, Flag(), also=("serve", "warm"))
-    kernels: str | None = option(None, Text(), also=("warm",))
+    deterministic: bool = option(False, Flag())
+    kernels: str | None = option(None, Text())
     seed: int | None = option(None, Whole(0))
     log_every: int = option(0, Whole(0))
     step_timeout: float = option(60.0, _seconds)
     quiet: bool = option(False, Flag())
-    generation_config: GenerationConfig = option("auto", Word(get_args(GenerationConfig)), also=("serve",))
-    structured: bool = option(False, Flag(), also=("serve",))
+    generation_config: GenerationConfig = option("auto", Word(get_args(GenerationConfig)))
+    structured: bool = option(False, Flag())
     mesh: Mesh | None = option(None, _mesh, also=("command",))
     processes: int = option(1, Whole(1), also=("command",))
     coordinator: str | None = option(None, _address, also=("command",))

@@ -29,9 +29,13 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 T = TypeVar("T")
 Refusal = type[ConfigError] | type[InvalidRequest]
-# "command": the command line; "serve", "warm": those of `rekindle serve` and `rekindle warm` alone; "http": fields of
-# requests to a server; "checkpoint": generation_config.json.
-Place = Literal["command", "serve", "warm", "http", "checkpoint"]
+# "command": every command that opens a model; `rekindle serve` and `rekindle warm` take all options of a session.
+# "http": fields of requests to a server; "checkpoint": generation_config.json.
+Place = Literal["command", "http", "checkpoint"]
+_UNITS = {
+    "": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+    "TB": 10**12,
+}  # fmt: skip
 _ENTRY = re.compile(r"    (\w+) \([^:]*\): (.*)")  # an option in a docstring: name (default): words
 
 
@@ -62,6 +66,22 @@ class Whole(NamedTuple):
             fix = self.fix or f"Use {self.low} or more, or leave it out"
             raise error(name, value, self.problem or _bounds(self.low, self.high), fix)
         return int(whole)
+
+
+class Size(NamedTuple):
+    """A number of bytes, also as text with a unit: "512MiB", "2GB"."""
+
+    def __call__(self, name: str, value: object, error: Refusal, /) -> int:
+        if isinstance(value, str):
+            number = value.strip().rstrip("BbGgIiKkMmTt").strip()
+            try:
+                value = int(float(number) * _UNITS[value.strip()[len(number) :].strip().upper()])
+            except (ValueError, KeyError, OverflowError):
+                raise error(name, value, "is not a size", "Write 512MiB, 2GB or a number of bytes") from None
+        elif isinstance(value, bool) or not hasattr(value, "__index__"):
+            fix = 'Pass a number of bytes, or text such as "512MiB" or "2GB"'
+            raise error(name, value, "is not a size", fix)
+        return Whole(0)(name, value, error)
 
 
 class Real(NamedTuple):

@@ -5,6 +5,7 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 - trusted only where no other user could have written them, or where they are signed (`private_files`);
 - complete or absent, so that processes may share a cache;
 - set aside when they prove damaged: an error that passes, such as a failing disk, proves nothing;
+- touched when they are used: the time of an entry's last change is that of its last use, which copies keep;
 - bounded by number, bytes or age: the least recently used are removed first;
 - fetched from the shared cache when they are missed, and kept there (`read_through`).
 """
@@ -15,7 +16,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -117,8 +117,7 @@ class Store:
             content = private_files.read(self.path(name), inside=self.folder)
         except FileNotFoundError:
             return None
-        if self.max_bytes is not None:
-            _touch(self.path(name))
+        private_files.touch(self.path(name))
         if not self.verified:
             return content
         checksum, content = content[:_SUM], content[_SUM:]
@@ -167,7 +166,7 @@ class Store:
             raise
         except errors as error:
             raise self.unusable(name, error) from error
-        _touch(path)
+        private_files.touch(path)
         read_through.keep(path)
         return result
 
@@ -265,12 +264,6 @@ class Store:
 
 def _checksum(name: str, content: bytes) -> bytes:
     return private_files.checksum(name, content).encode()
-
-
-def _touch(path: Path) -> None:
-    """Note that an entry is used, for the order in which entries are removed. In a read-only cache it stays."""
-    with contextlib.suppress(OSError):
-        os.utime(path)
 
 
 def _size(path: Path) -> int:

@@ -258,17 +258,7 @@ class LoadedModel:
     @property
     def held(self) -> str:
         """The storage kinds of the weights, and the memory of each: "4 bits 62 MB, 8 bits 30 MB, …"."""
-        kinds = dict[str, str]()
-        sizes = dict[str, int]()
-        for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
-            owner, _, part = path.rpartition(".")
-            if part == "weight":
-                kinds[owner] = _KINDS.get(leaf.dtype.name, leaf.dtype.name)
-        for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
-            kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as the matrices that they scale
-            sizes[kind] = sizes.get(kind, 0) + leaf.nbytes
-        ordered = sorted(sizes.items(), key=lambda item: -item[1])
-        return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
+        return storage_kinds(self.graph, self.leaves)
 
     @property
     def num_parameters(self) -> int:
@@ -281,6 +271,21 @@ class LoadedModel:
     def _repr_html_(self) -> str:
         sizes = {name: getattr(self.config, name) for name in _SHOWN}
         return str(html.block(html.line(repr(self)), html.pairs(sizes)))
+
+
+def storage_kinds(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) -> str:
+    """Return the storage kinds of a graph's leaves, and the memory of each: "4 bits 62 MB, 8 bits 30 MB, …"."""
+    kinds = dict[str, str]()
+    sizes = dict[str, int]()
+    for path, leaf in zip(graph.paths, leaves, strict=True):
+        owner, _, part = path.rpartition(".")
+        if part == "weight":
+            kinds[owner] = _KINDS.get(leaf.dtype.name, leaf.dtype.name)
+    for path, leaf in zip(graph.paths, leaves, strict=True):
+        kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as the matrices that they scale
+        sizes[kind] = sizes.get(kind, 0) + leaf.size * leaf.dtype.itemsize
+    ordered = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
 
 
 def abstract_model(

@@ -72,8 +72,8 @@ class ChatView(Live):
 
     Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. What is
     edited, answered again or forked stays as another version, while the kernel lives. The conversation is kept in the
-    cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes one by its name, the newest if
-    it is "auto". `suggestions` are first messages to press.
+    cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes one by its name, the one
+    used last if it is "auto". `suggestions` are first messages to press.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Transcripts:
         self.folder: Path = cache_folder / "chats"
 
     def names(self) -> list[str]:
-        """Return the names of the kept conversations, the newest first."""
+        """Return the names of the kept conversations, the one that was used last first."""
         entries: list[tuple[float, str]] = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
@@ -60,7 +60,7 @@ class Transcripts:
         return True
 
     def load(self, name: str) -> tuple[str, list[Message]]:
-        """Return the name and the messages of a conversation; "auto" is the newest. Raise StoreError if unreadable."""
+        """Return the name and the messages of a conversation; "auto" is the last one. Raise StoreError for none."""
         if name == NEWEST:
             name = next(iter(self.names()), NEWEST)
         if not isinstance(name, str) or not _NAME.fullmatch(name):

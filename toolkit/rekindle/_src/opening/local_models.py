@@ -22,14 +22,13 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import known_models, stored, tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.gguf import header as gguf
-from rekindle._src.models.loading.hub import EMBEDDED
+from rekindle._src.models.loading.hub import EMBEDDED, MAX_DESCRIPTION
 from rekindle._src.models.loading.stores.known import HUB, STORES
 from rekindle._src.models.loading.stores.model_store import MAX_MODELS, StoreEntry, children
 from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import ConfigError
 
 OWN = "rekindle"  # the store of what rekindle has made
-MAX_DESCRIPTION = 16 << 20  # bytes
 _WEIGHTS = "weights"  # in a cache folder
 _WIDTH, _REASON = 60, 200  # characters of a family or precision, and of a reason
 _PRECISIONS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8"}

@@ -172,7 +172,15 @@ def pages_of_snapshot(folder: Path, identity: Identity, name: str) -> list[Page]
         verify(identity, index.records, None)
     except StoreError as error:
         raise StoreError(f"snapshot {name!r} can't be restored: {error}. Save it anew") from error
+    touch(folder, name, identity)
     return pages_of(index.records)
+
+
+def touch(folder: Path, name: str, identity: Identity) -> None:
+    """Note that the snapshot of this name and identity is used, for the order in which entries are removed."""
+    for path in _versions(folder, name):
+        if f"-{_tag(identity)}-" in path.name:
+            private_files.touch(path)
 
 
 def describe_all(folder: Path, identity: Identity) -> list[SnapshotInfo]:

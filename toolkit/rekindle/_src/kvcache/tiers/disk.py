@@ -408,8 +408,7 @@ class DiskTier:
         now = time.monotonic()
         if now - self._touched.get(segment.path.name, -math.inf) > _TOUCH_SECONDS:
             self._touched[segment.path.name] = now
-            with contextlib.suppress(OSError):
-                os.utime(segment.path)
+            private_files.touch(segment.path)
 
     def _remove_partials(self) -> None:
         for folder in (self.pages_folder, self.folder / "snapshots"):

@@ -66,6 +66,7 @@ def restore_side(tiers: Tiers, name: str) -> None:
     if disk is None:
         return
     snapshot.fetch_shared(disk.folder, name, disk.identity, disk.budget)
+    snapshot.touch(disk.folder, name, disk.identity)
     disk.scan()
     tiers.read_ahead(page.digest for page in sorted(disk.pages(), key=lambda page: -page.last_use))
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle._src.core.atomic_checkpoint import ITEM
+from rekindle._src.core.config import cache_folder
 from rekindle._src.core.names import nearest
+from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.stores import known
+from rekindle._src.models.loading.stores.model_store import children
 from rekindle.errors import CheckpointError, MissingExtra
 
 EMBEDDED = ("tiny", "tiny-vision")  # names of the models in the package
+MAX_DESCRIPTION = 16 << 20  # bytes of the description of kept weights
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)((?:/[\w.-]+)*\.gguf)?(?:@([\w./-]+))?", re.IGNORECASE)
 _WANTED = ["*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*"]
 _WIDTH = 200  # characters of another package's error
@@ -119,12 +125,27 @@ def hub_id(model: str | Path) -> HubId | None:
     folder = Path(model).expanduser()
     match = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
     if match is None or match[1].lower().endswith(gguf_files.SUFFIX):  # the name of a file, not of a repository
+        if str(model) in _kept_names():  # `rekindle ls` lists it, and says the same
+            raise CheckpointError(
+                f"{folder} does not exist. The cache keeps weights of a model of this name, but not its path. "
+                "Pass the file or folder that these weights were made of."
+            )
         raise CheckpointError(
             f"{folder} does not exist. {_nearest(folder)}Pass a checkpoint's folder or GGUF file, a hub id such as "
-            "'owner/name', a name that `rekindle ls` lists, or 'tiny' for the embedded model."
+            "'owner/name', a name that `rekindle ls` says opens, or 'tiny' for the embedded model."
         )
     name, file, revision = match.groups()
     return HubId(name, file and file[1:], revision)
+
+
+def _kept_names() -> set[str]:
+    """Return the names of the models whose weights the default cache keeps, as their descriptions have them."""
+    names = set[str]()
+    for path in children(cache_folder() / "weights"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a damaged one is made again
+            content = read_plain(path / ITEM / "model.json", MAX_DESCRIPTION)
+            names.add(str(json.loads(content[content.index(b"{") :])["name"]))
+    return names
 
 
 def _nearest(folder: Path) -> str:
