@@ -76,7 +76,10 @@ def test_errors_name_their_row_and_leave_the_others(session: Session) -> None:
     assert "Its fields are 'txt'" in said[1]
     assert said[2].startswith("rows[2]='three': is not a mapping")
     assert answers.texts == [answer("one"), "", "", "", "", answer("six")]
-    assert "4 errors" in repr(answers)
+    assert "4 errors, the first error at row 1: InvalidRequest: rows[1]=" in repr(answers) and len(repr(answers)) < 400
+    assert "the first error at row 1" in answers._repr_html_()
+    assert repr(answers[2]).startswith("<RowAnswer 2: InvalidRequest: rows[2]='three': is not a mapping")
+    assert str(answers[2]).startswith("InvalidRequest: rows[2]='three'") and str(answers[0]) == answer("one")
     broken = session.map_sync([{"a": 1}], lambda row: row["b"]).errors[0]
     assert "does not fit the template: KeyError('b')" in str(broken) and isinstance(broken.__cause__, KeyError)
     assert "no prompt" in str(session.map_sync([{"a": 1}], lambda row: None).errors[0])
@@ -100,6 +103,25 @@ def test_wrong_arguments_are_named(session: Session, rows: Any, template: Any, o
     with pytest.raises(InvalidRequest) as raised:
         session.map_sync(rows, template, **options)
     assert said in str(raised.value)
+
+
+def test_what_is_wrong_with_all_rows_raises_before_any_is_computed(session: Session, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    before = session.stats().scheduler.submitted
+    alike: list[Any] = [["hello", "world"], ("hello",), iter(["hello"]), {"hello"}, pandas.Series(["hello", "world"])]
+    for rows in alike:
+        with pytest.raises(InvalidRequest, match=r"rows\[0\]='hello': is not a mapping"):
+            session.map_sync(rows, "{text}", max_tokens=2)
+    with pytest.raises(InvalidRequest, match="Pass the DataFrame"):
+        session.map_sync(alike[-1], "{text}", max_tokens=2)
+    out = tmp_path / "out.jsonl"
+    options: list[Any] = [{"schema": {"type": "strng"}}, {"adapter": "nosuch"}, {"processors": ("nosuch",)}]
+    for wrong in options:
+        with pytest.raises(InvalidRequest, match=f"^{next(iter(wrong))}="):
+            session.map_sync(ROWS, "{text}", out=out, max_tokens=2, **wrong)
+    assert session.stats().scheduler.submitted == before and (not out.exists() or not out.read_bytes())
+    cells = pandas.Series([{"text": "a"}, {"text": "b"}])
+    assert not session.map_sync(cells, "{text}", max_tokens=2).errors
 
 
 @pytest.mark.anyio
