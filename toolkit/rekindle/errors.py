@@ -107,7 +107,8 @@ def _beginning(value: object, room: int) -> str:
     if type(value) is dict:
         return "{" + _joined(value.items(), room, _pair) + "}"
     try:
-        return repr(value)
+        text = repr(value)
+        return " ".join(text.split()) if "\n" in text else text  # a message is one line
     except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
         return f"<{type(value).__name__}>"
 
