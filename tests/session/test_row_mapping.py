@@ -145,7 +145,7 @@ async def test_rows_are_read_as_they_are_needed(session: Session) -> None:
 
 @pytest.mark.anyio
 async def test_a_file_is_taken_up_where_it_ended(session: Session, tmp_path: Path) -> None:
-    out = tmp_path / "new folder" / "answers.jsonl"
+    out = tmp_path / "answers.jsonl"
     first = await session.map(ROWS[:10], "{text}", out=out, max_tokens=6)
     lines = out.read_bytes().splitlines(keepends=True)
     assert len(lines) == 10
@@ -209,6 +209,12 @@ async def test_an_interrupted_call_keeps_its_answers_and_goes_on(slow: Session, 
         await once
     with pytest.raises(InvalidRequest, match="was read before"):
         await once
+
+
+def test_a_file_in_a_folder_that_does_not_exist_is_refused(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"^out=.*can't be written: there is no folder .*nosuch\. Make"):
+        session.map_sync(ROWS, "{text}", out=tmp_path / "nosuch" / "x.jsonl")
+    assert not [*tmp_path.iterdir()] and not session.stats().scheduler.submitted
 
 
 def test_a_closed_session_ends_the_call(tmp_path: Path) -> None:

@@ -604,9 +604,10 @@ class RowMapping(Requests, ChatRequests):
         has, rows that are no mappings, an option such as a schema that can't be followed. A row that fails alone has
         its error in the result, and the others go on.
 
-        With `out` each answer is written to that file as it comes, a line of JSON for each row: called again after a
-        kill with the same file, only rows that have no answer yet, or whose prompt, options or model changed, are
-        computed. Rows are read as they are needed, and a few more than run at once wait in the session's queue.
+        With `out` each answer is written to that file as it comes, a line of JSON for each row. Its folder must exist.
+        Called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
+        model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
+        session's queue.
         """
         merged = sampling_of(self._front, sampling, options)
         if merged.n != 1:
