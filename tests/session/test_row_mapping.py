@@ -274,10 +274,36 @@ def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monk
         call._keep(RowAnswer(row, "x", completion_tokens=6))
     call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
     call._tokens = 61
+    assert look().line == "11 of 40 rows, 60 tokens/s, 1 error"
+    now[0] += 2.0
+    for row in range(11, 31):
+        call._keep(RowAnswer(row, "x", completion_tokens=6))
+    call._tokens = 181
     state = look()
-    assert state.fraction == 11 / 40
-    assert state.line == "11 of 40 rows, 60 tokens/s, 3 s left, 1 error", "the wait for a program does not count"
+    assert state.fraction == 31 / 40
+    assert state.line == "31 of 40 rows, 60 tokens/s, 1 s left, 1 error", "the wait for a program does not count"
     assert session.map(iter(ROWS), "{text}")._progress()() == ("0 rows", None)
+
+
+def test_rows_that_run_count_for_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of eight rows that end together says little of the others, unless their tokens are counted."""
+    now = [100.0]
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    call = session.map(ROWS, "{text}", max_tokens=6)
+    live: Any = SimpleNamespace(handle=SimpleNamespace(token_ids=[1] * 6))
+    call._compiling, call._tokens = str, 1
+    look = call._progress()
+    assert look().line == "0 of 40 rows"
+    now[0] += 8.0
+    call._keep(RowAnswer(0, "x", completion_tokens=6))
+    call._tokens, call._live = 6, [live] * 7
+    assert look().line == "1 of 40 rows, 6 tokens/s"
+    now[0] += 4.0
+    live.handle.token_ids = [1] * 3
+    for row in range(1, 8):
+        call._keep(RowAnswer(row, "x", completion_tokens=6))
+    call._tokens, call._live = 48, [live] * 8
+    assert look().line == "8 of 40 rows, 6 tokens/s, 28 s left", "12 of 40 are done, and 4 of them took 4 seconds"
 
 
 def test_rows_of_a_data_frame(session: Session) -> None:

@@ -555,9 +555,13 @@ class RowMap(Call[RowAnswers]):
 
         def look() -> State:
             ended, total, answers = len(self._answers), self._rows.total, tuple(self._answers.values())
-            tokens = self._tokens + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
+            live = [len(entry.handle.token_ids) for entry in tuple(self._live)]
+            tokens = self._tokens + sum(live)
             resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
-            share = None if total is None else (ended - resumed) / max(1, total - resumed)
+            computed, share = ended - resumed, None
+            if total is not None and computed > 0:  # running rows count by the mean length of those that ended
+                mean = max(1.0, self._tokens / computed)
+                share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
             words = [
                 f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
                 *pace.look(tokens, share),

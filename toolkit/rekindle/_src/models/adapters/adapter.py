@@ -59,8 +59,8 @@ class Adapter:
 def does_not_fit(shown: object, problems: Sequence[str]) -> CheckpointError:
     """Return the error for an adapter with these problems."""
     return CheckpointError(
-        f"The adapter {shown} does not fit the model ({count(len(problems), 'problem')}): {listed(problems)}. Pass one that was "
-        "trained on this model."
+        f"The adapter {shown} does not fit the model ({count(len(problems), 'problem')}): {listed(problems)}. Pass one "
+        "that was trained on this model."
     )
 
 
