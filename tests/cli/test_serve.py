@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 from helpers.sessions import eventually, fake_session
 from rekindle._src.cli import serve
 from rekindle._src.cli.main import main, parser
+from rekindle._src.core.activity import Activity, State
 from rekindle.errors import CheckpointError, ConfigError
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
@@ -99,7 +101,7 @@ def run(
 
 
 def test_it_listens_while_it_loads_and_a_signal_lets_answers_finish(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opening = Opening()
 
@@ -118,6 +120,9 @@ def test_it_listens_while_it_loads_and_a_signal_lets_answers_finish(
 
     assert run(opening, act, capsys, monkeypatch) == 0
     assert opening.session.closed
+    lines = [entry.getMessage() for entry in caplog.records if entry.name == "rekindle.server"]
+    assert lines[0] == "shutting down: waiting for 1 answer, at most 30 s"
+    assert re.fullmatch(r"shut down after \d+\.\d s", lines[1]) and len(lines) == 2
 
 
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="no alarms here")
@@ -142,7 +147,9 @@ def test_an_alarm_that_another_handler_set_at_the_signal_does_not_end_the_proces
     assert left == [0]
 
 
-def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_cuts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     opening = Opening()
     opening.ready.set()
 
@@ -159,6 +166,7 @@ def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert client.text.endswith("data: [DONE]\n\n") and '"unavailable"' in client.text
 
     assert run(opening, act, capsys, monkeypatch, "--drain", "60") == 0
+    assert "waiting for 1 answer, at most 60 s" in caplog.text and "answers that had not ended were cut" in caplog.text
 
 
 def test_a_fleet_loads_the_adapters_before_it_is_ready(
@@ -181,11 +189,30 @@ def test_a_fleet_loads_the_adapters_before_it_is_ready(
     assert run(opening, act, capsys, monkeypatch, *options) == 0
 
 
-def test_a_model_that_can_not_be_opened_ends_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_can_not_be_opened_ends_it_and_says_so_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opening = Opening(CheckpointError("the folder is empty. Download it again"))
     assert run(opening, lambda client: opening.ready.set(), capsys, monkeypatch) == 1
+    assert (capsys.readouterr().err + caplog.text).count("the folder is empty") == 1
+
+
+def test_without_a_terminal_the_log_says_what_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opening = Opening()
+    opening.ready.set()
+
+    def act(client: Client) -> None:
+        eventually(lambda: client.ask("GET", "/health")[0] == 200)
+        with Activity(lambda: State("compiling program r16"), stream=io.StringIO(), at_once=True):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run(opening, act, capsys, monkeypatch) == 0
+    assert [entry.getMessage() for entry in caplog.records if entry.name == "rekindle.progress"] == [
+        "compiling program r16 (0 s)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rekindle._src.core import activity
 from rekindle._src.core.activity import Progress
 from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
+from rekindle._src.programs.warming import WarmingProgress
 
 
 class Clock:
@@ -41,6 +43,19 @@ def test_a_terminal_gets_a_bar_on_one_line(clock: Clock) -> None:
     assert text.endswith("\n")
     assert "[████████████████████] loading" in text.split("\r")[-1]
     assert 2 < text.count("\r") <= 4.0 / activity.BAR_INTERVAL + 1
+
+
+def test_the_time_left_counts_from_the_first_program(clock: Clock) -> None:
+    """What comes before it, such as weights, is no measure of programs."""
+    bar = Progress("opening", backend="terminal", stream=io.StringIO())
+    clock.now = 100.0
+    record: Any = SimpleNamespace(name="r16")
+    reports = [WarmingProgress(record, done, 10) for done in (1, 2, 10)]
+    bar(reports[0])
+    assert bar.line(reports[0]) == "opening: 1 of 10 programs, r16"
+    clock.now = 102.0
+    assert bar.line(reports[1]) == "opening: 2 of 10 programs, r16, 16 s left"
+    assert bar.line(reports[2]) == "opening: 10 of 10 programs, r16"
 
 
 def test_what_is_quick_shows_nothing(clock: Clock) -> None:
@@ -97,5 +112,5 @@ def test_programs_are_named(clock: Clock) -> None:
 
     shown = Progress("compiling")
     clock.now = 2.0
-    assert shown.line(Warmed(Record("r2t32"), 1, 8)) == "compiling: 1 of 8 programs, r2t32, 14 s left"
+    assert shown.line(Warmed(Record("r2t32"), 1, 8)) == "compiling: 1 of 8 programs, r2t32"
     assert shown.line(Warmed(Record("admit"), 8, 8)) == "compiling: 8 of 8 programs, admit"

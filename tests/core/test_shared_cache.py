@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from rekindle import ConfigError, MissingExtra, StoreError
 from rekindle._src.core import shared_cache
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.shared_cache import (
     MAGIC,
     BlobPlace,
@@ -24,6 +26,7 @@ from rekindle._src.core.shared_cache import (
     place_of,
     unpack,
 )
+from rekindle._src.opening.build import attach_caches
 from rekindle_kernels import private_files, read_through
 
 KEY = b"k" * 32
@@ -232,6 +235,15 @@ def test_a_shared_cache_needs_a_key_or_privacy(tmp_path: Path, monkeypatch: pyte
         monkeypatch.delenv(shared_cache.VARIABLE, raising=False)
         attach(None, [folder])
     assert read_through.backing_of(folder) is None
+
+
+def test_a_folder_whose_parent_does_not_exist_is_refused_and_not_made(tmp_path: Path) -> None:
+    wrong = tmp_path / "typo" / "more" / "shared"
+    with pytest.raises(ConfigError, match=f"^shared_cache=.*does not exist: {re.escape(str(tmp_path / 'typo'))}"):
+        attach(str(wrong), [tmp_path / "cache"])
+    with pytest.raises(ConfigError, match=r"^cache_dir=.*lies in a folder that does not exist"):
+        attach_caches(EngineConfig(cache_dir=str(wrong)))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert await tokens(served, "base") == list(plain(IDS, 4)) != expected
     missing = await post(served, "/v1/completions", {"prompt": IDS, "model": "second"})
     assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+    assert "Use one of: base, first" in missing.error["message"], "adapters are models that it has"
 
 
 async def test_it_embeds_under_its_own_name(session: Any) -> None:

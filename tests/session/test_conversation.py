@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Conversation, Session, tiny
 from rekindle._src.core.records import FinishReason
 from rekindle._src.text.chat import ChatTemplate
-from rekindle.errors import InvalidRequest, PromptTooLong, SessionClosed
+from rekindle.errors import InvalidRequest, PromptTooLong, SessionClosed, StoreError
+from rekindle_kernels import private_files
 
 anyio_test = pytest.mark.anyio
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -247,6 +251,28 @@ def test_it_is_saved_and_taken_up_again(session: Session, tmp_path: Path) -> Non
     assert again.say("two").result_sync().text == chat.say("two").result_sync().text
     assert json.loads((tmp_path / "chat.json").read_text("utf-8"))["model"] == "fake"
     assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
+
+
+def test_a_place_that_can_t_be_written_is_named_and_the_old_file_stays(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = session.conversation(max_tokens=4)
+    chat.say("one").result_sync()
+    nowhere = tmp_path / "nosuch" / "x.json"
+    with pytest.raises(StoreError) as caught:
+        chat.save(nowhere)
+    assert f"can't be written to {nowhere}: there is no folder {nowhere.parent}. Make" in str(caught.value)
+    chat.save(tmp_path / "x.json")
+    before = (tmp_path / "x.json").read_bytes()
+    chat.say("two").result_sync()
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(private_files, "sync", full)
+    with pytest.raises(StoreError, match=re.escape(f"{tmp_path / 'x.json'}: No space left on device")):
+        chat.save(tmp_path / "x.json")
+    assert (tmp_path / "x.json").read_bytes() == before and len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}', '{"format": "rekindle conversation", "version": 1}'])

@@ -66,8 +66,13 @@ def test_the_warning_is_silent_at_the_end_of_a_process() -> None:
 
 @pytest.mark.parametrize("name", ["text", "token_ids", "logprobs", "deltas"])
 def test_results_of_a_generation_that_was_never_submitted_ask_for_await(session: Session, name: str) -> None:
-    for handle in (session.generate("hello"), session.stream("hello")):
-        with pytest.raises(InvalidRequest, match=r"neither awaited nor submitted.*await session\.generate"):
+    calls: dict[str, Any] = {
+        r"await session\.generate.*session\.submit": session.generate("hello"),
+        r"async for delta in session\.stream.*await session\.stream": session.stream("hello"),
+        r"await session\.chat.* done\.content": session.chat("hello", template="{{ messages[0].content }}"),
+    }
+    for words, handle in calls.items():
+        with pytest.raises(InvalidRequest, match=f"neither awaited nor submitted.*{words}"):
             getattr(handle, name)
         assert "await it" in repr(handle)
         assert "await it" in handle._repr_html_()

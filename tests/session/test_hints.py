@@ -16,7 +16,7 @@ from rekindle._src.calls import embedding
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.text.chat import ChatTemplate
-from rekindle.errors import InvalidRequest
+from rekindle.errors import ConfigError, InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -34,6 +34,16 @@ TRIED: dict[str, tuple[Callable[[Any], object], str]] = {
     "conversations": (lambda s: s.generate([MESSAGES, MESSAGES]), "Use session.chat(messages)"),
     "a number": (lambda s: s.generate(1.5), "Pass a text such as"),
     "a named prompt": (lambda s: s.generate("x", prompt="y"), "Pass the prompt first and without a name"),
+    "a prompt by its name": (lambda s: s.generate(prompt="x", model="y"), "Pass the prompt first and without a name"),
+    "rows by name": (lambda s: s.map(rows=[{"a": 1}], template="{a}"), "Pass the rows first and without a name"),
+    "a template by name": (lambda s: s.map([{"a": 1}], template="{a}"), "Pass the template second and without a name"),
+    "messages by name": (lambda s: s.chat(messages=MESSAGES), "Use session.chat(messages): pass them first"),
+    "a message by name": (lambda s: s.conversation().say(text="x"), "Pass a non-empty str, without a name"),
+    "a Sampling by name": (lambda s: s.stream("x", sampling=rekindle.Sampling()), "Pass the Sampling second"),
+    "no prompt": (lambda s: s.generate(), "prompt=nothing: is neither text nor token ids. Pass a text such as"),
+    "no messages": (lambda s: s.chat(), "messages=nothing: is not a list of messages"),
+    "no template": (lambda s: s.map([{"a": 1}]), "template=nothing: is neither text nor a function"),
+    "another model": (lambda s: s.generate("x", model="y"), "a session has one model, which open() takes first"),
     "nonsense": (lambda s: s.generate("x", nonsense=1), "help(rekindle.Sampling) lists the"),
     "a slip": (lambda s: s.embed("x", poling="mean"), "is not an option of embed. Did you mean 'pooling'?"),
     "a slip, synchronously": (lambda s: s.embed_sync("x", normalise=True), "Did you mean 'normalize'?"),
@@ -49,6 +59,34 @@ def test_an_error_names_the_call_that_was_meant_and_is_short(session: Session, n
     with pytest.raises(InvalidRequest) as caught:
         attempt(session)
     assert words in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_what_python_refuses_is_named_as_it_is_called(session: Session) -> None:
+    anything: Any = session
+    for name in ("score", "embed", "fork"):
+        with pytest.raises(TypeError, match=rf"^{name}\(\) missing"):
+            getattr(anything, name)()
+
+
+def test_a_table_in_place_of_a_prompt_is_one_line_and_hints_at_a_column(session: Session) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame: Any = pandas.DataFrame({"review": ["good", "bad"], "stars": [5, 1]})
+    for attempt in (lambda: session.score(frame, ["a"]), lambda: session.generate(frame)):
+        with pytest.raises(InvalidRequest) as caught:
+            attempt()
+        assert str(caught.value) == (
+            "prompt='a table of 2 rows and 2 columns': is neither text nor token ids. Pass a column: frame['review']"
+        )
+    with pytest.raises(InvalidRequest) as caught:
+        session.score("x", frame)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_class_names_the_function_that_opens_a_model() -> None:
+    made: Any = Session
+    for wrong in (lambda: made("tiny"), lambda: made(model="tiny"), lambda: made()):
+        with pytest.raises(ConfigError, match=r"rekindle\.open\('tiny'\)"):
+            wrong()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from helpers.sessions import fake_session
 from helpers.thorough import trio_in_ci
 from rekindle import tiny
 from rekindle._src.calls import requests
-from rekindle._src.calls.requests import BatchProgress
+from rekindle._src.calls.requests import BatchProgress, Pace
 from rekindle._src.cli.main import main
 from rekindle._src.core import activity
 from rekindle._src.core.activity import State
@@ -134,6 +134,23 @@ def test_rate_and_time_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress.look() == State("0 of 2 prompts, 50 tokens/s, 2 s left", 0.5)
     boxes[1].complete_all(RuntimeError("it failed"))
     assert progress.look().fraction == 0.75
+
+
+def test_the_time_left_is_that_of_recent_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(requests, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    pace = Pace()
+    assert pace.look(1, None) == [] and pace.look(2, 0.0) == []
+    now[0] += 50.0
+    assert pace.look(50, 5 / 60)[1:] == [], "nothing is known of the rows after the first"
+    for row in range(6, 11):
+        now[0] += 0.5
+        assert pace.look(10 * row, row / 60)[1:] == [f"{(60 - row) / 2:,.0f} s left"], "a slow beginning does not count"
+    for row in range(11, 31):
+        now[0] += 2.0
+        words = pace.look(10 * row, row / 60)
+    assert words[1:] == ["60 s left"], "the latest half does"
+    assert len(pace._marks) < 20
 
 
 def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:

@@ -87,6 +87,12 @@ def test_a_value_that_is_not_a_model_is_named(model: Any) -> None:
         rekindle.open_sync(model)
 
 
+def test_an_empty_name_of_a_model_is_named() -> None:
+    for model in ("", " "):
+        with pytest.raises(ConfigError, match="is an empty name"):
+            rekindle.open_sync(model)
+
+
 def test_kernels_are_checked_before_the_session_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kernels='cuda'.*'xla'"):
         rekindle.open_sync("tiny", kernels="cuda")

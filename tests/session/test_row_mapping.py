@@ -78,7 +78,10 @@ def test_errors_name_their_row_and_leave_the_others(session: Session) -> None:
     assert "Its fields are 'txt'" in said[1]
     assert said[2].startswith("rows[2]='three': is not a mapping")
     assert answers.texts == [answer("one"), "", "", "", "", answer("six")]
-    assert "4 errors" in repr(answers)
+    assert "4 errors, the first error at row 1: InvalidRequest: rows[1]=" in repr(answers) and len(repr(answers)) < 400
+    assert "the first error at row 1" in answers._repr_html_()
+    assert repr(answers[2]).startswith("<RowAnswer 2: InvalidRequest: rows[2]='three': is not a mapping")
+    assert str(answers[2]).startswith("InvalidRequest: rows[2]='three'") and str(answers[0]) == answer("one")
     broken = session.map_sync([{"a": 1}], lambda row: row["b"]).errors[0]
     assert "does not fit the template: KeyError('b')" in str(broken) and isinstance(broken.__cause__, KeyError)
     assert "no prompt" in str(session.map_sync([{"a": 1}], lambda row: None).errors[0])
@@ -104,6 +107,25 @@ def test_wrong_arguments_are_named(session: Session, rows: Any, template: Any, o
     assert said in str(raised.value)
 
 
+def test_what_is_wrong_with_all_rows_raises_before_any_is_computed(session: Session, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    before = session.stats().scheduler.submitted
+    alike: list[Any] = [["hello", "world"], ("hello",), iter(["hello"]), {"hello"}, pandas.Series(["hello", "world"])]
+    for rows in alike:
+        with pytest.raises(InvalidRequest, match=r"rows\[0\]='hello': is not a mapping"):
+            session.map_sync(rows, "{text}", max_tokens=2)
+    with pytest.raises(InvalidRequest, match="Pass the DataFrame"):
+        session.map_sync(alike[-1], "{text}", max_tokens=2)
+    out = tmp_path / "out.jsonl"
+    options: list[Any] = [{"schema": {"type": "strng"}}, {"adapter": "nosuch"}, {"processors": ("nosuch",)}]
+    for wrong in options:
+        with pytest.raises(InvalidRequest, match=f"^{next(iter(wrong))}="):
+            session.map_sync(ROWS, "{text}", out=out, max_tokens=2, **wrong)
+    assert session.stats().scheduler.submitted == before and (not out.exists() or not out.read_bytes())
+    cells = pandas.Series([{"text": "a"}, {"text": "b"}])
+    assert not session.map_sync(cells, "{text}", max_tokens=2).errors
+
+
 @pytest.mark.anyio
 async def test_rows_are_read_as_they_are_needed(session: Session) -> None:
     """A generator of many rows is never far ahead of what runs, and the queue stays short."""
@@ -125,7 +147,7 @@ async def test_rows_are_read_as_they_are_needed(session: Session) -> None:
 
 @pytest.mark.anyio
 async def test_a_file_is_taken_up_where_it_ended(session: Session, tmp_path: Path) -> None:
-    out = tmp_path / "new folder" / "answers.jsonl"
+    out = tmp_path / "answers.jsonl"
     first = await session.map(ROWS[:10], "{text}", out=out, max_tokens=6)
     lines = out.read_bytes().splitlines(keepends=True)
     assert len(lines) == 10
@@ -191,6 +213,12 @@ async def test_an_interrupted_call_keeps_its_answers_and_goes_on(slow: Session, 
         await once
 
 
+def test_a_file_in_a_folder_that_does_not_exist_is_refused(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"^out=.*can't be written: there is no folder .*nosuch\. Make"):
+        session.map_sync(ROWS, "{text}", out=tmp_path / "nosuch" / "x.jsonl")
+    assert not [*tmp_path.iterdir()] and not session.stats().scheduler.submitted
+
+
 def test_a_closed_session_ends_the_call(tmp_path: Path) -> None:
     session = fake_session(step_seconds=0.01)
 
@@ -248,10 +276,36 @@ def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monk
         call._keep(RowAnswer(row, "x", completion_tokens=6))
     call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
     call._tokens = 61
+    assert look().line == "11 of 40 rows, 60 tokens/s, 1 error"
+    now[0] += 2.0
+    for row in range(11, 31):
+        call._keep(RowAnswer(row, "x", completion_tokens=6))
+    call._tokens = 181
     state = look()
-    assert state.fraction == 11 / 40
-    assert state.line == "11 of 40 rows, 60 tokens/s, 3 s left, 1 error", "the wait for a program does not count"
+    assert state.fraction == 31 / 40
+    assert state.line == "31 of 40 rows, 60 tokens/s, 1 s left, 1 error", "the wait for a program does not count"
     assert session.map(iter(ROWS), "{text}")._progress()() == ("0 rows", None)
+
+
+def test_rows_that_run_count_for_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of eight rows that end together says little of the others, unless their tokens are counted."""
+    now = [100.0]
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    call = session.map(ROWS, "{text}", max_tokens=6)
+    live: Any = SimpleNamespace(handle=SimpleNamespace(token_ids=[1] * 6))
+    call._compiling, call._tokens = str, 1
+    look = call._progress()
+    assert look().line == "0 of 40 rows"
+    now[0] += 8.0
+    call._keep(RowAnswer(0, "x", completion_tokens=6))
+    call._tokens, call._live = 6, [live] * 7
+    assert look().line == "1 of 40 rows, 6 tokens/s"
+    now[0] += 4.0
+    live.handle.token_ids = [1] * 3
+    for row in range(1, 8):
+        call._keep(RowAnswer(row, "x", completion_tokens=6))
+    call._tokens, call._live = 48, [live] * 8
+    assert look().line == "8 of 40 rows, 6 tokens/s, 28 s left", "12 of 40 are done, and 4 of them took 4 seconds"
 
 
 def test_rows_of_a_data_frame(session: Session) -> None:

@@ -232,6 +232,17 @@ def test_a_role_of_the_template_itself_is_taken() -> None:
     assert ChatTemplate(template).render([{"role": "critic", "content": "y"}]) == "x"
 
 
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": "tool", "name": "f"}]
+)
+def test_a_message_without_content_is_named_before_the_template_is_asked(message: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\]=.*: has no content\. Add it: \{'role': '") as caught:
+        ChatTemplate("{{ messages[1].content }}").render([USER, message])
+    assert (caught.value.field, caught.value.index) == ("messages", 1)
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert ChatTemplate("x").render([USER, {"role": "assistant", "tool_calls": [call]}]) == "x"
+
+
 def test_tools_are_dicts() -> None:
     with pytest.raises(InvalidRequest, match="JSON schemas"):
         ChatTemplate("x").render([USER], tools=[print])

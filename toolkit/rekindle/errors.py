@@ -23,7 +23,7 @@
     │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
     ├── CompileError                       a step program failed to compile at open()
     ├── OutOfMemory(MemoryError)           the model or its pages do not fit into memory
-    ├── StoreError                         a persisted program, page or snapshot can't be used
+    ├── StoreError                         a persisted program, page, snapshot or chat can't be used or written
     │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
     └── MissingExtra(ImportError)          an optional dependency is not installed
 
@@ -107,7 +107,8 @@ def _beginning(value: object, room: int) -> str:
     if type(value) is dict:
         return "{" + _joined(value.items(), room, _pair) + "}"
     try:
-        return repr(value)
+        text = repr(value)
+        return " ".join(text.split()) if "\n" in text else text  # a message is one line
     except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
         return f"<{type(value).__name__}>"
 
@@ -266,7 +267,7 @@ class OutOfMemory(RekindleError, MemoryError):
 
 
 class StoreError(RekindleError):
-    """A persisted program, page or snapshot can't be used."""
+    """A persisted program, page, snapshot or conversation can't be used or written."""
 
 
 class SnapshotRefused(StoreError):

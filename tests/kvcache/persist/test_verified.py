@@ -210,6 +210,9 @@ def test_a_snapshot_is_listed_under_a_name_that_can_be_printed(tmp_path: Path) -
     (info,) = snapshot.describe_all(tmp_path, IDENTITY)
     assert info.model.startswith("a\ufffd]52;c;QQ==\ufffd\ufffdbbb") and len(info.model) == 256
     assert info._repr_html_().encode()
+    other = dataclasses.replace(IDENTITY, fingerprint="other", model="pirate")
+    assert IDENTITY.mismatch(other) == "it belongs to weights 'other' of 'pirate', this session has 'weights'"
+    assert str(other.mismatch(IDENTITY)).endswith("this session has 'other' of 'pirate'")
     other = dataclasses.replace(IDENTITY, layout="x" * 10_000)
     assert len(IDENTITY.mismatch(other) or "") < 400
 

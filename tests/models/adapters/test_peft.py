@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from helpers import adapters
 from helpers.driving import tiny_model
 from rekindle._src.models.adapters import peft
+from rekindle._src.models.adapters.adapter import does_not_fit
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import CheckpointError, ConfigError
 
@@ -109,6 +110,11 @@ def test_what_is_not_done_or_does_not_fit_is_named(tmp_path: Path, fields: dict[
     with pytest.raises(CheckpointError) as caught:
         read_adapter(folder, "x", CONFIG)
     assert words in str(caught.value)
+
+
+def test_one_problem_is_one(tmp_path: Path) -> None:
+    assert "does not fit the model (1 problem): a." in str(does_not_fit("x", ["a"]))
+    assert "does not fit the model (2 problems): a; b." in str(does_not_fit("x", ["a", "b"]))
 
 
 def renamed(folder: Path, change: Any) -> Path:

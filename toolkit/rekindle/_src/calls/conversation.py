@@ -24,7 +24,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, StoreError
 from rekindle_kernels import private_files
 
 FORMAT, VERSION, WITH_PICTURES = "rekindle conversation", 1, 2  # the version of those without and with pictures
@@ -317,16 +317,26 @@ class Conversation:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages to a JSON file, for `session.conversation(restore=path)`. Pictures are in it: the files
-        that were passed, or PNGs of arrays and figures."""
+        that were passed, or PNGs of arrays and figures.
+
+        Raise `StoreError` if it can't be written; a file that was there before is as it was.
+        """
         messages, pictures = written_messages(self._front, self.messages, MOST_PICTURES)
         version = WITH_PICTURES if pictures else VERSION
         record = {"format": FORMAT, "version": version, "model": self._session.model, "messages": messages}
         content = json.dumps(record, ensure_ascii=False, indent=1).encode()
-        private_files.write(Path(path).expanduser(), [content], mode=0o666, durable=True)
+        place = Path(path).expanduser()
+        try:
+            private_files.write(place, [content], mode=0o666, durable=True)
+        except OSError as error:
+            missing = not place.parent.is_dir()
+            reason = f"there is no folder {place.parent}" if missing else error.strerror or error
+            fix = "Make the folder first, or choose another place" if missing else "Choose another place"
+            raise StoreError(f"The conversation can't be written to {place}: {reason}. {fix}.") from error
 
     def _user_message(self, text: object, images: Any) -> list[Message]:
         if not isinstance(text, str) or not (text or images is not None):
-            raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
+            raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str, without a name")
         pictures = None if images is None else read_values(self._front, images)
         return [{"role": "user", "content": parts_of(text, pictures)}]
 

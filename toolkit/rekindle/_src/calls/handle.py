@@ -84,6 +84,11 @@ class RequestOutput:
         return tuple(self._mailbox.deltas)
 
     @property
+    def _how(self) -> str:
+        """How the call is written so that it has results."""
+        raise NotImplementedError
+
+    @property
     def _first(self) -> list[TextDelta]:
         self._check_submitted()
         return [delta for delta in self._mailbox.deltas if delta.index == 0]
@@ -94,7 +99,7 @@ class RequestOutput:
                 "handle",
                 self.id,
                 "has no results, because it was neither awaited nor submitted",
-                "Write done = await session.generate(…) and done.text, or handle = session.submit(…) for text so far",
+                self._how,
             )
 
 
@@ -128,7 +133,8 @@ class Handle(RequestOutput, Call[T_co]):
         self._host = host
         self._session: Any = session  # kept open by its handles: a session closes once nothing refers to it
         self._prompt = prompt
-        self._awaited = "await session.generate(…)" if prompt.messages is None else "await session.chat(…)"
+        call = "chat" if prompt.messages is not None else "stream" if scoped else "generate"
+        self._awaited = f"await session.{call}(…)"
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
         if prompt.error is not None:
@@ -137,6 +143,14 @@ class Handle(RequestOutput, Call[T_co]):
         self._submitted = False
         self._queued = False  # submitted, or waiting for a place
         self._handed_over: float | None = None  # when it was handed over, or began to wait for a place
+
+    @property
+    def _how(self) -> str:
+        if self._scoped and self._prompt.messages is None:
+            return f"Write async for delta in session.stream(…) and delta.text, or done = {self._awaited} and done.text"
+        if self._prompt.messages is not None:
+            return f"Write done = {self._awaited} and done.content, or async for delta in session.chat(…) for parts"
+        return f"Write done = {self._awaited} and done.text, or handle = session.submit(…) for text so far"
 
     @property
     def prompt(self) -> str | None:

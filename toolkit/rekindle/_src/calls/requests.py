@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -496,26 +497,46 @@ class BatchProgress:
 
 
 class Pace:
-    """The rate of tokens since the first of them, without the time in which all requests waited for a program."""
+    """The rate of tokens since the first of them, without the time in which all requests waited for a program, and the
+    time left.
+
+    The time left follows from the progress since there was any, or from its latest half, so that a slow beginning does
+    not count or is soon forgotten.
+    """
 
     def __init__(self, compiling: Callable[[], str] = str) -> None:
         self._compiling = compiling
-        self._first: tuple[int, float] | None = None  # the first count of tokens above zero, and the share then
+        self._first: int | None = None  # the first count of tokens above zero
         self._latest = (0.0, 0)  # the time of the last look, and its count of tokens
         self._running = 0.0  # seconds
+        self._marks: deque[tuple[float, float]] = deque()  # shares, each with the seconds at which it was first seen
 
     def look(self, total: int, fraction: float | None) -> list[str]:
-        """Return the rate, the time left and the program in compilation, from all tokens and the share so far."""
+        """Return the rate, the time left and the program in compilation, from all tokens and the share so far.
+
+        A share of None is unknown: there is no time left, then.
+        """
         now, compiling, words = time.monotonic(), self._compiling(), []
         previous, counted = self._latest
         self._latest = now, total
         if self._first is None:
-            self._first = (total, fraction or 0.0) if total else None
+            if total:
+                self._first = total
+                self._left(fraction or 0.0)
         else:
             self._running += now - previous if total > counted or not compiling else 0.0
-            tokens, share = total - self._first[0], (fraction or 0.0) - self._first[1]
-            if tokens and self._running:
-                words.append(f"{tokens / self._running:,.0f} tokens/s")
-            if share > 0 and fraction is not None and not compiling:
-                words.append(f"{self._running / share * (1 - fraction):,.0f} s left")
+            if total > self._first and self._running:
+                words.append(f"{(total - self._first) / self._running:,.0f} tokens/s")
+            left = None if fraction is None else self._left(fraction)
+            if left is not None and not compiling:
+                words.append(f"{left:,.0f} s left")
         return [*words, compiling] if compiling else words
+
+    def _left(self, fraction: float) -> float | None:
+        """Return the seconds left at a share; None while nothing is known of its growth."""
+        if fraction and (not self._marks or fraction * 63 / 64 > self._marks[-1][0]):  # so that they stay few
+            self._marks.append((fraction, self._running))
+        while len(self._marks) > 2 and self._marks[1][0] <= fraction / 2:
+            self._marks.popleft()
+        share, since = self._marks[0] if self._marks else (fraction, 0.0)
+        return (self._running - since) / (fraction - share) * (1 - fraction) if fraction > share else None

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+_LONGEST_ERROR = 240  # characters of an error in a repr
+# Fields of errors that all rows share: the options of the call, and a model that writes no text.
+_SHARED = frozenset({*(field.name for field in dataclasses.fields(Sampling)), "model"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class RowAnswer(html.Record):
     """The answer to one row, or the error that stands in its place."""
@@ -53,11 +58,17 @@ class RowAnswer(html.Record):
     resumed: bool = False  # read from the file that an earlier call wrote
 
     def __str__(self) -> str:
-        return self.text
+        return self.text if self.error is None else _named(self.error)
+
+    def __repr__(self) -> str:
+        return html.Record.__repr__(self) if self.error is None else f"<RowAnswer {self.row}: {_named(self.error)}>"
 
 
 class RowAnswers(list[RowAnswer]):
-    """A list of answers in the order of the rows; `errors`, `texts` and `to_pandas()` are views of it."""
+    """A list of answers in the order of the rows; `errors`, `texts` and `to_pandas()` are views of it.
+
+    Its repr counts the errors and names the first.
+    """
 
     def __init__(self, answers: Any = (), *, rows: Any = None) -> None:
         super().__init__(answers)
@@ -116,12 +127,14 @@ class RowAnswers(list[RowAnswer]):
         )
 
     def _summary(self) -> tuple[str, ...]:
-        resumed = sum(answer.resumed for answer in self)
+        resumed, errors = sum(answer.resumed for answer in self), self.errors
+        first = next(iter(errors), 0)
         return (
             html.count(len(self), "row"),
             html.count(sum(answer.completion_tokens for answer in self), "token"),
-            html.count(len(self.errors), "error") if self.errors else "",
+            html.count(len(errors), "error") if errors else "",
             f"{resumed:,} of them were answered before" if resumed else "",
+            f"the first error at row {first}: {_named(errors[first])}" if errors else "",
         )
 
     def __repr__(self) -> str:
@@ -147,8 +160,14 @@ def _problem(answer: RowAnswer) -> str | None:
     return None if problem is None else str(problem)
 
 
+def _named(error: RekindleError) -> str:
+    """Return an error's type and message, shortened to a line."""
+    return html.shorten(f"{type(error).__name__}: {error}".replace("\n", " "), _LONGEST_ERROR)
+
+
 Template = str | Callable[[Mapping[str, Any]], Any]
 Messages = list[dict[str, Any]]
+_MAPPINGS = "Use dicts such as {'text': '…'}"
 
 
 class Rows:
@@ -161,6 +180,11 @@ class Rows:
             raise InvalidRequest(
                 "rows", rows, "are no rows", "Pass a DataFrame, a list of dicts or any iterable of mappings"
             )
+        entries: Any = from_column(rows)
+        looked_into = isinstance(entries, Sequence | np.ndarray) and not self._frame and len(entries) > 0
+        if looked_into and not any(isinstance(entry, Mapping) for entry in entries):
+            fix = _MAPPINGS if entries is rows else f"Pass the DataFrame that has the column. {_MAPPINGS}"
+            raise InvalidRequest("rows[0]", entries[0], "is not a mapping", fix)
         self._rows: Any = rows
         self._read = False
 
@@ -219,7 +243,7 @@ class RowPrompts:
         """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's pictures."""
         field = f"rows[{index}]"
         if not isinstance(row, Mapping):
-            raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
+            raise InvalidRequest(field, row, "is not a mapping", _MAPPINGS)
         if isinstance(self._template, str):
             missing = [name for name in self.fields if name not in row]
             if missing:
@@ -439,6 +463,8 @@ class RowMap(Call[RowAnswers]):
             prompt: Any = self._prompts.fill(row, values, pictures)
             key, prompt = self._keyed(prompt, pictures)
         except InvalidRequest as error:
+            if not isinstance(values, Mapping) and not self._answers:
+                raise  # rows of an iterator, which was not looked into before: the first is no row
             self._keep(RowAnswer(row, error=error))
             return None
         line = self._out.find(row, key) if self._out is not None else None
@@ -514,6 +540,9 @@ class RowMap(Call[RowAnswers]):
         return DeferredParse(text, self._parse, None if problem is None else NotParsed(*problem)).get()
 
     def _failed(self, row: int, key: str, error: Any) -> None:
+        shared = isinstance(error, InvalidRequest) and error.field in _SHARED
+        if shared and all(answer.error is not None for answer in self._answers.values()):
+            raise fresh(error)
         if self._out is not None:
             self._out.add(row, key, error={"type": type(error).__name__, "message": str(error)})
         self._keep(RowAnswer(row, error=error))
@@ -526,9 +555,13 @@ class RowMap(Call[RowAnswers]):
 
         def look() -> State:
             ended, total, answers = len(self._answers), self._rows.total, tuple(self._answers.values())
-            tokens = self._tokens + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
+            live = [len(entry.handle.token_ids) for entry in tuple(self._live)]
+            tokens = self._tokens + sum(live)
             resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
-            share = None if total is None else (ended - resumed) / max(1, total - resumed)
+            computed, share = ended - resumed, None
+            if total is not None and computed > 0:  # running rows count by the mean length of those that ended
+                mean = max(1.0, self._tokens / computed)
+                share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
             words = [
                 f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
                 *pace.look(tokens, share),
@@ -571,9 +604,12 @@ class RowMapping(Requests, ChatRequests):
         `images` is the name of the column that has each row's picture or list of pictures, or a column or list with an
         entry for each row; None is no picture. `<image>` in the template marks a picture's place, as in `generate`.
 
-        A name in the template that no row has raises an error at once. A row that fails has its error in the result,
-        and the others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row:
-        called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
+        What is wrong with all rows alike raises an error before any is computed: a name in the template that no row
+        has, rows that are no mappings, an option such as a schema that can't be followed. A row that fails alone has
+        its error in the result, and the others go on.
+
+        With `out` each answer is written to that file as it comes, a line of JSON for each row. Its folder must exist.
+        Called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
         model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
         session's queue.
         """

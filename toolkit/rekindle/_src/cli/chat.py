@@ -39,7 +39,7 @@ from rekindle._src.core.repetition import repetition
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
-from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestFailed
+from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestFailed, StoreError
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 SHOWN_TOKENS = 400  # of an answer, for /fork
@@ -409,8 +409,8 @@ class Chat:
             return
         try:
             self.conversation.save(argument)
-        except OSError as error:
-            self.note(f"{argument} can't be written: {error.strerror}")
+        except StoreError as error:
+            self.note(str(error))
         else:
             self.note(f"saved; session.conversation(restore={argument!r}) takes it up in Python")
 

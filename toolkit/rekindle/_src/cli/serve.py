@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import sys
-from collections.abc import Awaitable, Generator, Mapping
+from collections.abc import Awaitable, Generator, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -38,6 +40,23 @@ class _FleetOpening:
                 await opened.aclose()
             raise
         return opened
+
+
+@contextlib.contextmanager
+def _log_lines() -> Iterator[None]:
+    """Write what a server says of itself to stderr: how it shuts down and, without a terminal, what it waits for."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    with contextlib.ExitStack() as before:
+        for name in ("rekindle.server", "rekindle.progress"):
+            logger = logging.getLogger(name)
+            if logger.level == logging.NOTSET:
+                before.callback(logger.setLevel, logging.NOTSET)
+                logger.setLevel(logging.INFO)
+            if not logger.hasHandlers():
+                before.callback(logger.removeHandler, handler)
+                logger.addHandler(handler)
+        yield
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,15 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
         max_connections=arguments.max_connections,
     )
     try:
-        with listener.signals(arguments.drain):
+        with _log_lines(), listener.signals(arguments.drain):
             listener.serve_forever()
     finally:
         listening_socket.close()
         for served in service.models.by_name.values():
             if served.session is not None:
                 served.session.close()
-    if failures:
-        first = failures[0]
-        print(f"rekindle: {first if isinstance(first, RekindleError) else repr(first)}", file=sys.stderr)
-        return 1
-    return 0
+    for failure in failures:
+        print(f"rekindle: {failure if isinstance(failure, RekindleError) else repr(failure)}", file=sys.stderr)
+    return 1 if failures else 0

@@ -394,8 +394,8 @@ class Progress:
         self.done = self.total = 0
         self._show = _silent if quiet else _backend(backend, stream)
         self._every = LOG_INTERVAL if self._show is _logged else BAR_INTERVAL
-        self._began = time.monotonic()
-        self._last = self._began + PATIENCE - self._every
+        self._last = time.monotonic() + PATIENCE - self._every
+        self._first: tuple[float, int] | None = None  # when the first programs were ready, and how many
         self._lock = threading.Lock()  # programs are compiled by several threads
         self._visible = False
 
@@ -403,6 +403,8 @@ class Progress:
         with self._lock:
             self.done, self.total = report.done, report.total
             now = time.monotonic()
+            if self._first is None and report.done:
+                self._first = now, report.done
             complete = self.done >= self.total
             if (complete and self._visible) or (not complete and now - self._last >= self._every):
                 self._last, self._visible = now, True
@@ -417,8 +419,10 @@ class Progress:
         program = getattr(report, "program", None)
         if program is None:
             return f"{self.label}: {report}"
-        seconds_left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
-        eta = f", {seconds_left:.0f} s left" if report.done < report.total else ""
+        since, first = self._first or (0.0, report.done)  # before the first, other work was done as well
+        counted, eta = report.done - first, ""
+        if counted > 0 and report.done < report.total:
+            eta = f", {(time.monotonic() - since) / counted * (report.total - report.done):.0f} s left"
         return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
 
 

@@ -40,8 +40,11 @@ class JsonLines:
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
+        folder = self.path.parent
+        if not folder.exists():  # made here, a misspelt folder would be noticed by nobody
+            problem, fix = f"can't be written: there is no folder {folder}", "Make the folder, or choose another file"
+            raise InvalidRequest(self._field, str(self.path), problem, fix)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b")
         except OSError as error:
             raise InvalidRequest(

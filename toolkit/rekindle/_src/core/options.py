@@ -285,6 +285,29 @@ if TYPE_CHECKING:
         def __call__(self, function: F, /) -> F: ...
 
 
+class _Missing:
+    """Stands for an argument that was not passed; calls refuse it as they refuse any other value that doesn't fit."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+
+
+def _with_missing(function: Any, signature: inspect.Signature) -> None:
+    """Let positional arguments without a default be missing: the function then refuses them with an `InvalidRequest`.
+
+    Python's own TypeError would say that `prompt` is missing where it was passed by its name.
+    """
+    required = [
+        parameter
+        for parameter in tuple(signature.parameters.values())[1:]  # without self
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty
+    ]
+    function.__defaults__ = (_MISSING,) * len(required) + (function.__defaults__ or ())
+
+
 class _Annotation(str):
     """An annotation as it stands in the source; `inspect` would show a plain string in quotes."""
 
@@ -298,7 +321,8 @@ def takes_options(record: type, *, returns: str = "", **defaults: object) -> Dec
     """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
-    function with overloads needs it. `defaults` are those that differ from the dataclass's own.
+    function with overloads needs it. `defaults` are those that differ from the dataclass's own. A call of a session
+    gets a value for positional arguments that were not passed, and refuses it.
     """
     fields = [
         inspect.Parameter(
@@ -326,6 +350,8 @@ def takes_options(record: type, *, returns: str = "", **defaults: object) -> Dec
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*explicit, *fields], return_annotation=_bare(returns or signature.return_annotation)
         )
+        if any(entry.record is record and entry.error is InvalidRequest for entry in _doors):  # a call of a session
+            _with_missing(function, signature)
         if function.__doc__ is not None:  # python -OO has none
             function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{heading}{table}"
         return function

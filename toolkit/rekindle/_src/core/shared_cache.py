@@ -210,7 +210,8 @@ class SharedCache:
 def attach(where: str | None, folders: Iterable[Path]) -> None:
     """Attach the shared cache with this path or URL to cache folders; None is $REKINDLE_SHARED_CACHE, if it is set.
 
-    Raises ConfigError for a place to which other users could have written, unless its entries are signed.
+    Raises ConfigError for a folder whose parent does not exist, and for a place to which other users could have
+    written, unless its entries are signed.
     """
     where = where or os.environ.get(VARIABLE) or None
     if where is None:
@@ -223,6 +224,8 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
         problem = f"needs the key that {private_files.KEY_VARIABLE} names, and {error.filename} {error.strerror}"
         raise ConfigError("shared_cache", where, problem, "Check the file") from error
     place = place_of(where)
+    if isinstance(place, FolderPlace):
+        check_parent("shared_cache", where, place.root)
     if key is None:
         _check_private(where, place)
     for folder in dict.fromkeys(folders):
@@ -230,6 +233,14 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
         same = isinstance(current, SharedCache) and (current.where, current._key) == (where, key)
         if not same:
             read_through.attach(folder, SharedCache(folder, where, place, key))
+
+
+def check_parent(option: str, value: str, folder: Path) -> None:
+    """Raise ConfigError if the folder around a cache's folder does not exist: only the last one is made."""
+    missing = next((path for path in reversed(folder.absolute().parents) if not path.exists()), None)
+    if missing is not None:
+        fix = f"Make {folder.parent} first, or name another place"
+        raise ConfigError(option, value, f"lies in a folder that does not exist: {missing}", fix)
 
 
 def _check_private(where: str, place: BlobPlace) -> None:

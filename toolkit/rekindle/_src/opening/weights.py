@@ -19,6 +19,7 @@ import numpy as np
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.html import count
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
 from rekindle._src.models.loading.load_progress import Report
@@ -112,7 +113,7 @@ def check_fits(wanted: Mapping[str, Any], found: Mapping[str, Any], *, same_conf
         problems.append("the configs differ")
     if problems:
         raise CheckpointError(
-            f"The weights do not fit the running model ({len(problems)} differences): {listed(problems)}. "
+            f"The weights do not fit the running model ({count(len(problems), 'difference')}): {listed(problems)}. "
             "Open a new session for them."
         )
 

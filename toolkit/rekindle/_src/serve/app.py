@@ -81,7 +81,7 @@ def app(
     """Return an ASGI app that serves a session, or several by name, as OpenAI's API. It closes none of them.
 
     `session` may still be opening: /health and requests get 503 until it is open. Then the app calls `opened` with its
-    name, or `failed` with the error.
+    name, or `failed` with the error, which is logged if there is no `failed`.
 
     Options:
         name: the model's name for clients; by default the last part of the name that it was opened with.
@@ -138,8 +138,9 @@ def app(
             if opened is not None:
                 opened(served.name)
         except Exception as error:
-            log.error("the model %r could not be opened: %s", served.name, error)
-            if failed is not None:
+            if failed is None:
+                log.error("the model %r could not be opened: %s", served.name, error)
+            else:
                 failed(error)
 
     posts = (*POSTS, *LOADING) if adapter_loading else POSTS

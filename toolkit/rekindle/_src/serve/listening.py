@@ -15,6 +15,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rekindle._src.core.html import count
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
 from rekindle_kernels import system
@@ -129,12 +131,19 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.life.draining = True
         self._refuse()
+        waited, began = len(self.life.active), time.monotonic()
+        told = bool(waited or self.drain_seconds)
+        if told:
+            log.info("shutting down: waiting for %s, at most %.0f s", count(waited, "answer"), self.drain_seconds)
         drain = asyncio.create_task(self._drain())
         self.config.timeout_graceful_shutdown = int(self.drain_seconds + 2 * CUT_SECONDS)
         try:
             await super().shutdown(sockets)
         finally:
             drain.cancel()
+            if told:
+                cut = "; answers that had not ended were cut" if waited and self.life.cut else ""
+                log.info("shut down after %.1f s%s", time.monotonic() - began, cut)
 
     async def _drain(self) -> None:
         await asyncio.sleep(self.drain_seconds)

@@ -198,7 +198,7 @@ class Models:
             return next(iter(self.by_name.values()))
         served = self.by_name.get(name) or self._adapter(name)
         if served is None:
-            known = ", ".join(self.by_name)
+            known = ", ".join(entry.name for entry in self.all())
             raise ApiError(
                 404, f"the model {name[:200]!r} does not exist here. Use one of: {known}", param="model",
                 code="model_not_found",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 T = TypeVar("T")
+
+
+def _named_as_called(kind: type) -> None:
+    """Let Python's own errors name a session's calls as users write them: `score()`, not `ScoreRequests.score()`."""
+    for owner in kind.__mro__:
+        for name, entry in vars(owner).items():
+            if inspect.isfunction(entry) and not name.startswith("_"):
+                entry.__qualname__ = name
 
 
 class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
@@ -178,3 +187,6 @@ class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
 
     def __exit__(self, *details: object) -> None:
         self.close()
+
+
+_named_as_called(OpenModel)

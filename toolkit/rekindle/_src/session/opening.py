@@ -119,6 +119,8 @@ def open(
     if not (isinstance(model, str | os.PathLike) or hasattr(model, "leaves")):  # a LoadedModel's
         fix = "Pass a folder, a GGUF file, a hub id, 'tiny', or the result of rekindle.models.load"
         raise ConfigError("model", model, "is not a model", fix)
+    if isinstance(model, str) and not model.strip():
+        raise ConfigError("model", model, "is an empty name", "Pass a folder, a GGUF file, a hub id, or 'tiny'")
     note_opening()  # before an event loop is asked for anything
     given_up = threading.Event()
     request = OpenRequest.of(

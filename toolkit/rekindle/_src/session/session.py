@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
@@ -39,7 +40,7 @@ from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import InvalidRequest, NotPicklable
+from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
     import jax.typing
@@ -51,6 +52,23 @@ if TYPE_CHECKING:
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 
 
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def _over_parts(construct: F) -> F:
+    """Name `rekindle.open` to those who call the class with a model's name."""
+
+    @functools.wraps(construct)
+    def checked(session: Session, *parts: Any, **options: Any) -> None:
+        if len(parts) + sum(name in options for name in ("scheduler", "runner", "tokenizer", "config")) < 4:
+            model = parts[0] if parts else options.get("model", "tiny")
+            fix = f"Write session = await rekindle.open({model!r}), or session = rekindle.open_sync({model!r})"
+            raise ConfigError("model", model, "is opened by a function, not by the class Session", fix)
+        construct(session, *parts, **options)
+
+    return cast(F, checked)
+
+
 class Session(OpenModel, RolloutRequests):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
@@ -58,6 +76,7 @@ class Session(OpenModel, RolloutRequests):
     trio, at once. Sampling options are keyword arguments, or one `Sampling`, or both.
     """
 
+    @_over_parts
     def __init__(
         self,
         scheduler: SchedulerLike,

@@ -242,6 +242,9 @@ def _read_template(path: Path) -> str:
         raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
 
 
+_NO_CONTENT = frozenset({"role", "name", "id", "tool_call_id"})  # fields of messages that say nothing by themselves
+
+
 def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]]:
     """Return plain copies of the messages, without fields that are None, and with reasoning under each name in use."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable) or not messages:
@@ -252,10 +255,13 @@ def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]
 
     check_arguments(messages)
     chat = []
-    for message in messages:
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequest("messages", message, "is not a message", "Pass {'role': ..., 'content': ...}")
         _check_role(message["role"], template)
+        if all(value is None or name in _NO_CONTENT for name, value in message.items()):
+            fix = f"Add it: {{'role': {message['role']!r}, 'content': ...}}"
+            raise InvalidRequest("messages", dict(message), "has no content", fix, index)
         plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if key in plain), None)
         if reasoning is not None:

@@ -70,6 +70,8 @@ class Identity:
         """Return why pages of `other` can't be used here; None if they can."""
         for name, words in _REASONS:
             expected, actual = getattr(self, name), getattr(other, name)
+            if expected != actual and name == "fingerprint":
+                return f"{words} {_weights(actual, other.model)}, this session has {_weights(expected, self.model)}"
             if expected != actual:
                 return f"{words} {html.shorten(repr(actual), _SHOWN)}, this session has {expected!r}"
         return None
@@ -83,6 +85,11 @@ _REASONS = (
     ("page_size", "its page size is"),
     ("layout", "its pages are laid out as"),
 )
+
+
+def _weights(fingerprint: str, model: str) -> str:
+    """Return how weights are called in an error: their digest and, where it is known, the model's name."""
+    return html.shorten(repr(fingerprint), _SHOWN) + (f" of {html.shorten(repr(model), _SHOWN)}" if model else "")
 
 
 def verify(identity: Identity, records: NDArray[Any], leaves: Sequence[LeafSpec] | None) -> None:

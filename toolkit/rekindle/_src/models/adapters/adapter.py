@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.html import count
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -58,8 +59,8 @@ class Adapter:
 def does_not_fit(shown: object, problems: Sequence[str]) -> CheckpointError:
     """Return the error for an adapter with these problems."""
     return CheckpointError(
-        f"The adapter {shown} does not fit the model ({len(problems)} problems): {listed(problems)}. Pass one that was "
-        "trained on this model."
+        f"The adapter {shown} does not fit the model ({count(len(problems), 'problem')}): {listed(problems)}. Pass one "
+        "that was trained on this model."
     )
 
 
