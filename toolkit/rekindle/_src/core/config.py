@@ -149,7 +149,7 @@ class EngineConfig(html.Record):
         capture_memory (256 MiB): bytes of host memory for captures with keep=True; 0 keeps none.
         projector (None): GGUF file (mmproj) that reads pictures for a model in GGUF; None is the only one next to it.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
-            where compiled kernels, which all sessions share, always are. The folder is made, those above it are not.
+            where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) that machines share as a second cache, after cache_dir;
             None is $REKINDLE_SHARED_CACHE, if it is set.
         restore (None): name of a snapshot to restore, or "auto" for that of the last session.

@@ -225,7 +225,7 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
         raise ConfigError("shared_cache", where, problem, "Check the file") from error
     place = place_of(where)
     if isinstance(place, FolderPlace):
-        check_parent("shared_cache", where, place.root)
+        _check_parent(where, place.root)
     if key is None:
         _check_private(where, place)
     for folder in dict.fromkeys(folders):
@@ -235,12 +235,12 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
             read_through.attach(folder, SharedCache(folder, where, place, key))
 
 
-def check_parent(option: str, value: str, folder: Path) -> None:
-    """Raise ConfigError if the folder around a cache's folder does not exist: only the last one is made."""
+def _check_parent(where: str, folder: Path) -> None:
+    """Raise ConfigError if the folder around a shared one does not exist: it may be misspelt, or not mounted."""
     missing = next((path for path in reversed(folder.absolute().parents) if not path.exists()), None)
     if missing is not None:
         fix = f"Make {folder.parent} first, or name another place"
-        raise ConfigError(option, value, f"lies in a folder that does not exist: {missing}", fix)
+        raise ConfigError("shared_cache", where, f"lies in a folder that does not exist: {missing}", fix)
 
 
 def _check_private(where: str, place: BlobPlace) -> None:

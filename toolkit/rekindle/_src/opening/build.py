@@ -139,12 +139,7 @@ def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStac
 
 
 def attach_caches(config: EngineConfig) -> None:
-    """Use the cache folder for kernels, which all sessions share, and the shared cache if the options name one.
-
-    Raise ConfigError if the folder around `cache_dir` does not exist; all folders of the default are made.
-    """
-    if config.cache_dir is not None:
-        shared_cache.check_parent("cache_dir", config.cache_dir, config.cache_folder)
+    """Use the cache folder for kernels, which all sessions share, and the shared cache if the options name one."""
     configure(cache_folder=cache_folder())
     shared_cache.attach(config.shared_cache, (cache_folder(), config.cache_folder))
 
