@@ -15,7 +15,6 @@ import pytest
 
 from rekindle import ConfigError, MissingExtra, StoreError
 from rekindle._src.core import shared_cache
-from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.shared_cache import (
     MAGIC,
     BlobPlace,
