@@ -285,14 +285,14 @@ if TYPE_CHECKING:
         def __call__(self, function: F, /) -> F: ...
 
 
-class _Missing:
+class _NoArgument:
     """Stands for an argument that was not passed; calls refuse it as they refuse any other value that doesn't fit."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-_MISSING = _Missing()
+_NO_ARGUMENT = _NoArgument()
 
 
 def _with_missing(function: Any, signature: inspect.Signature) -> None:
@@ -305,7 +305,7 @@ def _with_missing(function: Any, signature: inspect.Signature) -> None:
         for parameter in tuple(signature.parameters.values())[1:]  # without self
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty
     ]
-    function.__defaults__ = (_MISSING,) * len(required) + (function.__defaults__ or ())
+    function.__defaults__ = (_NO_ARGUMENT,) * len(required) + (function.__defaults__ or ())
 
 
 class _Annotation(str):
