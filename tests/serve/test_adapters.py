@@ -194,7 +194,7 @@ async def test_requests_load_adapters_only_where_that_was_allowed(session: Any, 
     assert (await post(served, "/v1/load_lora_adapter", {**body, "load_inplace": True})).status == 200
     assert await tokens(served, "second") == adapters.plain(MODEL, folders[0], IDS, 4)
     bad = await post(served, "/v1/load_lora_adapter", {**body, "lora_path": "/nowhere", "load_inplace": True})
-    assert bad.status == 400 and "not a folder" in bad.error["message"]
+    assert bad.status == 400 and "neither a folder" in bad.error["message"]
     assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 200
     assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 404
 

@@ -383,7 +383,7 @@ async def test_what_can_not_be_is_refused_by_name(folders: list[Path], tmp_path:
         for weight in (1e39, -1e300):
             with pytest.raises(InvalidRequest, match=r"adapter={'a': .*that are not finite"):
                 await session.generate([1, 2], adapter={"a": weight})
-        with pytest.raises(CheckpointError, match="not a folder"):
+        with pytest.raises(CheckpointError, match="neither a folder"):
             await session.load_adapter("b", tmp_path / "none")
         big = adapters.write(tmp_path / "big", MODEL.config, rank=80)
         with pytest.raises(ConfigError, match=r"has rank 80.*room for 64.*max_adapter_rank"):

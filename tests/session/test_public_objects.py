@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -132,7 +133,7 @@ SESSION: dict[str, Recipe] = {
     "load_adapter": lambda session, path: awaited(session.load_adapter(EVIL, adapter_folder(path / "adapter"))),
     "save_adapter": lambda session, path: [
         session.load_adapter("one", adapter_folder(path / "adapter")).result_sync(),
-        *awaited(session.save_adapter("one", path / "kept")),
+        *awaited(session.save_adapter("one", Path(tempfile.mkdtemp(dir=path)) / "kept")),
     ],
     "unload_adapter": lambda session, path: [
         session.load_adapter("one", adapter_folder(path / "adapter")).result_sync(),

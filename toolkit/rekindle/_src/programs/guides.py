@@ -141,7 +141,9 @@ class Guides(Feature):
                     follows = False
                     continue
                 seconds, guide.spent = guide.spent + clock.lap(), 0.0
-                result = result.reporting(GUIDED, report if seconds < QUICK else _with_time(report, seconds))
+                if seconds >= QUICK:
+                    report = _with_time(report, seconds)
+                result = result.reporting(GUIDED, report)
                 if report.problem:
                     result = result._replace(error=_guide_error(row, report.problem))
             else:

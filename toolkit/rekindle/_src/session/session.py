@@ -76,7 +76,6 @@ class Session(OpenModel, RolloutRequests):
     trio, at once. Sampling options are keyword arguments, or one `Sampling`, or both.
     """
 
-    @_over_parts
     def __init__(
         self,
         scheduler: SchedulerLike,
@@ -528,3 +527,7 @@ def _kernels() -> str:
         return f"compiling kernel {name}"
     reason = unavailable_reason()
     return "native kernels" if reason is None else f"no native kernels: {reason.partition(':')[0]}"
+
+
+# Not as a decorator: the first Tab in a notebook would read all files that its type comes from.
+Session.__init__ = _over_parts(Session.__init__)  # type: ignore[method-assign]
