@@ -338,7 +338,7 @@ async def test_one_adapter_may_be_part_of_the_weights(folders: list[Path]) -> No
     ids = prompt(6, 15)
     async with opening(merge=folders[0]) as session:
         same(await session.generate(ids, max_tokens=NEW, ignore_eos=True), folders[0], ids)
-        assert session.stats().runner.programs.keys() <= {"r4t0", "r4t32"}, "it costs a program"
+        assert not [name for name in session.stats().runner.programs if "adapters" in name], "it costs a program"
     assert list(plain(ids, NEW)) == adapters.plain(MODEL, None, ids, NEW), "the caller's weights have changed"
 
 
