@@ -117,7 +117,7 @@ def test_what_is_wrong_with_all_rows_raises_before_any_is_computed(session: Sess
     with pytest.raises(InvalidRequest, match="Pass the DataFrame"):
         session.map_sync(alike[-1], "{text}", max_tokens=2)
     out = tmp_path / "out.jsonl"
-    options: list[Any] = [{"schema": {"type": "strng"}}, {"adapter": "nosuch"}, {"processors": ("nosuch",)}]
+    options: list[Any] = [{"schema": {"type": "str"}}, {"adapter": "nosuch"}, {"processors": ("nosuch",)}]
     for wrong in options:
         with pytest.raises(InvalidRequest, match=f"^{next(iter(wrong))}="):
             session.map_sync(ROWS, "{text}", out=out, max_tokens=2, **wrong)
