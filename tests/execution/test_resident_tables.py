@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_a_prompt_with_more_pages_than_a_step_can_bring(driver: Driver) -> None:
     live = driver.add(prompt, Sampling(max_tokens=5))
     own, pages = driver.row, live.pages
     # As the scheduler does, which takes all pages of a prompt at once.
-    driver.row = lambda live, chunk=None: dataclasses.replace(own(live, chunk), pages=pages)  # type: ignore[method-assign]
+    driver.row = lambda live, chunk=None: own(live, chunk)._replace(pages=pages)  # type: ignore[method-assign]
     driver.finish([live], chunk=16)
     assert live.outputs == expected(prompt, 5)
     assert programs.ready(TABLES)
