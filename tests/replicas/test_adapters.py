@@ -45,7 +45,7 @@ def session() -> Session:
 async def test_all_replicas_load_them_and_those_that_come_later_too(folders: list[Path], tmp_path: Path) -> None:
     prompts = [prompt(seed, 12) for seed in range(4)]
     with local_fleet(session, router="round-robin") as (fleet, replicas):
-        with pytest.raises(CheckpointError, match="not a folder"):
+        with pytest.raises(CheckpointError, match="neither a folder"):
             await fleet.load_adapter("a", tmp_path / "none")
         assert fleet.adapters == ()
         await fleet.load_adapter("a", folders[0])
