@@ -46,7 +46,7 @@ def test_a_terminal_gets_a_bar_on_one_line(clock: Clock) -> None:
 
 
 def test_the_time_left_counts_from_the_first_program(clock: Clock) -> None:
-    """What comes before it, such as weights, is no measure of programs."""
+    """Time spent before the first program, such as reading weights, does not count in the estimate."""
     bar = Progress("opening", backend="terminal", stream=io.StringIO())
     clock.now = 100.0
     record: Any = SimpleNamespace(name="r16")

@@ -201,7 +201,7 @@ def test_missing_entries_come_from_behind_and_used_ones_go_there(folder: Path) -
 def test_use_touches_an_entry_and_a_folder_that_is_read_only_is_used_as_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read at each start, and has no bound of bytes, looked as old as it was made."""
+    """Entries of stores without a bound in bytes, too: reading one at each start makes it recently used."""
     store = Store(folder)
     store.put("file", b"bytes")
     write(store, "folder")

@@ -122,7 +122,7 @@ def test_doctor_tells_what_an_opening_here_does(capsys: pytest.CaptureFixture[st
 
 
 def test_doctor_says_the_kind_of_a_files_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of a file in 4 bits it said bfloat16."""
+    """For a 4-bit file it names the kinds of its weights, not the dtype of the computation."""
     file = tmp_path / "tiny.gguf"
     assert main(["export", "tiny", str(file), "--type", "q4_0"]) == 0
     command = ["doctor", "--plan", str(file), "--device", "here", "--cache-dir", str(tmp_path / "cache")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.models.adapters.adapter import combined
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.placement import random_model
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
@@ -427,3 +429,18 @@ def test_what_is_saved_is_loaded_as_the_same(folders: list[Path], seed: int, tmp
             session.save_adapter("main", tmp_path / "other").result_sync()
     first, second = (read_adapter(folder, "mine", MODEL.config) for folder in (folders[seed], tmp_path / "kept"))
     assert first.digest == second.digest and first.rank == second.rank
+
+
+def test_a_folder_that_is_not_written_whole_is_not_there(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with rekindle.open_sync(MODEL, **OPTIONS | {"precompile": "lazy", "max_adapters": 4}) as session:
+        session.load_adapter("mine", folders[0]).result_sync()
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match="No space left"):
+            patch.setattr(tensor_files, "write", full)
+            session.save_adapter("mine", tmp_path / "kept").result_sync()
+        assert not (tmp_path / "kept").exists()
+        session.save_adapter("mine", tmp_path / "kept").result_sync()

@@ -261,7 +261,7 @@ def test_a_place_that_can_t_be_written_is_named_and_the_old_file_stays(
     nowhere = tmp_path / "nosuch" / "x.json"
     with pytest.raises(StoreError) as caught:
         chat.save(nowhere)
-    assert f"can't be written to {nowhere}: there is no folder {nowhere.parent}. Make" in str(caught.value)
+    assert f"can't be written to {nowhere}: the folder {nowhere.parent} does not exist. Create" in str(caught.value)
     chat.save(tmp_path / "x.json")
     before = (tmp_path / "x.json").read_bytes()
     chat.say("two").result_sync()

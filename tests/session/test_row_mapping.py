@@ -214,7 +214,7 @@ async def test_an_interrupted_call_keeps_its_answers_and_goes_on(slow: Session, 
 
 
 def test_a_file_in_a_folder_that_does_not_exist_is_refused(session: Session, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"^out=.*can't be written: there is no folder .*nosuch\. Make"):
+    with pytest.raises(InvalidRequest, match=r"^out=.*can't be written: the folder .*nosuch does not exist\. Create"):
         session.map_sync(ROWS, "{text}", out=tmp_path / "nosuch" / "x.jsonl")
     assert not [*tmp_path.iterdir()] and not session.stats().scheduler.submitted
 

@@ -330,8 +330,8 @@ class Conversation:
             private_files.write(place, [content], mode=0o666, durable=True)
         except OSError as error:
             missing = not place.parent.is_dir()
-            reason = f"there is no folder {place.parent}" if missing else error.strerror or error
-            fix = "Make the folder first, or choose another place" if missing else "Choose another place"
+            reason = f"the folder {place.parent} does not exist" if missing else error.strerror or error
+            fix = "Create it first, or choose another place" if missing else "Choose another place"
             raise StoreError(f"The conversation can't be written to {place}: {reason}. {fix}.") from error
 
     def _user_message(self, text: object, images: Any) -> list[Message]:

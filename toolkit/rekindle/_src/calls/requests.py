@@ -514,7 +514,7 @@ class Pace:
     def look(self, total: int, fraction: float | None) -> list[str]:
         """Return the rate, the time left and the program in compilation, from all tokens and the share so far.
 
-        A share of None is unknown: there is no time left, then.
+        If the share is unknown (None), no time left is returned.
         """
         now, compiling, words = time.monotonic(), self._compiling(), []
         previous, counted = self._latest

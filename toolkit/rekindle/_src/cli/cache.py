@@ -1,8 +1,8 @@
 """`rekindle cache ls|rm|prune|clear`: list and trim the files of the cache directory.
 
 Only rekindle's own entries are removed: those in known folders of a cache folder with rekindle's CACHEDIR.TAG. Links
-are neither followed nor removed, and entries that a process is writing stay. An entry was used last when it was changed
-last: whoever uses it touches it (`private_files.touch`).
+are neither followed nor removed, and entries that a process is writing stay. The modification time of an
+entry is the time of its last use, because every use sets it (`private_files.touch`).
 """
 
 from __future__ import annotations

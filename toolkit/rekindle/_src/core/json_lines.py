@@ -42,7 +42,7 @@ class JsonLines:
     def __enter__(self) -> Self:
         folder = self.path.parent
         if not folder.exists():  # made here, a misspelt folder would be noticed by nobody
-            problem, fix = f"can't be written: there is no folder {folder}", "Make the folder, or choose another file"
+            problem, fix = f"can't be written: the folder {folder} does not exist", "Create it, or choose another file"
             raise InvalidRequest(self._field, str(self.path), problem, fix)
         try:
             self._file = open(self.path, "a+b")

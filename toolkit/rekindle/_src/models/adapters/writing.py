@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from rekindle._src.models.adapters.adapter import Adapter, Matrix
@@ -29,5 +30,9 @@ def write_folder(adapter: Adapter, folder: Path, sites: Sites, base: str) -> Non
         "target_modules": [*ranks], "rank_pattern": others, "alpha_pattern": others,
     }  # fmt: skip
     folder.mkdir()
-    tensor_files.write(folder / "adapter_model.safetensors", tensors, tensors.values(), metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    try:
+        tensor_files.write(folder / "adapter_model.safetensors", tensors, tensors.values(), metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # so that it can be written again
+        raise
