@@ -438,17 +438,17 @@ class LateSteps:
             operand = free.pop() if free else self._new_operand(upload.layout)
             step.choice = ChoiceCall(bucket.programs[1], programs[1], forwarded, operand)
             return
-        waits = latest is not None and self.needs_unread_token(plan)
-        if waits and latest is not None and _has_ended(latest.output):
+        before = latest if self.needs_unread_token(plan) else None  # the step whose tokens it needs
+        if before is not None and _has_ended(before.output):
             try:
-                read(latest)
-            except Exception as error:  # it is the latest step's
-                latest.error = error
+                read(before)
+            except Exception as error:  # it is that step's
+                before.error = error
         gates = self._gates[bucket]
         step.operand = gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
         gate.close()
         try:
-            if waits and latest is not None and latest.results is None:
+            if before is not None and before.results is None:
                 step.choice = gate
             else:
                 step.late_errors = self._open(gate, plan, upload)
