@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, answered, cached, prefix_of, text
+from helpers.scheduling import Loop, answered, cached, exact, prefix_of, text
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, PageMove
 from rekindle._src.kvcache import SidePages
@@ -80,7 +80,23 @@ def test_a_pinned_prefix_keeps_its_window() -> None:
     (again,) = answered(model, text(80, 91, 92, 93, 94, 95))
     assert cached(model, again) == 80
     model.scheduler.unpin(Prefix(again.token_ids[:80]))
-    assert not windows(model).pinned
+    assert not windows(model)._pinned
+
+
+def test_pinned_pages_that_a_request_holds_are_not_room_that_it_lacks() -> None:
+    """A request that came back to its pinned prompt waited forever for pages that were free."""
+    model = loop(pages=4, window=8, max_requests=2, max_tokens_per_step=8, max_prefill_rows=1, least_copied=0)
+    prompt = text(9)
+    requests = [make_request(prompt, max_tokens=5, seed=seed, temperature=1.0) for seed in range(2)]
+    for request in requests:
+        model.submit(request)
+    model.dispatch(1)
+    model.commit()
+    model.dispatch(1)
+    assert model.scheduler.pin(Prefix(requests[0].token_ids[:8])) == 8
+    model.run()
+    assert model.scheduler.statistics().preemptions, "there were pages for both"
+    exact(model, *requests)
 
 
 def test_pages_come_back_from_host_memory_with_their_window() -> None:

@@ -130,13 +130,8 @@ class SideCache:
 
     @property
     def available(self) -> int:
-        """Slots that can be taken now, at least so many."""
-        return max(0, len(self._free) + len(self._idle) + len(self._cold) - self.pinned)
-
-    @property
-    def pinned(self) -> int:
-        """Nodes that keep their slot."""
-        return 0
+        """Slots that can be taken now."""
+        return len(self._free) + len(self._idle) + len(self._cold) - self._kept()
 
     def floor(self, position: int) -> int:
         """Return the last position up to `position` at which there may be an entry."""
@@ -333,6 +328,10 @@ class SideCache:
         """True if a node keeps its slot."""
         return bool(node.pins)
 
+    def _kept(self) -> int:
+        """Return how many of the slots without a holder their nodes keep."""
+        return sum(self._keeps(self._owners[slot]) for slot in itertools.chain(self._cold, self._idle))
+
 
 class SidePages(SideCache):
     """A side cache whose entries are pages. Of a pinned path, the pages stay that its end needs, if there is room."""
@@ -341,10 +340,6 @@ class SidePages(SideCache):
         super().__init__(plan, tier, number)
         self._most_pinned = len(self._slots) - plan.reserved
         self._pinned: Counter[Node] = Counter()
-
-    @property
-    def pinned(self) -> int:
-        return len(self._pinned)
 
     def ends_pin(self, nodes: Sequence[Node]) -> int:
         return self.deepest(nodes, lambda node: node in self._owned and node in self._pinned)
@@ -367,6 +362,10 @@ class SidePages(SideCache):
 
     def _keeps(self, node: Node) -> bool:
         return node in self._pinned
+
+    def _kept(self) -> int:
+        slots = filter(None, map(self.slot, self._pinned))  # one may have left: its content was lost
+        return sum(slot not in self._holds for slot in slots)
 
 
 _CACHES: dict[Keying, type[SideCache]] = {Keying.BOUNDARY: SideCache, Keying.PAGES: SidePages}
