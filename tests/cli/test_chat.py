@@ -177,6 +177,24 @@ def test_a_fork_keeps_what_comes_before_it(
     assert "0\u00a0" in err and "goes on from token 12" in err
 
 
+def test_a_saved_conversation_is_taken_up(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, made = tmp_path / "chat.json", conversations(monkeypatch)
+    lines = ["first", "second", f"/save {file}", "/settings system Be long.", "/reset", "other", "/load"]
+    lines += [f"/load {tmp_path / 'nothing.json'}", f"/load {file}", "/undo", "third", "/reset", "fourth"]
+    said(monkeypatch, *lines)
+    assert main(["chat", "--max-tokens", "6", "--system", "Be brief."]) == 0
+    out, err = capsys.readouterr()
+    assert "Name a file: /load chat.json" in err and "nothing.json can't be read (No such file" in err
+    assert "goes on after 2 turns, the last of which was" in err and "> second" in err
+    answers = out.split("\n")
+    assert answers[3] == answers[1] != answers[2], "the last answer is shown again"
+    _, other, restored, last = made  # nothing of the file that is not there
+    assert [users(one) for one in (other, restored, last)] == [["other"], ["first", "third"], ["fourth"]]
+    assert [one.system for one in (other, restored, last)] == ["Be long.", "Be brief.", "Be brief."]
+
+
 def test_settings_hold_for_the_next_answers(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,14 @@ async def test_each_row_has_its_answer(session: Session) -> None:
     assert pickle.loads(pickle.dumps(answers)) == answers
 
 
+def test_an_answer_can_be_explained(session: Session) -> None:
+    answers = session.map_sync([*ROWS[:2], {"other": "x"}], "{text}", max_tokens=6)
+    assert session.explain(answers[1]).id == answers[1].id != answers[0].id
+    assert not answers[2].id
+    with pytest.raises(InvalidRequest, match="is not known"):
+        session.explain(answers[2])
+
+
 def test_templates_are_text_or_functions(session: Session) -> None:
     def ids(row: Any) -> list[int]:
         return list(row["text"].encode())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from rekindle._src.core import activity
 from rekindle.errors import InvalidRequest
 
 PAIRS = [("The sky is", " red."), ("Grass is", " red."), ("Snow is", " red.")]
@@ -31,10 +32,18 @@ def test_what_was_learned_is_said_by_rows_with_the_adapter_alone() -> None:
 
 
 @pytest.mark.thorough
-def test_whole_texts_are_learned_too() -> None:
+def test_whole_texts_are_learned_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(activity, "LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(activity, "PATIENCE", 0.0)
     losses: list[float] = []
-    rekindle.tiny.train_lora(["Red is red."] * 3, **FEW, report=lambda step, loss: losses.append(loss))
+    with caplog.at_level("INFO"):
+        rekindle.tiny.train_lora(["Red is red."] * 3, **FEW, report=lambda step, loss: losses.append(loss))
     assert losses[-1] < losses[0] / 2
+    assert "training: step 0 of 20, the first one is compiled" in caplog.messages
+    assert caplog.messages[-1] == f"training: step 20 of 20, loss {losses[-1]:.3f}"
+    caplog.clear()
+    rekindle.tiny.train_lora(["Red is red."] * 3, rank=2, steps=1, batch=3, quiet=True)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

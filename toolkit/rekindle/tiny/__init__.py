@@ -38,13 +38,14 @@ def train_lora(
     learning_rate: float = 5e-3,
     seed: int = 0,
     report: Callable[[int, float], None] | None = None,
+    quiet: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
     """Train a LoRA of the embedded model, and return its arrays, which `session.load_adapter(name, arrays)` takes.
 
     A text is learned as a whole; of a pair of a prompt, such as `session.render` returns, and a completion only the
-    completion is. `steps` updates see `batch` texts each; `report` is called with the number and the loss of each. The
-    same seed gives the same arrays on the same machine.
+    completion is. `steps` updates see `batch` texts each; `report` is called with the number and the loss of each,
+    and a bar shows them, unless `quiet`. The same seed gives the same arrays on the same machine.
     """
     from rekindle.tiny import lora  # it imports optax, which an installation without training need not load
 
-    return lora.train_lora(folder(), texts, rank, steps, batch, learning_rate, seed, report)
+    return lora.train_lora(folder(), texts, rank, steps, batch, learning_rate, seed, report, quiet)

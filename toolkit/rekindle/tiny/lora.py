@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import optax
 from jax import Array
 from numpy.typing import NDArray
 
+from rekindle._src.core.activity import Progress
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.hooks import Norm
@@ -36,6 +37,7 @@ def train_lora(
     learning_rate: float,
     seed: int,
     report: Callable[[int, float], None] | None,
+    quiet: bool,
 ) -> dict[str, NDArray[np.float32]]:
     """Train a LoRA adapter of the embedded model on texts; see `rekindle.tiny.train_lora`."""
     for field, value in (("rank", rank), ("steps", steps), ("batch", batch)):
@@ -52,9 +54,29 @@ def train_lora(
     longest = max(len(ids) for ids, _ in lines)
     if longest > (most := model.config.max_position_embeddings):
         raise InvalidRequest("texts", longest, f"tokens in one text, and the model reads {most}", "Cut it in parts")
+    bar = Progress("training", quiet=quiet)
+    bar(TrainedSteps(0, steps))
+
+    def step_ended(step: int, loss: float) -> None:
+        bar(TrainedSteps(step + 1, steps, loss))
+        if report is not None:
+            report(step, loss)
+
     return train(
-        model, lines, rank=rank, steps=steps, batch=batch, learning_rate=learning_rate, seed=seed, report=report
+        model, lines, rank=rank, steps=steps, batch=batch, learning_rate=learning_rate, seed=seed, report=step_ended
     )
+
+
+class TrainedSteps(NamedTuple):
+    """How far a training is."""
+
+    done: int
+    total: int
+    loss: float | None = None  # of the latest step
+
+    def __str__(self) -> str:
+        loss = "the first one is compiled" if self.loss is None else f"loss {self.loss:.3f}"
+        return f"step {self.done} of {self.total}, {loss}"
 
 
 def _line(tokenizer: Tokenizer, index: int, text: object) -> Line:

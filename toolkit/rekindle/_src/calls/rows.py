@@ -56,6 +56,7 @@ class RowAnswer(html.Record):
     parsed: Any = None  # the object that schema=, choice= and the like make of the text; None if it is no object
     parse_error: NotParsed | None = None  # the reason why `parsed` is None although the request has a structure
     resumed: bool = False  # read from the file that an earlier call wrote
+    id: str = dataclasses.field(default="", compare=False)  # of its request, for `session.explain`; empty without one
 
     def __str__(self) -> str:
         return self.text if self.error is None else _named(self.error)
@@ -505,7 +506,7 @@ class RowMap(Call[RowAnswers]):
             if error is None:
                 self._answered(entry, entry.handle.completion())
             elif isinstance(error, _OF_A_ROW):
-                self._failed(entry.row, entry.key, error)
+                self._failed(entry.row, entry.key, error, entry.handle.id)
             else:
                 raise fresh(error)
 
@@ -519,6 +520,7 @@ class RowMap(Call[RowAnswers]):
             usage.completion_tokens,
             parsed=completion.parsed,
             parse_error=problem,
+            id=completion.id,
         )
         if self._out is not None:
             self._out.add(
@@ -539,13 +541,13 @@ class RowMap(Call[RowAnswers]):
             return ParseResult()
         return DeferredParse(text, self._parse, None if problem is None else NotParsed(*problem)).get()
 
-    def _failed(self, row: int, key: str, error: Any) -> None:
+    def _failed(self, row: int, key: str, error: Any, request_id: str = "") -> None:
         shared = isinstance(error, InvalidRequest) and error.field in _SHARED
         if shared and all(answer.error is not None for answer in self._answers.values()):
             raise fresh(error)
         if self._out is not None:
             self._out.add(row, key, error={"type": type(error).__name__, "message": str(error)})
-        self._keep(RowAnswer(row, error=error))
+        self._keep(RowAnswer(row, error=error, id=request_id))
 
     def _keep(self, answer: RowAnswer) -> None:
         self._answers[answer.row] = answer

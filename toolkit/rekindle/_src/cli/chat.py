@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from prompt_toolkit.utils import get_cwidth
 
-from rekindle._src.calls.conversation import Conversation, Turn
+from rekindle._src.calls.conversation import Conversation, Message, Turn
 from rekindle._src.cli.lines import Lines, lines
 from rekindle._src.cli.rows import QUIET, Row, plain, wrapped
 from rekindle._src.cli.screen import TerminalWriter
@@ -68,8 +68,9 @@ class Chat:
         self._typed = ""  # text of the next message, to be edited
         self._new()
 
-    def _new(self) -> None:
-        self.conversation: Conversation = self.session.conversation(system=self._system, **self._options)
+    def _new(self, restored: Conversation | None = None) -> None:
+        begun = restored or self.session.conversation(system=self._system, **self._options)
+        self.conversation: Conversation = begun
         self.branches: Branches[Conversation] = Branches()
         self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
         self._facts: dict[str, tuple[str, ...]] = {}  # the quiet lines of answers, by their texts
@@ -164,7 +165,9 @@ class Chat:
         messages = self.conversation.messages
         place = self.branches.place(messages[:at], messages[at])
         versions = f"‹ {place} ›  " if place.total > 1 else ""
-        self.note(versions + " · ".join(self._facts.get(str(messages[at].get("content")), ())))
+        facts = " · ".join(self._facts.get(str(messages[at].get("content")), ()))  # of an answer that was loaded, none
+        if versions or facts:
+            self.note(versions + facts)
 
     def _make_room(self, problem: str) -> bool:
         """Report that the conversation is too long, and offer to drop its oldest turn. True if it was dropped."""
@@ -335,9 +338,9 @@ class Chat:
         for place, message in enumerate(self.conversation.messages[at:], at):
             if message["role"] == "user":
                 versions = self.branches.place(self.conversation.messages[:place], message)
-                self.note(f"> {message['content']}" + (f"  ‹ {versions} ›" if versions.total > 1 else ""))
+                self.note(f"> {_words(message)}" + (f"  ‹ {versions} ›" if versions.total > 1 else ""))
             else:
-                self.writer.write(message["content"])
+                self.writer.write(_words(message))
                 self.writer.end()
                 self._say_facts(place)
 
@@ -397,7 +400,8 @@ class Chat:
             return
         message = next(m["content"] for m in reversed(self.conversation.messages) if m["role"] == "user")
         self.conversation.undo()
-        self.note(f"took back {message if len(message) <= 60 else message[:59] + '…'!r}; {self.turns} turns are left")
+        said = message if len(message) <= 60 else message[:59] + "…"
+        self.note(f"took back {said!r}; {html.count(self.turns, 'turn')} left")
 
     def reset(self, argument: str) -> None:
         self._new()
@@ -412,7 +416,22 @@ class Chat:
         except StoreError as error:
             self.note(str(error))
         else:
-            self.note(f"saved; session.conversation(restore={argument!r}) takes it up in Python")
+            self.note(f"saved; /load {argument} takes it up here, session.conversation(restore={argument!r}) in Python")
+
+    def load(self, argument: str) -> None:
+        if not argument:
+            self.note("Name a file: /load chat.json")
+            return
+        try:
+            restored = self.session.conversation(restore=argument, **self._options)
+        except InvalidRequest as error:
+            self.note(f"{argument} {error.problem}. {error.fix}")
+            return
+        self._new(restored)
+        self._system = restored.system or None
+        self.note(f"goes on after {html.count(self.turns, 'turn')}" + (", the last of which was" if self.turns else ""))
+        users = [place for place, message in enumerate(restored.messages) if message["role"] == "user"]
+        self._show_from(users[-1] if users else len(restored.messages))
 
     def stats(self, argument: str) -> None:
         if argument == "all":
@@ -444,6 +463,13 @@ class Chat:
         yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
 
 
+def _words(message: Message) -> str:
+    """Return the text of a message; of its pictures, that they are there."""
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else content
+    return " ".join(part if isinstance(part, str) else str(part.get("text", "[picture]")) for part in parts)
+
+
 class Command(NamedTuple):
     """A /command: its meaning, its function, and its argument's name."""
 
@@ -465,6 +491,7 @@ COMMANDS = {
     "settings": Command("shows temperature and others, or sets one, or a preset", Chat.settings, "[NAME] [VALUE]"),
     "reasoning": Command("shows what the model wrote before its last answer", Chat.reasoning),
     "save": Command("writes the conversation to a file", Chat.save, "FILE"),
+    "load": Command("goes on with a conversation from a file", Chat.load, "FILE"),
     "stats": Command("shows tokens, speed and cache", Chat.stats),
     "quit": Command("leaves, as Ctrl-D does", lambda chat, argument: None),
 }

@@ -45,6 +45,7 @@ from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 if TYPE_CHECKING:
     import jax.typing
 
+    from rekindle._src.calls.rows import RowAnswer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.scheduling.sequence import Explanation
@@ -196,8 +197,9 @@ class Session(OpenModel, RolloutRequests):
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Handle[object] | Completion | str) -> Explanation:
-        """Explain a request (handle, completion or id): print it for its timeline, with seconds and reasons.
+    def explain(self, request: Handle[object] | Completion | RowAnswer | str) -> Explanation:
+        """Explain a request (handle, completion, answer to a row, or id): print it for its timeline, with seconds and
+        reasons.
 
         Its text says why it waits, was preempted, or hit or missed the cache; its `timeline` has the phases. It can
         run, or have ended in any way. Of requests that are over for long, a completion has the sums alone.
