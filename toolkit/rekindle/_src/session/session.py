@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
@@ -45,7 +45,6 @@ from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 if TYPE_CHECKING:
     import jax.typing
 
-    from rekindle._src.calls.rows import RowAnswer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.scheduling.sequence import Explanation
@@ -54,6 +53,13 @@ if TYPE_CHECKING:
 
 
 F = TypeVar("F", bound=Callable[..., None])
+
+
+class Identified(Protocol):
+    """A handle, a completion, or the answer to a row: it knows the id of its request."""
+
+    @property
+    def id(self) -> str: ...
 
 
 def _over_parts(construct: F) -> F:
@@ -197,7 +203,7 @@ class Session(OpenModel, RolloutRequests):
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Handle[object] | Completion | RowAnswer | str) -> Explanation:
+    def explain(self, request: Identified | str) -> Explanation:
         """Explain a request (handle, completion, answer to a row, or id): print it for its timeline, with seconds and
         reasons.
 
