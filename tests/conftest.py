@@ -27,10 +27,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("REKINDLE_BACKGROUND_BUILD", "0")
 # Tests compile hundreds of small programs and run each a few times. Without LLVM's optimisations, without XLA's newer
 # emitters of fusions and in one piece each, they compile in a quarter of the time. Lesson 26 and CI's README commands
-# run with all of them. XLA ends a process that gives it a flag it does not know: these two were tried with 0.10.
+# run with all of them. XLA ends a process that gives it a flag it does not know: these were tried with the versions here.
 FLAGS = ["--xla_backend_optimization_level=0"]
+if version("jaxlib").startswith(("0.10.", "0.12.")):
+    FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):
-    FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU they would turn optimisations off in the kernels under test
     os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 # Where each operation was written is nothing that a test reads, and noting it is a twentieth of compiling.
