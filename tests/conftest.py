@@ -27,7 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("REKINDLE_BACKGROUND_BUILD", "0")
 # Tests compile hundreds of small programs and run each a few times. Without LLVM's optimisations, without XLA's newer
 # emitters of fusions and in one piece each, they compile in a quarter of the time. Lesson 26 and CI's README commands
-# run with all of them. XLA ends a process that gives it a flag it does not know: these were tried with the versions here.
+# run with all of them. XLA ends a process that gives it a flag it does not know: these were tried with the versions
+# that are named.
 FLAGS = ["--xla_backend_optimization_level=0"]
 if version("jaxlib").startswith(("0.10.", "0.12.")):
     FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
