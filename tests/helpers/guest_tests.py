@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from helpers import on_guest
-from rekindle_kernels.native import build_library, cpu
+from rekindle_kernels.native import build_library, cpu, library
 from rekindle_kernels.native.kernel_table import GATE
 
 AT_ONCE = 2  # processes with tests
@@ -22,7 +22,7 @@ ALL += [name for name in build_library.all_kernels([16, 80, 128]) if "_float32_"
 ALL += ["prefill_float32_32"]
 _ABSENT = ["pallas", "xla", "object_code", "cannot_be_written", "not_installed", "head_dim_256", "heads_of_512"]
 NOT_OF_LIBRARIES = " and ".join(f"not {name}" for name in _ABSENT)
-ALL_TESTS = ["native", "int4", "ops", "deterministic", "chain", "masked_draws", "adapters", "recurrence"]
+ALL_TESTS = ["native", "int4", "ops", "deterministic", "chain", "masked_draws", "adapters", "recurrence", "added_keys"]
 ALL_CASES = ["paged_attention"]  # whose slow ones need kernels that no others do
 
 
@@ -38,6 +38,7 @@ def run(
     """Run tests of kernels with those in `folder`, and see that each kernel was called."""
     paths = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": paths, on_guest.FOLDER: str(folder), on_guest.LEVEL: level.name}
+    environment[library.FOLDER] = str(folder / "none")  # an installation's kernels, which this processor has
     environment.pop("REKINDLE_CACHE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "helpers.on_guest"]
 

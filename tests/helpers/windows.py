@@ -59,12 +59,12 @@ def build_guest(folder: Path) -> None:
 
 
 def build_program(folder: Path, name: str, program: str) -> None:
-    """A program of this folder's C, without a C library, into `folder`."""
+    """A program of this folder's C, without a C library, into `folder`, where Wine gets its prefix."""
     source, code = Path(__file__).with_name(name), (folder / program).with_suffix(".o")
     options = ["-O2", "-Wall", "-Werror", "-fno-stack-protector", "-fno-sanitize=all", "-mno-stack-arg-probe"]
     compiler = [sys.executable, "-m", "ziglang", "cc", "-c", "-target", "x86_64-windows-gnu", *options]
-    environment = {**os.environ, **_caches(folder)}
-    subprocess.run([*compiler, str(source), "-o", str(code)], env=environment, check=True)
+    caches = {**os.environ, **_caches(folder)}
+    subprocess.run([*compiler, str(source), "-o", str(code)], env=caches, check=True)
     stubs = []
     for name, functions in _IMPORTS.items():
         listed, stub = folder / f"guest-{name}.def", folder / f"guest-{name}.lib"
@@ -73,6 +73,8 @@ def build_program(folder: Path, name: str, program: str) -> None:
         stubs.append(str(stub))
     place = ["/entry:start", "/subsystem:console", "/nodefaultlib", "/machine:x64", f"/out:{folder / program}"]
     subprocess.run([*LINKER, *place, str(code), *stubs], check=True)
+    # Its first start makes the prefix, and of several at once some would find half of one.
+    subprocess.run([_wine(), "cmd", "/c", "exit"], env=environment(folder), check=True)
 
 
 def _caches(folder: Path) -> dict[str, str]:
@@ -91,4 +93,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def guest(folder: Path, program: str = PROGRAM) -> list[str]:
     """The command that runs a program in `folder`, by default the one that calls the kernels there."""
-    return [next(filter(None, map(shutil.which, WINE))), str(folder / program)]
+    return [_wine(), str(folder / program)]
+
+
+def _wine() -> str:
+    return next(filter(None, map(shutil.which, WINE)))
