@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., None])
 
 
-class Identified(Protocol):
-    """A handle, a completion, or the answer to a row: it knows the id of its request."""
+class RequestRecord(Protocol):
+    """What knows the id of its request: a handle, a completion, or the answer to a row."""
 
     @property
     def id(self) -> str: ...
@@ -203,7 +203,7 @@ class Session(OpenModel, RolloutRequests):
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
-    def explain(self, request: Identified | str) -> Explanation:
+    def explain(self, request: RequestRecord | str) -> Explanation:
         """Explain a request (handle, completion, answer to a row, or id): print it for its timeline, with seconds and
         reasons.
 
