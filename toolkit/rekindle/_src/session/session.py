@@ -56,7 +56,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 class RequestRecord(Protocol):
-    """What knows the id of its request: a handle, a completion, or the answer to a row."""
+    """A handle, a completion, or the answer to a row: it knows the id of its request."""
 
     @property
     def id(self) -> str: ...
