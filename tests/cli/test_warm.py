@@ -76,7 +76,7 @@ def test_options_of_a_request_are_no_options_of_a_session() -> None:
     assert sampling_options(arguments)["seed"] == 3 and "seed" not in engine_options(arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_programs_of_adapters_and_of_a_session_that_restores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
