@@ -182,12 +182,13 @@ def test_a_saved_conversation_is_taken_up(
 ) -> None:
     file, made = tmp_path / "chat.json", conversations(monkeypatch)
     lines = ["first", "second", f"/save {file}", "/settings system Be long.", "/reset", "other", "/load"]
-    lines += [f"/load {tmp_path / 'nothing.json'}", f"/load {file}", "/undo", "third", "/reset", "fourth"]
+    lines += [f"/load {tmp_path / 'nothing.json'}", f"/load {file}", "/fork", "/undo", "third", "/reset", "fourth"]
     said(monkeypatch, *lines)
     assert main(["chat", "--max-tokens", "6", "--system", "Be brief."]) == 0
     out, err = capsys.readouterr()
     assert "Name a file: /load chat.json" in err and "nothing.json can't be read (No such file" in err
     assert "goes on after 2 turns, the last of which was" in err and "> second" in err
+    assert "there is no answer whose tokens are known" in err and "took back 'second'; 1 turn left" in err
     answers = out.split("\n")
     assert answers[3] == answers[1] != answers[2], "the last answer is shown again"
     _, other, restored, last = made  # nothing of the file that is not there

@@ -166,7 +166,7 @@ async def test_the_timeline_of_every_kind_of_end(slow: Session) -> None:
         await too_long
     assert told(too_long).status is Status.FAILED and "before it was queued" in told(too_long).text
     for wrong in ([done], 5, None):
-        with pytest.raises(InvalidRequest, match="not a handle, a completion or an id"):
+        with pytest.raises(InvalidRequest, match="not a handle, a completion, the answer to a row, or an id"):
             slow.explain(wrong)  # type: ignore[arg-type]
 
 

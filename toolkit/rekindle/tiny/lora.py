@@ -55,7 +55,6 @@ def train_lora(
     if longest > (most := model.config.max_position_embeddings):
         raise InvalidRequest("texts", longest, f"tokens in one text, and the model reads {most}", "Cut it in parts")
     bar = Progress("training", quiet=quiet)
-    bar(TrainedSteps(0, steps))
 
     def step_ended(step: int, loss: float) -> None:
         bar(TrainedSteps(step + 1, steps, loss))
@@ -72,11 +71,10 @@ class TrainedSteps(NamedTuple):
 
     done: int
     total: int
-    loss: float | None = None  # of the latest step
+    loss: float  # of the latest step
 
     def __str__(self) -> str:
-        loss = "the first one is compiled" if self.loss is None else f"loss {self.loss:.3f}"
-        return f"step {self.done} of {self.total}, {loss}"
+        return f"step {self.done} of {self.total}, loss {self.loss:.3f}"
 
 
 def _line(tokenizer: Tokenizer, index: int, text: object) -> Line:

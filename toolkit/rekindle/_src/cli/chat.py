@@ -39,7 +39,7 @@ from rekindle._src.core.repetition import repetition
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
-from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestFailed, StoreError
+from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, RekindleError, RequestFailed, StoreError
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 SHOWN_TOKENS = 400  # of an answer, for /fork
@@ -69,8 +69,9 @@ class Chat:
         self._new()
 
     def _new(self, restored: Conversation | None = None) -> None:
-        begun = restored or self.session.conversation(system=self._system, **self._options)
-        self.conversation: Conversation = begun
+        if restored is None:
+            restored = self.session.conversation(system=self._system, **self._options)
+        self.conversation: Conversation = restored
         self.branches: Branches[Conversation] = Branches()
         self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
         self._facts: dict[str, tuple[str, ...]] = {}  # the quiet lines of answers, by their texts
@@ -194,7 +195,11 @@ class Chat:
         if place is None:
             self.note(f"there is no message to {purpose}")
             return None
-        return place, messages[place]["content"]
+        text = messages[place]["content"]
+        if not isinstance(text, str):  # of a conversation that was loaded
+            self.note(f"the last message has pictures, which a terminal can't {purpose}: load it in Python")
+            return None
+        return place, text
 
     def _keep(self, at: int) -> None:
         """Keep the conversation from a place on as a version."""
@@ -398,7 +403,7 @@ class Chat:
         if not self.turns:
             self.note("there is no turn to take back")
             return
-        message = next(m["content"] for m in reversed(self.conversation.messages) if m["role"] == "user")
+        message = _words(next(m for m in reversed(self.conversation.messages) if m["role"] == "user"))
         self.conversation.undo()
         said = message if len(message) <= 60 else message[:59] + "…"
         self.note(f"took back {said!r}; {html.count(self.turns, 'turn')} left")
@@ -426,6 +431,9 @@ class Chat:
             restored = self.session.conversation(restore=argument, **self._options)
         except InvalidRequest as error:
             self.note(f"{argument} {error.problem}. {error.fix}")
+            return
+        except MissingExtra as error:  # of pictures
+            self.note(str(error))
             return
         self._new(restored)
         self._system = restored.system or None

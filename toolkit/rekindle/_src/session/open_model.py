@@ -134,14 +134,14 @@ class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
         return server
 
     def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
-        """Return what `look` finds about a request (a handle, completion or id), on the loop where it runs."""
+        """Return what `look` finds about a request (what knows its id, or the id), on the loop where it runs."""
         request_id = request if isinstance(request, str) else getattr(request, "id", None)
         request_id = getattr(request, "request_ids", (request_id,))[0]
         if not isinstance(request_id, str):
             raise InvalidRequest(
                 "request",
                 request,
-                "is not a handle, a completion or an id",
+                "is not a handle, a completion, the answer to a row, or an id",
                 "Pass one of these; of several, explain(batch.handles[0]) or explain(completions[0])",
             )
         self._host.check()
