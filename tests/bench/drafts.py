@@ -2,23 +2,27 @@
 
     python tests/bench/drafts.py [tiny | 135m | FILE.gguf | FOLDER] [--streams 1 4 16 32] [--kinds edits json prose]
                                  [--tokens 160] [--repeat 5] [--quantize int8] [--rows 32] [--small FOLDER]
-                                 [--temperatures 1.0] [--skip 0] [--peer FOLDER]
+                                 [--temperatures 1.0] [--skip 0] [--peer FOLDER] [--llama-server PROGRAM]
 
 No small model writes edits. So a logits processor leads each request through a text of its own, token by token, in all
 sessions alike: steps cost what they cost, and drafts fare as they would with a model that writes these texts. `edits`
 are sources of Python after a prompt with an earlier version of them, `json` are records of one form, `prose` the pages
 of this project, and `random` tokens in which nothing repeats: there drafts can only cost. `own` is what the model
 itself says, and so are `answers-code` and its like, to the prompts of `workshop.eagle` without the first `--skip`, on
-which a head may be trained: at each of the `--temperatures`, answers up to their ends. Sessions take turns in each
-round; ratios are medians over rounds, with their range, of tokens in a second, and of tokens in a second of the
-processor. `--small` is a model or a head that drafts, too: on led texts it is never right. `--peer` is a folder with
-llama-cpp-python, which follows the same texts of one stream from the same GGUF file, with n-gram drafts of the sizes
-that are tried; the best of them counts.
+which a head may be trained: at each of the `--temperatures`, answers up to their ends. `tiny-stories` and its like are
+answers to held-out requests of the embedded model's corpus, for the models of `workshop.tiny.train`. Sessions take
+turns in each round; ratios are medians over rounds, with their range, of tokens in a second, and of tokens in a second
+of the processor. `--small` is a model or a head that drafts, too: on led texts it is never right. `--peer` is a folder
+with llama-cpp-python, which follows the same texts of one stream from the same GGUF file, with n-gram drafts of the
+sizes that are tried; the best of them counts. With `--llama-server` and two GGUF files, llama.cpp's server takes turns
+with the sessions, without drafts and with up to so many of the same small model, over the same prompts of one stream,
+greedily.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -32,11 +36,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from draft_peers import followed
+from llama_server import LlamaServer
 
 import rekindle
 from rekindle import LogitsContext, LogitsProcessor
 from workshop.eagle import ASKED
 from workshop.eagle import prompts as asked
+from workshop.tiny.corpus import HELD_OUT, REQUESTS, requests
 
 SOURCES: dict[str, dict[str, Any]] = {
     "none": {"drafts": "none"},
@@ -44,32 +50,40 @@ SOURCES: dict[str, dict[str, Any]] = {
     "suffix": {"drafts": "suffix"},
 }
 LED = "edits", "json", "prose", "random"
-ANSWERS = "answers-"
-OWN = "own", *(f"{ANSWERS}{kind}" for kind in ASKED)
+ANSWERS = *(f"answers-{kind}" for kind in ASKED), *(f"tiny-{kind}" for kind in REQUESTS)
+OWN = "own", *ANSWERS
 PEER_DRAFTS = 0, 5, 10
+SERVER_DRAFTS = 0, 2, 4, 8
 
 
 class Texts:
     """Tokens of prompts and of the texts that follow them."""
 
-    def __init__(self, session: rekindle.Session, vocab: int, markers: int, tokens: int, skip: int) -> None:
-        tokenizer = session.tokenizer
+    def __init__(self, session: rekindle.Session, vocab: int, markers: int, given: Any) -> None:
+        tokenizer, tokens = session.tokenizer, given.tokens
         self._tokenizer, self._first, self._tokens = tokenizer, vocab - markers, tokens
         self._rng = random.Random(1)
         self._code = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
         pages = sorted((harness.ROOT / ".github/docs/pages").glob("*.md"))
         self._prose = " ".join(page.read_text() for page in pages)
         self._words = sorted({word for word in self._prose.split() if word.isalpha()})
-        self._asked: dict[str, list[list[int]]] = {kind: [] for kind in ASKED}
-        for kind, message in asked(10_000, seed=0, repeat=False)[skip:]:
-            prompt = str(session.render([{"role": "user", "content": message}]))
-            self._asked[kind].append(list(tokenizer.encode(prompt)))
+        self._asked: dict[str, list[list[int]]] = {kind: [] for kind in ANSWERS}
+
+        def add(kind: str, messages: list[dict[str, str]]) -> None:
+            self._asked[kind].append(list(tokenizer.encode(str(session.render(messages)))))
+
+        for kind, message in asked(10_000, seed=0, repeat=False)[given.skip :]:
+            add(f"answers-{kind}", [{"role": "user", "content": message}])
+        for kind in REQUESTS:
+            if f"tiny-{kind}" in given.kinds:
+                for messages in itertools.islice(requests(kind, HELD_OUT), markers):
+                    add(f"tiny-{kind}", messages)
 
     def make(self, kind: str, index: int) -> tuple[list[int], list[int]]:
         """Return the prompt and the text of one request."""
         rng = self._rng
-        if kind.startswith(ANSWERS):
-            prompts = self._asked[kind.removeprefix(ANSWERS)]
+        if kind in ANSWERS:
+            prompts = self._asked[kind]
             return prompts[index % len(prompts)], []
         if kind == "edits":
             source = self._code[index % len(self._code)].read_text(errors="ignore")[: 8 * self._tokens]
@@ -120,7 +134,7 @@ def main() -> None:
     given = harness.options(
         __doc__, "model", model="tiny", streams=[1, 4, 16, 32], kinds=([*LED, "own"], LED + OWN), tokens=160,
         repeat=5, quantize=str, rows=32, sources=(list(SOURCES), [*SOURCES, "model"]), small=str, temperatures=[1.0],
-        skip=0, peer=str,
+        skip=0, peer=str, llama_server=str,
     )  # fmt: skip
     sources = {name: SOURCES[name] for name in SOURCES if name in given.sources}
     if given.small is not None:
@@ -129,7 +143,7 @@ def main() -> None:
     texts_each = sum(given.streams) * (given.repeat + 1)
     with rekindle.open_sync(model, quiet=True, disk_memory=0, max_model_len=64) as session:
         vocab = session.tokenizer.vocab_size
-        texts = Texts(session, vocab, texts_each, given.tokens, given.skip)
+        texts = Texts(session, vocab, texts_each, given)
     options: dict[str, Any] = {
         "max_requests": given.rows, "max_model_len": 2 * given.tokens + 96, "precompile": "all", "quiet": True,
         "disk_memory": 0, "generation_config": "greedy", "quantize": given.quantize if given.model == "tiny" else None,
@@ -142,33 +156,56 @@ def main() -> None:
             processors = [led(np.array([text for _, text in made], np.int32), vocab - texts_each)]
         label = kind if kind in LED else f"{kind} at {heat:g}"
         with contextlib.ExitStack() as opened:
-            sessions = {
+            sessions: dict[str, rekindle.Session | LlamaServer] = {
                 name: opened.enter_context(rekindle.open_sync(model, processors=processors, **options, **source))
                 for name, source in sources.items()
             }
+            if given.llama_server is not None and kind in ANSWERS and given.streams == [1]:
+                sessions |= {f"llama.cpp-{size}": opened.enter_context(server(given, size)) for size in SERVER_DRAFTS}
+            own = {name: one for name, one in sessions.items() if isinstance(one, rekindle.Session)}
             done = 0
             for streams in given.streams:
                 rates: dict[str, list[float]] = {name: [] for name in sessions}
                 shares: dict[str, list[float]] = {name: [] for name in sessions}
-                before = {name: session.stats() for name, session in sessions.items()}
+                before = {name: session.stats() for name, session in own.items()}
                 for turn, name in harness.turns(sessions, given.repeat):
                     rows = range(done + (turn + 1) * streams, done + (turn + 2) * streams)
-                    whole, own = rate(sessions[name], kind, made, rows, given.tokens, vocab, heat)
+                    whole, busy = rate(sessions[name], kind, made, rows, given.tokens, vocab, heat)
                     rates[name].append(whole)
-                    shares[name].append(own)
+                    shares[name].append(busy)
                 done += (given.repeat + 1) * streams
                 line = f"{Path(given.model).name} {label:6} {streams:2} streams: "
                 line += f"none {np.median(rates['none'][1:]):7.1f} tokens/s"
-                for name in [name for name in sessions if name != "none"]:
+                for name in [name for name in own if name != "none"]:
                     ratio = harness.spread(harness.ratios(rates[name][1:], rates["none"][1:]))
                     ratio += f", processor {np.median(harness.ratios(shares[name][1:], shares['none'][1:])):.3f}"
-                    stats = sessions[name].stats()
+                    stats = own[name].stats()
                     drafted = stats.drafted_tokens - before[name].drafted_tokens
                     accepted = stats.accepted_tokens - before[name].accepted_tokens
                     line += f"; {name} {ratio}, {accepted} of {drafted}"
                 print(line, flush=True)
+                if len(own) < len(sessions):
+                    print(compared({name: one[1:] for name, one in rates.items()}, set(own)), flush=True)
                 if given.peer is not None and kind in LED and streams == 1:
                     print(peer(given, made[done - given.repeat : done], rates), flush=True)
+
+
+def server(given: Any, size: int) -> LlamaServer:
+    """llama.cpp's server on the model's file, with up to so many drafts of the small model's."""
+    drafts = ["-md", given.small, "--spec-draft-n-max", str(size)] if size else []
+    options = ["--cache-ram", "0", "--no-cache-prompt", *drafts]
+    return LlamaServer(
+        Path(given.llama_server), Path(given.model), rows=1, context=2 * given.tokens + 96, options=options
+    )
+
+
+def compared(rates: dict[str, list[float]], own: set[str]) -> str:
+    """Compare the sessions' rates with the best of llama.cpp's, by its drafts."""
+    theirs = {name: float(np.median(each)) for name, each in rates.items() if name not in own}
+    best = max(theirs, key=lambda name: theirs[name])
+    each = ", ".join(f"{name} {median:.1f}" for name, median in theirs.items())
+    ratios = {name: harness.spread(harness.ratios(rates[name], rates[best])) for name in rates if name in own}
+    return f"  {each} tokens/s; to its best: {ratios}"
 
 
 def peer(given: Any, made: list[tuple[list[int], list[int]]], rates: dict[str, list[float]]) -> str:
@@ -184,12 +221,17 @@ def peer(given: Any, made: list[tuple[list[int], list[int]]], rates: dict[str, l
 
 
 def rate(
-    session: rekindle.Session, kind: str, made: list[tuple[list[int], list[int]]], rows: range, tokens: int, vocab: int,
-    heat: float,
+    session: rekindle.Session | LlamaServer, kind: str, made: list[tuple[list[int], list[int]]], rows: range,
+    tokens: int, vocab: int, heat: float,
 ) -> tuple[float, float]:  # fmt: skip
     """Generated tokens of requests at once whose texts are these `rows`, in a second and in one of the processor."""
     first = vocab - len(made)
-    answers = kind.startswith(ANSWERS)
+    if isinstance(session, LlamaServer):
+        fields = {"n_predict": tokens, "temperature": heat, "seed": rows.start, "cache_prompt": False}
+        answer, *_ = session.answers([{"prompt": made[row][0], **fields} for row in rows])
+        times = answer["timings"]  # the server's own, in which there is no HTTP
+        return 1e3 * answer["tokens_predicted"] / (times["prompt_ms"] + times["predicted_ms"]), float("nan")
+    answers = kind in ANSWERS
     prompts = [made[row][0] if answers else [first + row, *made[row][0]] for row in rows]
     options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": not answers, "temperature": heat}
     options |= {"processors": ["led"]} if kind in LED else {"seed": rows.start}

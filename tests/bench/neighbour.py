@@ -1,6 +1,6 @@
 """How long a neighbour has to wait: while strangers send what could freeze a process, and while programs are made.
 
-    python tests/bench/neighbour.py points     # what tests/project/hardening.md lists: the longest turn of a thread
+    python tests/bench/neighbour.py points     # a thread's longest turn in each test with the fixture `short_turns`
     python tests/bench/neighbour.py firsts     # the first use of each kind of request: that, and a stream's longest gap
 
 Seconds are those of processors that the process used meanwhile, and of a clock. On a machine that is busy with others
@@ -27,31 +27,30 @@ from helpers import turns
 from rekindle import Session
 
 ROOT = harness.ROOT
-HARDENING = ROOT / "tests/project/hardening.md"
+MARKED = re.compile(r"^@pytest.mark.usefixtures\(\"short_turns\"\)(?:\n@.*)*\n(?:async )?def (\w+)", re.MULTILINE)
 QUESTION = [{"role": "user", "content": "Tell me a long story."}]
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
 def points() -> int:
     """Run the tests that take turns with a thread, and print its longest turn in each. Return their exit status."""
-    page = HARDENING.read_text()
-    rows = page[page.index("## A neighbour's longest turn") : page.index("## The soak")]
-    tests = re.findall(r"^\| (.+) \| `(tests/[\w/]+\.py)::(\w+)` \|$", rows, re.MULTILINE)
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    tests = [f"{file}::{name}" for file in files for name in MARKED.findall(file.read_text())]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
         command.append(f"--junitxml={report}")
-        done = subprocess.run([*command, *(f"{path}::{name}" for _, path, name in tests)], cwd=ROOT, check=False)
+        done = subprocess.run([*command, *tests], cwd=ROOT, check=False)
         longest: dict[str, list[float]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             for one in case.iter("property"):
                 if one.get("name") == "longest_turn":
                     name = str(case.get("name")).partition("[")[0]
                     longest.setdefault(name, []).append(float(str(one.get("value"))))
-    print(f"\n{'longest turn':>12}  cases  what is sent")
-    for what, _, name in tests:
-        found = longest.get(name, [])
-        print(f"{max(found, default=float('nan')) * 1e3:9.0f} ms  {len(found):5}  {what}")
+    print(f"\n{'longest turn':>12}  cases  test")
+    for name in (test.rpartition("::")[2] for test in tests):
+        found, said = longest.get(name, []), name.removeprefix("test_").replace("_", " ")
+        print(f"{max(found, default=float('nan')) * 1e3:9.0f} ms  {len(found):5}  {said}")
     return done.returncode
 
 

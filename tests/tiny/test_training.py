@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import islice
 from pathlib import Path
 
@@ -138,6 +139,38 @@ def test_a_larger_model_has_the_corpus_and_the_steps_of_the_shipped_one() -> Non
     _, leaves = abstract_model(config_from_hf(recipe.config([0], 0)), "float32")
     assert 30e6 < sum(leaf.size for leaf in leaves) < 31e6
     assert recipe.stages == Recipe().stages and Recipe(**SIZES["tiny"]) == Recipe()
+
+
+@pytest.mark.thorough
+def test_a_model_grows_without_a_change_of_what_it_says(words: Tokenizer, tmp_path: Path) -> None:
+    graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
+    rng = np.random.default_rng(3)
+    leaves = tuple(leaf + 0.02 * rng.standard_normal(leaf.shape).astype(np.float32) for leaf in leaves)
+    export(SMALL, words, graph, leaves, tmp_path)
+    large = dataclasses.replace(
+        SMALL,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=80,
+        stages=(Stage(2, 24, 1),),
+    )
+    grown, initially = initial(large, config_from_hf(large.config([0], 0)), tmp_path)
+    tokens, small = jnp.arange(24, dtype=jnp.int32).reshape(2, 12), load(tmp_path, dtype="float32")
+    expected = logits(small.graph, small.leaves, tokens)
+    assert float(jnp.abs(expected).max()) > 0.1
+    np.testing.assert_allclose(logits(grown, initially, tokens), expected, rtol=1e-4, atol=1e-5)
+    # Its halves are not the same for long, or it would stay a small model.
+    _, trained = train(large, words, tmp_path / "work", small=tmp_path)
+    embedding = np.asarray(trained[grown.paths.index("embed.weight")])
+    assert np.abs(embedding[:, :32] - embedding[:, 32:]).max() > 1e-4
+
+
+def test_sizes_that_a_model_can_not_grow_to_are_refused(tmp_path: Path) -> None:
+    large = dataclasses.replace(Recipe(**SIZES["30m"]), hidden_size=640)
+    with pytest.raises(ValueError, match="grow into one of 640"):
+        initial(large, config_from_hf(large.config([0], 0)), folder())
 
 
 def test_muon_makes_singular_values_about_one() -> None:

@@ -1,9 +1,11 @@
 """`python -m workshop.eagle`: train a head of EAGLE-3 that drafts for a model, on what the model itself says.
 
-    python -m workshop.eagle MODEL TEXTS HEAD [--write 400] [--minutes 20] [--vocab 8192] [--unroll 3] [--seed 0]
+    python -m workshop.eagle MODEL TEXTS HEAD [--write 400] [--corpus] [--minutes 20] [--vocab 8192] [--unroll 3]
+                             [--seed 0]
 
 TEXTS has one text in each line, as JSON: [kind, prompt, ids of the answer]. With `--write` the model answers so many
-prompts first, two thirds of them at temperature 0.8. The states that the head reads are computed once. Then the head
+prompts first, two thirds of them at temperature 0.8: those below, or with `--corpus` requests of the embedded model's
+corpus, for a model of `workshop.tiny.train`. The states that the head reads are computed once. Then the head
 learns what the model would say next, several drafts in a row: each further one reads the head's own state, as it will
 when it drafts, and the text's own token. At the end, HEAD is a folder that `rekindle.open(MODEL, drafts=HEAD)` takes.
 Every twentieth text is held out; of those, the share of places is printed whose first 1 to 4 drafts all are right.
@@ -40,6 +42,7 @@ from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.hooks import stream_at
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text.tokenizer import Tokenizer
+from workshop.tiny.corpus import REQUESTS, TRAIN, requests
 from workshop.tiny.train import EPS, FIRST, SECOND, causal
 
 LENGTH, ROWS = 256, 2  # places of a text, and texts in a batch
@@ -131,11 +134,18 @@ def prompts(count: int, seed: int, *, repeat: bool = True) -> list[tuple[str, st
     return [every[place % len(every)] for place in range(count if repeat else min(count, len(every)))]
 
 
-def write_texts(model: str, file: Path, count: int, seed: int) -> None:
-    """Let the model answer prompts, many at once, and write its answers to a file."""
-    asked = prompts(count, seed)
+def conversations(count: int, seed: int, *, of_corpus: bool) -> list[tuple[str, list[dict[str, str]]]]:
+    """Return kinds and messages, in random order."""
+    if not of_corpus:
+        return [(kind, [{"role": "user", "content": message}]) for kind, message in prompts(count, seed)]
+    streams, rng = {kind: requests(kind, f"{TRAIN} {seed}") for kind in REQUESTS}, random.Random(seed)
+    return [(kind, next(streams[kind])) for kind in rng.choices(list(streams), k=count)]
+
+
+def write_texts(model: str, file: Path, asked: Sequence[tuple[str, list[dict[str, str]]]]) -> None:
+    """Let the model answer, many at once, and write its answers to a file."""
     with rekindle.open_sync(model, max_requests=16, max_model_len=512, disk_memory=0) as session:
-        rendered = [str(session.render([{"role": "user", "content": message}])) for _, message in asked]
+        rendered = [str(session.render(messages)) for _, messages in asked]
         handles = [
             session.submit(prompt, max_tokens=LENGTH - 64, temperature=0.8 if place % 3 else 0.0, seed=place)
             for place, prompt in enumerate(rendered)
@@ -391,13 +401,15 @@ def main() -> None:
     for name in ("model", "texts", "head"):
         parser.add_argument(name)
     parser.add_argument("--write", type=int, default=0)
+    parser.add_argument("--corpus", action="store_true")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--unroll", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.write:
-        write_texts(arguments.model, Path(arguments.texts), arguments.write, arguments.seed)
+        asked = conversations(arguments.write, arguments.seed, of_corpus=arguments.corpus)
+        write_texts(arguments.model, Path(arguments.texts), asked)
     train(arguments)
 
 

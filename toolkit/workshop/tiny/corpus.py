@@ -6,7 +6,7 @@ The tokenizer is byte-level BPE with single digits, trained on the corpus, with 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -21,6 +21,7 @@ from workshop.tiny.questions import general_question, list_question, sheet_of_su
 
 END = "<|endoftext|>"
 TURN, TURN_END = "<|im_start|>", "<|im_end|>"
+ROLES = "user", "assistant"
 TRAIN, HELD_OUT = "train", "held out"  # seeds of the two streams; training step N reads the stream `train N`
 
 SYSTEM = (
@@ -108,6 +109,23 @@ def documents(seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[
             yield questions.copies(rng)
         else:
             yield sheet_of_sums(rng) if kind < copying + sheets else document(rng)
+
+
+# Requests by kind, each with the answer that the corpus gives.
+REQUESTS: dict[str, Callable[[Random], Turns]] = {
+    "stories": lambda rng: [stories.story_on_request(rng)],
+    "json": lambda rng: [questions.from_sentences(rng)],
+    "facts": facts.about_people,
+}
+
+
+def requests(kind: str, seed: str) -> Iterator[list[dict[str, str]]]:
+    """Yield the messages of conversations without end, whose last one is to be answered."""
+    rng = Random(f"{seed} {kind}")
+    while True:
+        *before, (message, _) = REQUESTS[kind](rng)
+        turns = [{"role": role, "content": text} for turn in before for role, text in zip(ROLES, turn, strict=True)]
+        yield [*turns, {"role": "user", "content": message}]
 
 
 VOCAB_SIZE = 2048

@@ -27,10 +27,12 @@ from tokenizers import Tokenizer
 
 from rekindle._src.models.base import Graph, merge
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.nn.forward import Attend
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf, manifest
 from workshop.tiny.corpus import END, PAD, TRAIN, TURN_END, encoded, pack, token_id, train_tokenizer, write_tokenizer
+from workshop.tiny.growth import grow
 
 CONTEXT = 1024  # tokens
 CHECKPOINT = "checkpoint.npz"
@@ -115,6 +117,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "30m": {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536},
 }
+
+# A model that is grown from a smaller one: what is learned by then is not lost to high rates.
+GROWN: dict[str, Any] = {
+    "stages": (Stage(12, 320, 500, sums=0.12), Stage(8, 512, 40, sums=0.12), Stage(4, CONTEXT, 30, sums=0.06)),
+    "matrix_rate": 0.01, "other_rate": 0.002, "warmup": 40, "decay": 400,
+}  # fmt: skip
 
 
 def batch(tokenizer: Tokenizer, recipe: Recipe, step: int) -> NDArray[np.int32]:
@@ -317,10 +325,16 @@ def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any]
     write_tokenizer(words, folder, context=CONTEXT)
 
 
-def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Return initial weights: random, with blocks that are the identity and a uniform head; then the head start."""
+def initial(recipe: Recipe, config: ModelConfig, small: Path | None = None) -> tuple[Graph, tuple[jax.Array, ...]]:
+    """Return initial weights: grown from those of a smaller model, or else random with a head start.
+
+    Random blocks are the identity, and their head is uniform.
+    """
     model = random_model(config, seed=recipe.seed)
     weights = {path: np.array(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
+    if small is not None:
+        grow(weights, config, load(small, dtype="float32"), recipe.seed)
+        return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
     for path, weight in weights.items():
         if path.endswith(("attention.out.weight", "mlp.down.weight", "head.weight")):
             weight[:] = 0.0
@@ -353,11 +367,12 @@ def train(
     words: Tokenizer,
     work: Path,
     *,
+    small: Path | None = None,
     stop_after: int | None = None,
     report: Callable[[int, float], None] = lambda number, loss: None,
 ) -> tuple[Graph, tuple[jax.Array, ...]]:
     """Run all steps, or those after the checkpoint in `work`, and report the number and loss of each."""
-    graph, leaves = initial(recipe, config_from_hf(recipe.config([0], 0)))
+    graph, leaves = initial(recipe, config_from_hf(recipe.config([0], 0)), small)
     work.mkdir(parents=True, exist_ok=True)
     zeros = tuple(jnp.zeros_like(leaf) for leaf in leaves)
     first, state = restore(work / CHECKPOINT, State(leaves, zeros, zeros))
@@ -378,8 +393,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the model's folder is written; default build/SIZE/model")
     parser.add_argument("--work", type=Path, help="the checkpoint; a run resumes from there; default build/SIZE")
     parser.add_argument("--steps", type=int, help="fewer: quick and worse; more: slow and better")
+    parser.add_argument("--small", type=Path, metavar="FOLDER", help="grow from the weights of a smaller model")
     options = parser.parse_args(argv)
     recipe = Recipe(**SIZES[options.size])
+    if options.small is not None:
+        recipe = dataclasses.replace(recipe, **GROWN)
     if options.steps not in (None, recipe.steps):
         recipe = recipe.scaled(options.steps)
     work = options.work or Path("build") / options.size
@@ -393,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
             left = seconds * (recipe.steps - number) / 60
             print(f"step {number:5d}/{recipe.steps}  loss {loss:.4f}  {left:5.1f} min left", flush=True)
 
-    graph, leaves = train(recipe, words, work, report=report)
+    graph, leaves = train(recipe, words, work, small=options.small, report=report)
     out = options.out or work / "model"
     export(recipe, words, graph, leaves, out)
     print(f"wrote {out}")
