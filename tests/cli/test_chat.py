@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import rekindle
+from helpers import picture_models
 from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
@@ -194,6 +196,29 @@ def test_a_saved_conversation_is_taken_up(
     _, other, restored, last = made  # nothing of the file that is not there
     assert [users(one) for one in (other, restored, last)] == [["other"], ["first", "third"], ["fourth"]]
     assert [one.system for one in (other, restored, last)] == ["Be long.", "Be brief.", "Be brief."]
+
+
+@pytest.mark.thorough
+def test_a_saved_conversation_with_a_picture_is_taken_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("PIL.Image")
+    model = picture_models.written("qwen3-vl", tmp_path / "model")
+    sizes: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 48, "max_model_len": 256, "device_pages": 80}
+    opened = rekindle.open_sync(model, **sizes, dtype="float32", precompile="lazy", cache_dir=str(tmp_path), quiet=True)
+    monkeypatch.setattr(chat, "open_sync", lambda model, **options: opened)
+    talk, file = opened.conversation(max_tokens=4, ignore_eos=True), tmp_path / "chat.json"
+    talk.say("What is it?", images=picture_models.picture(1, 96, 96)).result_sync()
+    talk.save(file)
+    made = conversations(monkeypatch)
+    said(monkeypatch, f"/load {file}", "/again", "And why?", "/undo", "/edit What was it?", "/undo")
+    assert main(["chat", "--max-tokens", "4"]) == 0
+    err = capsys.readouterr().err
+    assert "goes on after 1 turn, the last of which was" in err and "> [picture] What is it?" in err
+    assert "took back 'And why?'; 1 turn left" in err and "which a terminal can't write anew: load it in Python" in err
+    assert "can't answer again: load it in Python" in err and "took back '[picture] What is it?'; 0 turns left" in err
+    *_, last = made
+    assert not last.messages
 
 
 def test_settings_hold_for_the_next_answers(
