@@ -142,16 +142,16 @@ def conversations(count: int, seed: int, *, of_corpus: bool) -> list[tuple[str, 
     return [(kind, next(streams[kind])) for kind in rng.choices(list(streams), k=count)]
 
 
-def write_texts(model: str, file: Path, asked: Sequence[tuple[str, list[dict[str, str]]]]) -> None:
+def write_texts(model: str, file: Path, questions: Sequence[tuple[str, list[dict[str, str]]]]) -> None:
     """Let the model answer, many at once, and write its answers to a file."""
     with rekindle.open_sync(model, max_requests=16, max_model_len=512, disk_memory=0) as session:
-        rendered = [str(session.render(messages)) for _, messages in asked]
+        rendered = [str(session.render(messages)) for _, messages in questions]
         handles = [
             session.submit(prompt, max_tokens=LENGTH - 64, temperature=0.8 if place % 3 else 0.0, seed=place)
             for place, prompt in enumerate(rendered)
         ]
         with file.open("w") as out:
-            for (kind, _), prompt, handle in zip(asked, rendered, handles, strict=True):
+            for (kind, _), prompt, handle in zip(questions, rendered, handles, strict=True):
                 out.write(json.dumps([kind, prompt, list(handle.result_sync().token_ids)]) + "\n")
                 out.flush()  # a run that is ended early has its texts
 
@@ -408,8 +408,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.write:
-        asked = conversations(arguments.write, arguments.seed, of_corpus=arguments.corpus)
-        write_texts(arguments.model, Path(arguments.texts), asked)
+        questions = conversations(arguments.write, arguments.seed, of_corpus=arguments.corpus)
+        write_texts(arguments.model, Path(arguments.texts), questions)
     train(arguments)
 
 
