@@ -74,7 +74,7 @@ def run(loop: Loop, *prompts: list[int], **options: Any) -> None:
 @pytest.mark.usefixtures("eager")
 def test_all_drafts_are_right_where_it_says_the_same() -> None:
     """After cached pages, in forks, after preemptions, where pages were given to other texts, and when it lost all."""
-    loop, device, drafter = small(pages=40)
+    loop, device, drafter = small(pages=30)
     for number in range(4):
         run(loop, text(50, number), text(50, number, 4, 5), text(20, 7, number), temperature=1.0, seed=number)
         run(loop, *[[number, index, *range(30)] for index in range(5)])

@@ -281,13 +281,15 @@ class Engine:
                 while (message := next_waiting(inbox)) is not None:
                     self._take(message)
                 turn = self.begin()
+                if turn is not None:
+                    await turns.send(turn)  # before the events: the device may be waiting
                 if (events := self.events()) is not None:
                     await outbox.send(events)
                 if turn is not None:
-                    await turns.send(turn)
-                elif self._drained:
+                    continue
+                if self._drained:
                     return
-                elif self._idle and (self._pauses > 0 or not self.scheduler.has_work):
+                if self._idle and (self._pauses > 0 or not self.scheduler.has_work):
                     self.watchdog.rest()
 
     async def step(

@@ -83,6 +83,12 @@ def row_sizes(most: int) -> tuple[int, ...]:
     return (*sizes, most)
 
 
+@functools.cache
+def _neutral(shaped: bool) -> np.ndarray:
+    """Return the floats of a row without a task."""
+    return np.array([*drawing_floats(Sampling()), *(_SHAPING.neutral if shaped else ())], np.float32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftLayout:
     """The buffers of a call that drafts for `rows`, on the host and on the device."""
@@ -103,12 +109,7 @@ class DraftLayout:
 
     @property
     def floats(self) -> int:
-        return self.rows * len(self._neutral)
-
-    @property
-    def _neutral(self) -> tuple[float, ...]:
-        """The floats of a row without a task."""
-        return (*drawing_floats(Sampling()), *(_SHAPING.neutral if self.shaped else ()))
+        return self.rows * len(_neutral(self.shaped))
 
     def sections(self, ints: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the parts of an integer buffer: steps, used rows and flags; columns of the rows; page tables."""
@@ -121,7 +122,7 @@ class DraftLayout:
 
         `own` are the first columns of the tasks' rows, and `others` is that of the rows without a task.
         """
-        ints, floats = np.zeros(self.ints, np.int32), np.tile(np.array(self._neutral, np.float32), (self.rows, 1))
+        ints, floats = np.zeros(self.ints, np.int32), np.tile(_neutral(self.shaped), (self.rows, 1))
         head, columns, tables = self.sections(ints)
         columns[:, 0], flags = others, 0
         for place, (task, first) in enumerate(zip(tasks, own, strict=True)):

@@ -50,6 +50,11 @@ class Drafter:
     name = ""
     reach = 0  # positions after a request's known tokens that have to have pages while it drafts, however few
 
+    @property
+    def awake(self) -> bool:
+        """True while it proposes anything, and has tasks."""
+        return True
+
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
         """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""
         raise NotImplementedError

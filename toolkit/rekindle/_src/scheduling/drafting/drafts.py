@@ -117,7 +117,7 @@ class Drafts:
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
         """Return what drafters compute on the device before a step, whose decode `rows` are those of `sequences`."""
-        return tuple(task for drafter in self._working for task in drafter.tasks(sequences, rows))
+        return tuple(task for one in self._working if one.awake for task in one.tasks(sequences, rows))
 
     def planned(self, step: int, *, alone: bool, waited: bool) -> None:
         """Note that a step was planned `alone`, while none ran, and if that is because it `waited` for drafts."""
@@ -172,6 +172,8 @@ class Drafts:
         """Return what is proposed for each sequence, by the first drafter that proposes anything."""
         found: dict[Sequence, tuple[Drafter, Proposal]] = {}
         for drafter in self._drafters:
+            if not drafter.awake:
+                continue
             name, rows = drafter.name, list[DraftableRow]()
             for one in sequences:
                 drafts = one.drafting.get(name)

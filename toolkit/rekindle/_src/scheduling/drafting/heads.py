@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from rekindle._src.core.records import DraftTask, Row
 from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting.drafter import DraftableRow
-from rekindle._src.scheduling.drafting.models import WeightsDrafter, WeightsDrafts
+from rekindle._src.scheduling.drafting.models import FAR, WeightsDrafter, WeightsDrafts
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -55,16 +55,15 @@ class HeadDrafter(WeightsDrafter):
         return room if room >= self.reach else 0
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
-        if not self.awake:
-            return [None] * len(rows)
         proposals: list[Proposal | None] = []
         for sequence, skip, most in rows:
             drafts = sequence.drafting[self.name]
-            count = min(most, DRAFTS, self._room(sequence))
-            if skip or count <= 0 or not isinstance(drafts, HeadDrafts) or not self.can_draft(sequence):
-                proposals.append(None)
-            else:
+            assert isinstance(drafts, HeadDrafts), f"{sequence.id} has drafts of another kind"
+            count = 0 if skip or not drafts.awake else min(most, DRAFTS, self._room(sequence))
+            if count > 0 and self.can_draft(sequence):
                 proposals.append(Proposal([0] * count, drafts.chances(count)))  # the head writes the tokens
+            else:
+                proposals.append(None)
         return proposals
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
@@ -74,7 +73,7 @@ class HeadDrafter(WeightsDrafter):
             if not isinstance(drafts, HeadDrafts):
                 continue
             self._note_request(drafts, has_drafts=bool(chain))
-            drafts.near = self.awake and self._room(sequence) > 0
+            drafts.near = self.wakes if self._room(sequence) > 0 else FAR
             if chain:
                 last = sequence.known - 1
                 tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
