@@ -24,9 +24,11 @@ class SmallModel:
     def __init__(self, loop: Loop, *, pages: int, salt: int = 0) -> None:
         self._model, self._memory = FakeModel(salt=salt), np.zeros((pages, SIZE), np.uint64)
         self.tokens = 0  # that it computed
+        self.latest: StepPlan | None = None
         dispatch = loop.runner.dispatch
 
         def with_tasks(plan: StepPlan) -> Any:
+            self.latest = plan
             for task in plan.tasks:
                 self._do(task)
             return dispatch(plan)
@@ -108,6 +110,23 @@ def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("eager")
+def test_one_request_whose_drafts_do_not_pay_rests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one after it has drafts from its beginning; after several of them in a row the drafter rests."""
+    loop, _, drafter = small()
+    pays = [False]
+    monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains) * pays[0])
+    run(loop, text(9, 1), temperature=1.0, seed=1)
+    before = loop.scheduler.statistics()
+    assert not before.drafted_tokens and drafter.awake
+    pays[0] = True
+    run(loop, text(9, 2), temperature=1.0, seed=2)
+    assert loop.scheduler.statistics().accepted_tokens > 20
+    pays[0] = False
+    run(loop, *(text(9, number) for number in range(3, 6)), temperature=1.0, seed=3)
+    assert not drafter.awake
+
+
+@pytest.mark.usefixtures("eager")
 def test_a_pause_does_not_grow_while_the_program_for_drafts_is_made() -> None:
     programs = Programs(most=1)
     programs.make("plain")
@@ -121,13 +140,15 @@ def test_a_pause_does_not_grow_while_the_program_for_drafts_is_made() -> None:
 @pytest.mark.usefixtures("eager")
 def test_a_full_batch_does_not_wait_for_drafts() -> None:
     """There is no room for any, so that its steps are planned ahead."""
-    loop, _, drafter = small()
+    loop, device, drafter = small()
     requests = [make_request(text(9, number), max_tokens=40, eos_ids=()) for number in range(6)]
     for request in requests:
         loop.submit(request)
     for _ in range(20):
         loop.step()
-    assert not drafter.awake
+    assert drafter.awake and drafter.crowded
+    assert device.latest is not None and len(device.latest.decode) == 6
+    assert not any(row.drafting for row in device.latest.decode)
     loop.run()
     exact(loop, *requests)
     for number in range(2):

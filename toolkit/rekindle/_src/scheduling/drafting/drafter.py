@@ -48,6 +48,7 @@ class Drafter:
     """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
 
     name = ""
+    crowded = False  # the step being planned has no room for drafts, so that none are to be waited for
     reach = 0  # positions after a request's known tokens that have to have pages while it drafts, however few
 
     @property

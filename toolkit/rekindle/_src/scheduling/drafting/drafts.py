@@ -89,11 +89,9 @@ class Drafts:
                 self._begin(sequence)
         largest = max(self._limits.max_requests, SMALLEST_ROWS)
         room = min(budget, largest - len(rows))
+        for drafter in self._drafters:
+            drafter.crowded = room <= 0
         if room <= 0:
-            for sequence in sequences:
-                for own in sequence.drafting.values():
-                    if own.ready:
-                        own.declined()
             return
         proposals = self._proposals(sequences)
         if not proposals:

@@ -51,13 +51,13 @@ class PageContent(NamedTuple):
 class WeightsDrafts(RequestDrafts):
     """How often the drafts for a request were right, and whether there are some for its next step."""
 
-    __slots__ = ("acceptance", "declined_after", "drafter", "near", "rests_until", "row")
+    __slots__ = ("acceptance", "declined_after", "drafter", "near", "pause", "rests_until", "row")
 
     def __init__(self, drafter: WeightsDrafter) -> None:
         super().__init__()
         self.drafter, self.acceptance = drafter, Acceptance()
         self.near = FAR  # the drafter's `wakes` if the request can draft in its next step
-        self.rests_until = 0  # the step after which it may draft again
+        self.rests_until, self.pause = 0, _SHORTEST  # the step after which it may draft again, and steps of a rest
         self.row = 0  # steps in a row with drafts of this drafter, or, below 0, that waited for nothing
         self.declined_after = -1  # the step after which a step had no drafts for it, since they didn't pay
 
@@ -68,7 +68,7 @@ class WeightsDrafts(RequestDrafts):
 
     @property
     def asks(self) -> bool:
-        return self.near == self.drafter.wakes and self.awake
+        return self.near == self.drafter.wakes and self.awake and not self.drafter.crowded
 
     def declined(self) -> None:
         self.declined_after = self.drafter.step
@@ -118,7 +118,7 @@ class WeightsDrafter(Drafter):
             self._drafts = True
             drafts.row = max(0, drafts.row) + 1
             if drafts.row == _PROVEN:
-                self._pause, self._failed = _SHORTEST, 0
+                self._pause, self._failed, drafts.pause = _SHORTEST, 0, _SHORTEST
         elif drafts.asks:
             self._waited.append(drafts)
 
@@ -130,28 +130,29 @@ class WeightsDrafter(Drafter):
             if not self._rest:
                 for place in self.places:
                     place.doubt(_DOUBTED)
-        elif not self._drafts:
+        elif self._waited and not self._drafts:
             self._missed(self._waited, before)
         self._waited, self._drafts = [], False
         self.wakes += slept and self.awake
 
     def _missed(self, requests: Items[WeightsDrafts], before: int) -> None:
         """Note that a step waited for requests and has no drafts; those rest that it is not the first one for."""
-        pause = self._pause
+        known = self._failed
         for drafts in requests:
             drafts.row = min(0, drafts.row) - 1
             if drafts.row > -_PATIENCE:
                 continue
             drafts.row = 0
-            if drafts.declined_after != before:  # there was no room for any
+            if drafts.declined_after != before:  # their program is being made
                 drafts.rests_until = self.step + _SHORTEST
                 continue
-            drafts.rests_until = self.step + pause
+            drafts.rests_until = self.step + drafts.pause
+            drafts.pause = min(_LONGER * drafts.pause, _LONGEST)
             drafts.acceptance.doubt(_DOUBTED)
-            self._pause = min(_LONGER * pause, _LONGEST)
             self._failed += 1
-            if self._failed >= _REQUESTS:
-                self._rest = pause
+        if self._failed >= max(known + 1, _REQUESTS):
+            self._rest = self._pause
+            self._pause = min(_LONGER * self._pause, _LONGEST)
 
 
 class ModelDrafts(WeightsDrafts):
