@@ -24,11 +24,11 @@ class SmallModel:
     def __init__(self, loop: Loop, *, pages: int, salt: int = 0) -> None:
         self._model, self._memory = FakeModel(salt=salt), np.zeros((pages, SIZE), np.uint64)
         self.tokens = 0  # that it computed
-        self.latest: StepPlan | None = None
+        self.plans: list[StepPlan] = []
         dispatch = loop.runner.dispatch
 
         def with_tasks(plan: StepPlan) -> Any:
-            self.latest = plan
+            self.plans.append(plan)
             for task in plan.tasks:
                 self._do(task)
             return dispatch(plan)
@@ -112,7 +112,7 @@ def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("eager")
 def test_one_request_whose_drafts_do_not_pay_rests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one after it has drafts from its beginning; after several of them in a row the drafter rests."""
-    loop, _, drafter = small()
+    loop, device, drafter = small()
     pays = [False]
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains) * pays[0])
     run(loop, text(9, 1), temperature=1.0, seed=1)
@@ -124,6 +124,13 @@ def test_one_request_whose_drafts_do_not_pay_rests_alone(monkeypatch: pytest.Mon
     pays[0] = False
     run(loop, *(text(9, number) for number in range(3, 6)), temperature=1.0, seed=3)
     assert not drafter.awake
+    asking = [len({row.request.id for row in plan.decode if row.drafting}) for plan in device.plans]
+    assert max(asking) == 3
+    tried = len(device.plans)
+    for number in range(6, 12):
+        run(loop, *(text(9, number, place) for place in range(3)), temperature=1.0, seed=3)
+    asking = [len({row.request.id for row in plan.decode if row.drafting}) for plan in device.plans[tried:]]
+    assert max(asking) == 1, "it tries with one request"
 
 
 @pytest.mark.usefixtures("eager")
@@ -147,8 +154,8 @@ def test_a_full_batch_does_not_wait_for_drafts() -> None:
     for _ in range(20):
         loop.step()
     assert drafter.awake and drafter.crowded
-    assert device.latest is not None and len(device.latest.decode) == 6
-    assert not any(row.drafting for row in device.latest.decode)
+    latest = device.plans[-1]
+    assert len(latest.decode) == 6 and not any(row.drafting for row in latest.decode)
     loop.run()
     exact(loop, *requests)
     for number in range(2):

@@ -10,7 +10,7 @@ says for each page of which text that is; so the pages of a prefix that requests
 that came back from memory or disk, or belongs to another text by now, is known to lack it. Tokens that are missing are
 computed before the first draft, some hundred in a step. While drafts don't pay for a request, nothing is computed for
 it: it rests, and tries again after a pause that grows. When that happens to several requests in a row, the drafter
-rests.
+rests, and afterwards tries with one request alone.
 
 It proposes for a row whose tokens are all known. So a request asks for the result of its step to be read before the
 next one is planned, while drafts pay.
@@ -64,7 +64,8 @@ class WeightsDrafts(RequestDrafts):
     @property
     def awake(self) -> bool:
         """True while it is drafted for."""
-        return self.drafter.awake and self.drafter.step >= self.rests_until
+        drafter = self.drafter
+        return drafter.awake and drafter.step >= self.rests_until and drafter.takes(self)
 
     @property
     def asks(self) -> bool:
@@ -95,6 +96,7 @@ class WeightsDrafter(Drafter):
         self.wakes = 0  # how often it began to draft
         self._pause, self._rest = _SHORTEST, 0
         self._failed = 0  # requests that rested in a row
+        self._trial: WeightsDrafts | None = None  # the request by which it is tried if drafts pay again
         # The requests that the step being planned waited for, and whether it has drafts.
         self._waited, self._drafts = list[WeightsDrafts](), False
         self._measures = True  # nothing is drafted, so that plain steps are timed
@@ -102,6 +104,18 @@ class WeightsDrafter(Drafter):
     @property
     def awake(self) -> bool:
         return not self._rest and not self._measures
+
+    def takes(self, drafts: WeightsDrafts) -> bool:
+        """True if it drafts for a request: for one alone after several for which drafts did not pay."""
+        if self._failed < _REQUESTS:
+            return True
+        if self._trial is None:
+            self._trial = drafts
+        return self._trial is drafts
+
+    def end(self, sequence: Sequence) -> None:
+        if sequence.drafting.get(self.name) is self._trial:
+            self._trial = None
 
     def _chains(self, sequences: Items[Sequence], rows: Items[Row]) -> dict[Sequence, tuple[Row, list[Row]]]:
         """Return for each sequence its first row, and the rows whose tokens are drafted here."""
@@ -142,7 +156,7 @@ class WeightsDrafter(Drafter):
             drafts.row = min(0, drafts.row) - 1
             if drafts.row > -_PATIENCE:
                 continue
-            drafts.row = 0
+            drafts.row, self._trial = 0, None
             if drafts.declined_after != before:  # their program is being made
                 drafts.rests_until = self.step + _SHORTEST
                 continue
