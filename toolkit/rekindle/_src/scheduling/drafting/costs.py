@@ -35,7 +35,8 @@ class TimesByRows:
         if seen < _FIRST:
             usual = min(usual, seconds)
         else:
-            usual += _LATEST * (min(seconds, _SPIKE * usual) - usual)
+            weight = max(_LATEST, 1.0 / (seen - _FIRST + 2))  # the quickest of the first may have been a chance
+            usual += weight * (min(seconds, _SPIKE * usual) - usual)
         self._usual[rows] = usual, seen + 1, step
         if seen + 1 >= _FIRST:
             self._sure[rows] = usual

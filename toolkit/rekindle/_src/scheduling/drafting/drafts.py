@@ -134,8 +134,9 @@ class Drafts:
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
-        if not plan.prefill and (plan.step != self._alone or plan.step == self._waits):
-            self._costs.learn(len(plan.decode), result, waited=plan.step == self._waits)
+        waited, entered = plan.step == self._waits, self._has_head and plan.enters
+        if not plan.prefill and (waited or (plan.step != self._alone and not entered)):
+            self._costs.learn(len(plan.decode), result, waited=waited)
         if not plan.drafted:
             return
         drafted, accepted = Counter[Sequence](), Counter[Sequence]()

@@ -29,7 +29,7 @@ from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
 from rekindle._src.scheduling.drafting.proposal import Acceptance, Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
-_SHORTEST, _LONGEST, _LONGER = 32, 8192, 4  # steps of a pause, and by how much the next one is longer
+_SHORTEST, _LONGEST, _LONGER = 32, 1024, 4  # steps of a pause, and by how much the next one is longer
 _PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
 _PATIENCE = 2  # steps in a row that wait for a request's token and have no drafts, after which it rests
 _REQUESTS = 3  # of those that rested in a row, after which the drafter rests
