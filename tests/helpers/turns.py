@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 MOST = 0.25  # seconds of processors between two turns
 _PAUSE = 0.002
+_LEFT = 5.0  # seconds
 
 
 class Neighbour:
@@ -40,9 +41,20 @@ class Neighbour:
         self._thread.join()
 
 
+def wait_until_idle() -> None:
+    """Wait for threads that earlier tests left at work, a few seconds at most: their time would count, too."""
+    end = time.monotonic() + _LEFT
+    while time.monotonic() < end:
+        before = time.process_time()
+        time.sleep(10 * _PAUSE)
+        if time.process_time() - before < 2 * _PAUSE:
+            return
+
+
 @contextlib.contextmanager
 def neighbour() -> Iterator[Neighbour]:
     """A neighbour during the block. The collector rests: a run of tests has far more objects than a session."""
+    wait_until_idle()
     enabled, taking = gc.isenabled(), Neighbour()
     gc.disable()
     taking.start()

@@ -106,7 +106,7 @@ class WeightsDrafter(Drafter):
         return not self._rest and not self._measures
 
     def takes(self, drafts: WeightsDrafts) -> bool:
-        """True if it drafts for a request: for one alone after several for which drafts did not pay."""
+        """True if it drafts for a request. After several for which drafts did not pay, the first that asks is alone."""
         if self._failed < _REQUESTS:
             return True
         if self._trial is None:
