@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import random
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -136,6 +137,13 @@ def main() -> None:
         repeat=5, quantize=str, rows=32, sources=(list(SOURCES), [*SOURCES, "model"]), small=str, temperatures=[1.0],
         skip=0, peer=str, llama_server=str,
     )  # fmt: skip
+    if given.llama_server is not None:
+        others = sorted({*given.kinds} - {*ANSWERS})
+        if others or given.streams != [1] or given.temperatures != [0.0] or given.small is None:
+            fix = "pass --small FILE --streams 1 --temperatures 0 and --kinds of answers"
+            sys.exit(
+                f"--llama-server compares greedy answers of one stream with the same small model: {fix} ({ANSWERS})"
+            )
     sources = {name: SOURCES[name] for name in SOURCES if name in given.sources}
     if given.small is not None:
         sources["model"] = {"drafts": given.small}
@@ -160,7 +168,7 @@ def main() -> None:
                 name: opened.enter_context(rekindle.open_sync(model, processors=processors, **options, **source))
                 for name, source in sources.items()
             }
-            if given.llama_server is not None and kind in ANSWERS and given.streams == [1]:
+            if given.llama_server is not None:
                 sessions |= {f"llama.cpp-{size}": opened.enter_context(server(given, size)) for size in SERVER_DRAFTS}
             own = {name: one for name, one in sessions.items() if isinstance(one, rekindle.Session)}
             done = 0

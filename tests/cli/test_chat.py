@@ -190,7 +190,8 @@ def test_a_saved_conversation_is_taken_up(
     out, err = capsys.readouterr()
     assert "Name a file: /load chat.json" in err and "nothing.json can't be read (No such file" in err
     assert "goes on after 2 turns, the last of which was" in err and "> second" in err
-    assert "there is no answer whose tokens are known" in err and "took back 'second'; 1 turn left" in err
+    assert "no answer can be forked: there is none yet, or it was loaded without its tokens" in err
+    assert "took back 'second'; 1 turn left" in err
     answers = out.split("\n")
     assert answers[3] == answers[1] != answers[2], "the last answer is shown again"
     _, other, restored, last = made  # nothing of the file that is not there

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 MOST = 0.25  # seconds of processors between two turns
 _PAUSE = 0.002
-_LEFT = 5.0  # seconds
+_LEFT = 5.0  # seconds to wait for threads of earlier tests
 
 
 class Neighbour:

@@ -167,7 +167,7 @@ def test_a_model_grows_without_a_change_of_what_it_says(words: Tokenizer, tmp_pa
     assert np.abs(embedding[:, :32] - embedding[:, 32:]).max() > 1e-4
 
 
-def test_sizes_that_a_model_can_not_grow_to_are_refused(tmp_path: Path) -> None:
+def test_sizes_that_a_model_can_not_grow_to_are_refused() -> None:
     large = dataclasses.replace(Recipe(**SIZES["30m"]), hidden_size=640)
     with pytest.raises(ValueError, match="grow into one of 640"):
         initial(large, config_from_hf(large.config([0], 0)), folder())

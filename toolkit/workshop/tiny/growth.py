@@ -1,9 +1,9 @@
 """Growth: initial weights of a larger model that says what a smaller one says.
 
-From random weights a larger model needs a day of two cores to be as good as the shipped one. Grown from it, it is as
-good before its first step. Its hidden state is the small one's twice over, or more often: what reads it sums the
-copies, and what writes it writes them all. Its other layers, heads and units of an MLP read at random and write nothing
-yet. Copies are read with different weights, so that training tells them apart.
+From random weights a model of 30 million parameters takes a day of two cores: 10,600 steps of 8 to 11 s. Grown from the
+shipped one, it says the same before its first step. Its hidden state is the small one's twice over, or more often: what
+reads it sums the copies, and what writes it writes them all. Its other layers, heads and units of an MLP read at random
+and write nothing yet. Copies are read with different weights, so that training tells them apart.
 
 E hidden size, H query heads, K kv heads, D head dim; small letters are those of the small model.
 """

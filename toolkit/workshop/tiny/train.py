@@ -32,7 +32,7 @@ from rekindle._src.models.nn.forward import Attend
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf, manifest
 from workshop.tiny.corpus import END, PAD, TRAIN, TURN_END, encoded, pack, token_id, train_tokenizer, write_tokenizer
-from workshop.tiny.growth import grow
+from workshop.tiny.growth import WRITERS, grow
 
 CONTEXT = 1024  # tokens
 CHECKPOINT = "checkpoint.npz"
@@ -336,7 +336,7 @@ def initial(recipe: Recipe, config: ModelConfig, small: Path | None = None) -> t
         grow(weights, config, load(small, dtype="float32"), recipe.seed)
         return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
     for path, weight in weights.items():
-        if path.endswith(("attention.out.weight", "mlp.down.weight", "head.weight")):
+        if path.endswith((*WRITERS, "head.weight")):
             weight[:] = 0.0
     add_head_start(weights, config, recipe.seed)
     return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())

@@ -246,7 +246,7 @@ class Chat:
         number, _, text = argument.partition(" ")
         ids = self.conversation.answer_ids
         if not ids:
-            self.note("there is no answer whose tokens are known")
+            self.note("no answer can be forked: there is none yet, or it was loaded without its tokens")
         elif not number:
             self.writer.show(self._numbered(ids))
             self.note("/fork 12 goes on from token 12, with what you write there or with another draw")

@@ -31,8 +31,8 @@ from rekindle._src.scheduling.sequence import Sequence
 
 _SHORTEST, _LONGEST, _LONGER = 32, 1024, 4  # steps of a pause, and by how much the next one is longer
 _PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
-_PATIENCE = 2  # steps in a row that wait for a request's token and have no drafts, after which it rests
-_REQUESTS = 3  # of those that rested in a row, after which the drafter rests
+_PATIENCE = 2  # steps in a row that wait for a request and have no drafts, after which the request rests
+_REQUESTS = 3  # requests that rested in a row, after which the drafter rests
 _PROVEN = 8  # steps in a row with drafts of a request, after which they are known to pay
 FAR = -1  # the request can't draft in its next step
 _EXPECTED = 0.6  # the chance of a draft before any was seen
@@ -106,7 +106,7 @@ class WeightsDrafter(Drafter):
         return not self._rest and not self._measures
 
     def takes(self, drafts: WeightsDrafts) -> bool:
-        """True if it drafts for a request. After several for which drafts did not pay, the first that asks is alone."""
+        """True if it drafts for a request. After several failed, it tries again with the first one that asks."""
         if self._failed < _REQUESTS:
             return True
         if self._trial is None:
@@ -150,7 +150,7 @@ class WeightsDrafter(Drafter):
         self.wakes += slept and self.awake
 
     def _missed(self, requests: Items[WeightsDrafts], before: int) -> None:
-        """Note that a step waited for requests and has no drafts; those rest that it is not the first one for."""
+        """Count a step that waited for requests and has no drafts. After `_PATIENCE` in a row a request rests."""
         known = self._failed
         for drafts in requests:
             drafts.row = min(0, drafts.row) - 1
