@@ -37,7 +37,7 @@ _COMMIT = "commit.txt"  # written into a wheel by the build
 
 
 def version() -> str:
-    """Return the version, with the commit where it is known: "0.2.0, commit 686e7d27 with changes"."""
+    """Return the version, with the commit where it is known: "0.3.0, commit 686e7d27 with changes"."""
     found = commit()
     return VERSION if found is None else f"{VERSION}, commit {found}"
 

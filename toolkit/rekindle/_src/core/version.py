@@ -1,3 +1,3 @@
 """The version of the package; the one place that says it. `pyproject.toml` reads it from here without importing."""
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
