@@ -8,9 +8,11 @@ import gc
 import hashlib
 import mmap
 import os
+import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 
 import hypothesis  # it asks the garbage collector about objects that are frozen later, see below
 import pytest
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 # Notebooks are checked with jsonschema, which takes three seconds to build a grammar of addresses: it does without.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
@@ -39,11 +42,22 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU they would turn optimisatio
 # Where each operation was written is nothing that a test reads, and noting it is a twentieth of compiling.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
-# What a property test finds must not depend on how fast the machine is, or how busy.
+# What a property test finds must not depend on how fast the machine is, or how busy; nor may it refuse one change and
+# let the next one pass. REKINDLE_HYPOTHESIS=random, which sections of .ci/deep set, draws anew each time.
+_ANY_MACHINE = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("the same each time", _ANY_MACHINE, derandomize=True)
 hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "random",
+    _ANY_MACHINE,
+    print_blob=True,
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / "build" / "hypothesis"),
 )
-hypothesis.settings.load_profile("any machine")
+# Whether the machine is quiet enough for bounds in seconds, as in the section of clocks. Elsewhere a bound is that of a
+# hang, since a busy machine may stop a test for seconds.
+CLOCKS = os.environ.get("REKINDLE_CLOCKS") == "1"
+HANG = 60.0
+RANDOM = os.environ.get("REKINDLE_HYPOTHESIS") == "random"
+hypothesis.settings.load_profile("random" if RANDOM else "the same each time")
 
 import jax  # noqa: E402  it reads the environment when it is imported
 from jax.experimental import serialize_executable  # noqa: E402
@@ -205,7 +219,21 @@ def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None
     with turns.neighbour() as neighbour:
         yield
     record_property("longest_turn", neighbour.longest)  # for tests/bench/neighbour.py
-    assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
+    most = turns.MOST if CLOCKS else HANG
+    assert neighbour.longest <= most, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
+
+
+@pytest.fixture
+def within() -> Callable[[float], contextlib.AbstractContextManager[None]]:
+    """Bound the time of a block: `with within(2.0):`. Only the section of clocks holds it to so many seconds."""
+
+    @contextlib.contextmanager
+    def bound(seconds: float) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        assert time.monotonic() - began < (seconds if CLOCKS else HANG)
+
+    return bound
 
 
 @pytest.fixture(scope="session")
@@ -229,8 +257,13 @@ def left_alone_by_the_collector(compiled_programs: CompiledPrograms) -> Iterator
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_ = "run the tests of a fourth of the files, drawn by the name of a change; all of them without a name"
-    parser.addoption("--fourth-of", metavar="CHANGE", default="", help=help_)
+    help_ = "run files, and the tests of each file, in an order that this seed draws"
+    parser.addoption("--shuffle", metavar="SEED", default="", help=help_)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    seed = config.getoption("--shuffle")
+    return [f"order: --shuffle {seed}"] if seed else []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -244,20 +277,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    change = config.getoption("--fourth-of")
-    if change:
-        from helpers.thorough import drawn, file_of
-
-        files = {item: file_of(item).relative_to(config.rootpath).as_posix() for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not drawn(files[item], change)])
-        items[:] = [item for item in items if drawn(files[item], change)]
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A change that draws none of a few files has nothing to run, and nothing failed."""
-    if session.config.getoption("--fourth-of") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
+    for item in items:
+        if {"short_turns", "within"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker(pytest.mark.bounded)
+    seed = config.getoption("--shuffle")
+    if seed:
+        draw = random.Random(seed)
+        files = sorted({item.path for item in items})
+        draw.shuffle(files)
+        place = {file: at for at, file in enumerate(files)}
+        draw.shuffle(items)
+        items.sort(key=lambda item: place[item.path])  # keeps the order that was drawn for the tests of a file
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -47,7 +47,7 @@ def test_what_is_given_arrives_as_it_was(sizes: list[int]) -> None:
         sender.start()
         assert two.receive() == (MessageKind.PAGES, b"abcd")
         two.receive_into([memoryview(slot) for slot in slots])
-        sender.join(10)
+        sender.join(60)
         assert slots == pieces
         two.send(MessageKind.WANT, b"more")  # after the bytes that say what was copied
         assert one.receive() == (MessageKind.WANT, b"more")
@@ -64,7 +64,7 @@ def test_the_side_that_gives_waits_for_room() -> None:
     found = bytearray(len(data))
     two.receive()
     two.receive_into([memoryview(found)])
-    sender.join(10)
+    sender.join(60)
     assert found == data
     one.close(), two.close()
 

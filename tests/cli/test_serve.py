@@ -161,7 +161,7 @@ def test_a_second_signal_cuts(
         time.sleep(0.1)
         assert reader.is_alive()
         os.kill(os.getpid(), signal.SIGTERM)
-        reader.join(3)
+        reader.join(60)
         assert not reader.is_alive()
         assert client.text.endswith("data: [DONE]\n\n") and '"unavailable"' in client.text
 

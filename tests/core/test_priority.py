@@ -95,6 +95,7 @@ def test_it_does_not_wait_where_nobody_knows(monkeypatch: pytest.MonkeyPatch) ->
     assert clock.now == 0.0
 
 
+@pytest.mark.clock
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems don't tell a thread's time")
 def test_the_main_threads_time_is_its_own_and_not_that_of_its_waits() -> None:
     seen: list[float | None] = []

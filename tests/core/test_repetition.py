@@ -62,6 +62,7 @@ def test_it_says_what_a_plain_search_says(tokens: list[int]) -> None:
     assert (None if found is None else (found.length, found.times)) == plain()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("text", ["a" * 1024, "ab" * 512, "ab" * 511 + "aa", ("a" * 15 + "b") * 64])
 def test_its_time_is_bounded_by_the_window(text: str) -> None:
     """What is worst for it takes no longer in a text a hundred times as long."""

@@ -33,7 +33,7 @@ class TestDetokenize:
         for event in events:
             send.send_nowait(Events((event,), {"r": 2.0}))
         send.close()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await detokenize.run(receive, feedback, self.outputs)
             return await rest(said)
 

@@ -106,7 +106,7 @@ class TestSchedule:
         return made.scheduler
 
     async def turn(self) -> LoopTurn:
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             return await self.turns.receive()
 
     async def answer(self, turn: LoopTurn) -> None:
@@ -160,7 +160,7 @@ class TestSchedule:
             await self.inbox.send(make_request("abc", id="a", max_tokens=9))
             turn = await self.turn()
             await self.inbox.send(Abort("a"))
-            with anyio.fail_after(5):
+            with anyio.fail_after(60):
                 batches = [await self.events.receive(), await self.events.receive()]
             reasons = [event.finish_reason for batch in batches for event in batch.events]
             assert reasons == [FinishReason.ABORTED]
@@ -278,7 +278,7 @@ class TestSchedule:
         events, _events = anyio.create_memory_object_stream[Events](10)
         send.send_nowait(make_request("abc"))
         send.send_nowait(Drain())
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await Engine(scheduler, fake_engine().runner).schedule(receive, turns, events)
         assert scheduler.asked >= 5
         for stream in (send, _turns, _events):
@@ -306,7 +306,7 @@ class TestStep:
         for plan in (made.scheduler.plan(), made.scheduler.plan(), None):
             turns.send_nowait(LoopTurn(plan))
         turns.close()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await made.step(inbox, outbox, device)
         assert order == ["dispatch 0", "dispatch 1", "fetch 0", "fetch 1"]
         results = [outcome.result for outcome in await rest(outcomes)]

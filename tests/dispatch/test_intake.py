@@ -34,7 +34,7 @@ class TestIntake:
         for one in submissions:
             send.send_nowait(one)
         send.close()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             await intake.run(receive, out, fake_front(), outputs)
             return await rest(messages), outputs
 
@@ -172,7 +172,7 @@ async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> No
         for submitted in (*several, submission("short")):
             send.send_nowait(submitted)
         send.close()
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             assert (await messages.receive()).id == "s"  # the short one, while two long ones are being rendered
             await until(lambda: len(rendering) == 2)
         begun = set(rendering)  # trio begins them in any order
@@ -180,7 +180,7 @@ async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> No
         for one_of_them in left:
             one_of_them.mailbox.abandoned = True
         gate.set()
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             handed_on = [message.id async for message in messages if message != Drain()]
     waited_for = {one.id for one in several if one not in left}
     assert len(rendering) == 4 and set(rendering) == set(handed_on) == waited_for

@@ -101,7 +101,7 @@ async def test_the_watch_sees_every_hanging_step_once_and_sleeps_between(caplog:
     assert len(plans) == 2
 
     async def until(condition: Callable[[], bool]) -> None:
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not condition():  # noqa: ASYNC110
                 await anyio.sleep(0.005)
 

@@ -206,7 +206,7 @@ def test_nothing_waits_for_a_step_whose_masks_nobody_will_fill(end: str) -> None
     start = time.perf_counter()
     getattr(runner, end)()
     runner.close()
-    assert time.perf_counter() - start < 30, "a program gives up after a minute"
+    assert time.perf_counter() - start < 55, "a program gives up after a minute"
 
 
 @pytest.mark.usefixtures("not_yet")

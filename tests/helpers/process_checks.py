@@ -92,7 +92,7 @@ def opened(folder: Path, model: str, processes: int = 2, mesh: Any = 4, **option
     finally:
         for one in followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                one.wait(10)
+                one.wait(60)
             one.kill()
             print(
                 f"a follower ended with {one.returncode}: {one.stderr.read()[-2000:] if one.stderr else ''}", flush=True

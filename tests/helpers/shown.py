@@ -62,7 +62,7 @@ async def worked(session: Session) -> tuple[Dashboard, Completion]:
     done = await session.generate("hello", max_tokens=12, logprobs=2)
     dashboard.refresh()
     dashboard.stop()
-    dashboard.join(10)
+    dashboard.join(60)
     return dashboard, done
 
 

@@ -1,10 +1,8 @@
-"""Cases that only CI runs, and the draw of a fourth of the files for each change."""
+"""Cases that the default tests leave to the thorough sections of `.ci/deep`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,19 +19,6 @@ def by_default(cases: Iterable[Any], chosen: int | Callable[[Any], bool] = 1) ->
         else:
             result.append(pytest.param(*(case if type(case) is tuple else (case,)), marks=marks))
     return result
-
-
-def drawn(file: str, change: str) -> bool:
-    """True if a file's tests are of the fourth that is run at a change. Each change draws its own."""
-    return sha256(f"{change} {file}".encode()).digest()[0] % 4 == 0
-
-
-def file_of(item: pytest.Item) -> Path:
-    """The file that a test is drawn by: the `source` that it is for, such as a tutorial, or its own."""
-    source = (
-        item.callspec.params.get("source") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
-    )
-    return source if isinstance(source, Path) else item.path
 
 
 trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "trio"]))

@@ -45,7 +45,7 @@ def test_a_program_waits_for_the_masks(rows: int) -> None:
         assert thread.is_alive() and not found
         gate.masks[:] = masks = random.integers(-(2**31), 2**31, (rows, 4)).astype(np.int32)
         gate.open()
-        thread.join(10)
+        thread.join(60)
         assert found[0].tolist() == masks.tolist() and not gate.missed
         gate.release()
 

@@ -218,7 +218,7 @@ def subprocess_flag() -> int:
 def test_a_process_is_ended_from_outside(form: Any) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     form.kill(process.pid)
-    assert process.wait(50)
+    assert process.wait(60)
 
 
 def test_locks_end_waiting_in_another_thread(tmp_path: Path) -> None:

@@ -290,6 +290,7 @@ def test_restored_tokens_are_those_of_the_page() -> None:
     assert last.depth == 3
 
 
+@pytest.mark.clock
 def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None:
     """A 32,768-token prompt against 100,000 pages takes no longer than against few: 2 ms when it is quiet."""
     size, rng = 16, np.random.default_rng(0)

@@ -65,7 +65,7 @@ async def test_lesson_12_a_consumer_that_leaves_frees_everything_within_a_step(l
         bystander = session.submit("other", max_tokens=50)
         await leave(session)
         scheduler = session._engine.scheduler
-        eventually(lambda: session.stats().live == 1, 2.0)
+        eventually(lambda: session.stats().live == 1)
         at = scheduler.statistics().steps
         eventually(lambda: scheduler.statistics().leaving == 0)
         assert scheduler.statistics().steps - at <= 3

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from helpers.sessions import opened
+
+pytestmark = pytest.mark.clock
 
 
 def sleeps(seconds: float = 0.4, looks: int = 5) -> bool:

@@ -14,26 +14,26 @@ import time
 
 import pytest
 
+from helpers.bounds import Within
 from helpers.sessions import eventually, fake_session, threads
 
 
 @pytest.mark.parametrize("work", ["idle", "busy", "paused", "flooded"])
-def test_lesson_21_closing_from_many_threads_at_once_is_bounded(work: str) -> None:
+def test_lesson_21_closing_from_many_threads_at_once_is_bounded(work: str, within: Within) -> None:
     before = threads()
     session = fake_session(step_seconds=0.01)
     handles = [session.submit(f"{i}", max_tokens=300) for i in range({"idle": 0, "flooded": 200}.get(work, 3))]
     if work == "paused":
         session.paused().__enter__()
     time.sleep(0.05)
-    start = time.perf_counter()
-    closers = [threading.Thread(target=session.close) for _ in range(4)]
-    closers += [threading.Thread(target=lambda: asyncio.run(session.aclose())) for _ in range(4)]
-    for closer in closers:
-        closer.start()
-    for closer in closers:
-        closer.join(20)
+    with within(5):
+        closers = [threading.Thread(target=session.close) for _ in range(4)]
+        closers += [threading.Thread(target=lambda: asyncio.run(session.aclose())) for _ in range(4)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(60)
     assert not any(closer.is_alive() for closer in closers), "closing hangs"
-    assert time.perf_counter() - start < 5
     assert all(handle.done for handle in handles)
     eventually(lambda: threads() <= before)
 
@@ -59,6 +59,6 @@ def test_lesson_21_submitting_while_closing_ends_every_request_one_way() -> None
         time.sleep(0.02)
         session.close()
         for submitter in submitters:
-            submitter.join(30)
+            submitter.join(60)
         assert not any(submitter.is_alive() for submitter in submitters), "a request was forgotten"
         assert len(ends) == 600 and set(ends) <= {"done", "SessionClosed"}

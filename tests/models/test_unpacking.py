@@ -118,7 +118,7 @@ def test_a_file_in_groups_is_read_as_floats(tmp_path: Path, monkeypatch: pytest.
     assert_same(
         checkpoints.leaves(converted), checkpoints.leaves(floats), 2**-7
     )  # compilers may add a minimum without a rounding before
-    assert prepared.wait(20)
+    assert prepared.wait(60)
     kept = describe(file, cache_dir=cache)
     assert kept.reads is None and kept.graph == found.graph
     monkeypatch.setattr(memory, "available", lambda: 1 << 20)

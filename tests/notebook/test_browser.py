@@ -26,7 +26,7 @@ CELLS = (
     'await session.generate("Once upon a time, " * 40, max_tokens=2)\nsession.view.tree()',
     "chat = session.view.chat(max_tokens=24, ignore_eos=True)\nchat",
     'print("said:", len(chat.answer_ids), chat.messages)',
-    "await session.aclose()\nfor each in (dashboard, chat):\n    each.join(10)\nprint('closed')",
+    "await session.aclose()\nfor each in (dashboard, chat):\n    each.join(60)\nprint('closed')",
 )
 
 

@@ -94,7 +94,7 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
     yield made
     for view in (chat, dashboard):
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def shown(session: Session, **options: Any) -> Iterator[ChatView]:
         yield view
     finally:
         view.stop()
-        view.join(10)
+        view.join(60)
         view.halt()
 
 

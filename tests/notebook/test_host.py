@@ -130,7 +130,7 @@ def chatting(page: Any) -> Iterator[tuple[Live, Hosted]]:
         view = session.view.chat(template="{{ messages[0].content }}")
         yield view, Hosted(page, view)
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_a_stream_and_its_button(page: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_stream_and_its_button(page: Any) -> None:
         hosted.until(lambda: "tokens so far" in hosted.second.inner_text(), "text comes")
         hosted.second.get_by_role("button", name="Stop").click()
         hosted.until(lambda: "stopped after" in hosted.first.inner_text(), "the button stops it")
-        view.join(10)
+        view.join(60)
         hosted.until(lambda: hosted.first.get_by_role("button").count() == 0, "no button of what is over")
         assert hosted.first.inner_text() == hosted.second.inner_text()
 
@@ -170,7 +170,7 @@ def test_a_chat_is_talked_to_and_forked(page: Any) -> None:
         fork.click()
         hosted.until(lambda: "XYZ" in hosted.second.inner_text(), "it goes on from there")
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_lines_settings_and_copies(page: Any) -> None:
@@ -201,7 +201,7 @@ def test_lines_settings_and_copies(page: Any) -> None:
         assert copied.count() == 1, "a new picture still says so"
         hosted.shot("settings")
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_a_chat_by_keyboard_alone_and_for_a_screen_reader(page: Any) -> None:
@@ -230,7 +230,7 @@ def test_a_chat_by_keyboard_alone_and_for_a_screen_reader(page: Any) -> None:
         for words in ('log "Conversation"', 'article "You"', 'article "Answer"', 'textbox "Say something"'):
             assert words in snapshot, snapshot
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_a_growing_answer_leaves_what_is_selected_focused_and_unfolded(page: Any) -> None:
@@ -346,7 +346,7 @@ def test_a_dashboard_is_closed(page: Any) -> None:
         hosted.shot("dashboard")
         hosted.first.get_by_role("button", name="Close").click()
         hosted.until(lambda: hosted.first.get_by_role("button").count() == 0, "it ends")
-        view.join(10)
+        view.join(60)
 
 
 def test_a_page_that_is_left_hears_no_more(page: Any) -> None:
@@ -356,5 +356,5 @@ def test_a_page_that_is_left_hears_no_more(page: Any) -> None:
         page.evaluate("ends.forEach((end) => end())")
         assert page.evaluate("Object.values(model.heard).every((set) => set.size === 0)")
         view.stop()
-        view.join(10)
+        view.join(60)
         assert hosted.first.count() == 1

@@ -227,6 +227,7 @@ GROWING: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.clock
 @pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("text", GROWING.values(), ids=GROWING.keys())
 def test_four_times_the_text_takes_four_times_as_long(text: Callable[[int], str]) -> None:

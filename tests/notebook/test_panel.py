@@ -69,7 +69,7 @@ def test_viewers_find_what_they_can_show(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(Panel, "_repr_mimebundle_", lambda self, **_: ({}, colab))
         assert view._repr_mimebundle_()[1] == colab, "without it Colab does not find the widget"
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_views_do_not_pile_up_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_views_do_not_pile_up_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
             view = session.view.stream("hello", max_tokens=4)
             view._ipython_display_()
             view.handle.result_sync()
-            view.join(10)
+            view.join(60)
             assert view.widget.comm is None
         late = session.view.stream("hello", max_tokens=1)
         late.handle.result_sync()
-        late.join(10)
+        late.join(60)
         late._ipython_display_()
         assert late.widget.comm is None

@@ -51,12 +51,12 @@ def saved() -> dict[tuple[str, str], Any]:
     """The outputs of each view, shown while it lives and ended in a later cell, or left open when the kernel dies."""
     names = list(SHOW)
     ends = {
-        "stream": "view.handle.result_sync(); view.join(10)",
-        "chat": "view.handle.result_sync(); view.stop(); view.join(10)",
+        "stream": "view.handle.result_sync(); view.join(60)",
+        "chat": "view.handle.result_sync(); view.stop(); view.join(60)",
     }
     cells = [FIRST]
     for name in names:
-        cells += [SHOW[name], ends.get(name, "view.stop(); view.join(10)")]
+        cells += [SHOW[name], ends.get(name, "view.stop(); view.join(60)")]
     cells += [f"{SHOW[name].removesuffix('; view')}; display(view); time.sleep(0.3)" for name in names]
     cells += [
         "bar = Progress('loading')\nbar._last -= 1\nbar(Loaded(1, 4, 1.0))\nbar(Loaded(4, 4, 2.0))",

@@ -127,7 +127,7 @@ class TestViews:
         eventually(lambda: path.exists() and json.loads(path.read_text())["messages"] == whole)
         assert f'restore="{view.name}"' in html.unescape(view.epitaph())
         view.stop()
-        view.join(10)
+        view.join(60)
 
     def test_it_goes_on_under_its_name(self, session: Session, tmp_path: Path) -> None:
         Transcripts(tmp_path).save("one", "tiny", SAID)
@@ -137,7 +137,7 @@ class TestViews:
         view.send("more")
         answer = view.handle.result_sync().text
         view.stop()
-        view.join(10)
+        view.join(60)
         more = [{"role": "user", "content": "more"}, {"role": "assistant", "content": answer}]
         assert Transcripts(tmp_path).load("one")[1] == [*SAID, *more]
 
@@ -150,7 +150,7 @@ class TestViews:
         view.edit()
         assert view.widget.value("say") == SAID[0]["content"]
         view.stop()
-        view.join(10)
+        view.join(60)
 
     def test_a_session_that_keeps_nothing_on_disk_keeps_no_conversation(self, tmp_path: Path) -> None:
         with opened(replace(CONFIG, cache_dir=str(tmp_path), disk_memory=0)) as session:
@@ -159,7 +159,7 @@ class TestViews:
             view.send("hello")
             view.handle.result_sync()
             view.stop()
-            view.join(10)
+            view.join(60)
             assert view.epitaph() == ""
         assert not (tmp_path / "chats").exists()
 

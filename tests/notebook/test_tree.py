@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.bounds import Within
 from helpers.sessions import CONFIG, opened
 from rekindle import NodeView, Session
 from rekindle._src.core.icicle import ago, icicle, rows, strength
@@ -228,7 +229,7 @@ def grown(session: Session, texts: int, pages: int) -> None:
         cache.graft(tokens if known else np.concatenate([shared, tokens[SIZE:]]), after=after)
 
 
-def test_ten_thousand_pages_are_drawn_in_parts_and_counted(session: Session) -> None:
+def test_ten_thousand_pages_are_drawn_in_parts_and_counted(session: Session, within: Within) -> None:
     grown(session, 1000, 10)
     tree = session.cache.tree(restored=True)
     assert len(tree.nodes) == 200
@@ -238,12 +239,9 @@ def test_ten_thousand_pages_are_drawn_in_parts_and_counted(session: Session) -> 
     made = icicle(tree.nodes)
     assert len(made) < 200_000
     assert "more pages in branches after this one" in made
-    times = []
-    for _ in range(5):
-        before = time.perf_counter()
-        session.cache.tree(restored=True)
-        times.append(time.perf_counter() - before)
-    assert min(times) < 0.5, "a quarter of it when quiet; the session's loop waits meanwhile"
+    with within(2):  # half of it when quiet; the session's loop waits meanwhile
+        for _ in range(4):
+            session.cache.tree(restored=True)
 
 
 def _left_out(nodes: Sequence[NodeView]) -> list[int]:

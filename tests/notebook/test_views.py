@@ -60,7 +60,7 @@ def test_a_stream_shows_the_text_and_then_the_completion(session: Session) -> No
     view = session.view.stream("hello", max_tokens=30)
     assert isinstance(view, StreamView)
     done = view.handle.result_sync()
-    view.join(10)
+    view.join(60)
     assert done._repr_html_() in view.picture
     bundle, _ = view._repr_mimebundle_()
     assert "text/html" in bundle
@@ -77,7 +77,7 @@ def test_a_stream_has_its_prompt_before_the_text_and_a_stop_that_acts(slow: Sess
     for name in ("copy", "stop"):
         assert not view.handle.done
         view.widget._handle_custom_msg({"event": "act", "name": name, "value": 0}, [])
-    view.join(10)
+    view.join(60)
     assert view.handle.status is Status.ABORTED
     assert view.picture.index("hello &lt;b&gt;") < view.picture.index("stopped after")
     assert "data-press" not in view.picture, "nothing is left that could be stopped"
@@ -95,7 +95,7 @@ def test_the_stop_button_frees_the_slot(slow: Session) -> None:
     press(view, "stop")
     with pytest.raises(RequestAborted):
         view.handle.result_sync()
-    view.join(10)
+    view.join(60)
     assert view.handle.status is Status.ABORTED
     assert "RequestAborted" not in view.picture, "that reads like an error"
     assert f"stopped after {len(view.handle.token_ids)} tokens" in view.picture
@@ -109,7 +109,7 @@ def test_a_view_that_nothing_shows_is_forgotten_when_it_ends(slow: Session, show
     if shown:
         view._repr_mimebundle_()
     view.stop()
-    view.join(10)
+    view.join(60)
     assert (view.widget.comm is None) is not shown
     assert "stopped" in view.widget.html and "stopped" in view._repr_mimebundle_()[0]["text/html"]
 
@@ -118,7 +118,7 @@ def test_pictures_are_coalesced() -> None:
     with opened(step_seconds=0.002) as session:
         view = session.view.stream("hello", max_tokens=300)
         done = view.handle.result_sync()
-        view.join(10)
+        view.join(60)
         assert len(view.handle.deltas) == 300
         assert view.pictures <= 4 + 10 * done.timings.total, "more than 10 a second"
 
@@ -135,7 +135,7 @@ def test_drawing_takes_a_fifth_of_the_time_however_much_is_shown(monkeypatch: py
     monkeypatch.setattr(view, "interval", 0.0)
     monkeypatch.setattr(view._stopped, "wait", pauses.append)
     view.start()
-    view.join(10)
+    view.join(60)
     assert len(pauses) >= 2 and min(pauses) >= 4 * 0.03
 
 
@@ -148,7 +148,7 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     assert {kind for _, _, kind in rows} == {"prefill", "decode"}
     assert sum(seen.sampled for seen in view._recorder.steps) >= 24
     view.stop()
-    view.join(10)
+    view.join(60)
     before = len(view._recorder.steps)
     session.generate_sync("hello", max_tokens=4)
     assert len(view._recorder.steps) == before
@@ -170,7 +170,7 @@ def test_a_dashboard_ends_with_its_session() -> None:
     with opened() as session:
         view = session.watch()
         session.generate_sync("hello", max_tokens=4)
-    view.join(10)
+    view.join(60)
     assert view.ended
     assert view.picture
 
@@ -240,7 +240,7 @@ def test_the_dashboard_says_who_waits_and_why() -> None:
         assert "because it" not in view.draw()
         assert "memory" in view.draw() and "free" in view.draw()
         view.stop()
-        view.join(10)
+        view.join(60)
 
 
 def test_the_dashboard_costs_little(session: Session) -> None:
@@ -250,7 +250,7 @@ def test_the_dashboard_costs_little(session: Session) -> None:
     seconds = handle.completion().timings.total
     assert view.pictures <= 3 + 2 * seconds
     view.stop()
-    view.join(10)
+    view.join(60)
 
 
 class TestChat:
@@ -263,7 +263,7 @@ class TestChat:
         view = slow.view.chat(max_tokens=20)
         yield view
         view.stop()
-        view.join(10)
+        view.join(60)
         view.halt()
 
     def test_it_goes_on(self, view: ChatView) -> None:
@@ -316,7 +316,7 @@ class TestChat:
                 eventually(lambda: ">repeats itself: the same " in view.picture)
             finally:
                 view.stop()
-                view.join(10)
+                view.join(60)
 
     def test_nothing_goes_on_in_a_full_context(self, view: ChatView, slow: Session) -> None:
         most = slow.config.max_model_len
@@ -340,7 +340,7 @@ class TestChat:
             assert other.widget.value("top_p") == "0.8"
         finally:
             other.stop()
-            other.join(10)
+            other.join(60)
 
     def test_the_name_under_which_it_is_kept_is_seen(self, view: ChatView) -> None:
         view._keeps = True
@@ -361,7 +361,7 @@ class TestChat:
 
     def test_the_end_of_an_answer_is_drawn_at_once(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
         view.stop()
-        view.join(10)
+        view.join(60)
         waited: list[float] = []
         monkeypatch.setattr(view._changed, "wait", waited.append)
         for answer in (lambda: view.send("hello"), view.again):
@@ -706,7 +706,7 @@ class TestChat:
                 assert "data-token" in view.draw(), "a fork shows its text"
             finally:
                 view.stop()
-                view.join(10)
+                view.join(60)
 
     def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
         before = view.pictures
@@ -742,7 +742,7 @@ def test_reasoning_stays_reasoning_when_an_answer_goes_on() -> None:
             assert view.answer == text
         finally:
             view.stop()
-            view.join(10)
+            view.join(60)
 
 
 def test_the_dashboard_at_rest_says_what_was_done(session: Session) -> None:
@@ -753,7 +753,7 @@ def test_the_dashboard_at_rest_says_what_was_done(session: Session) -> None:
     assert "tokens/s" not in view.draw()
     assert 'title="A page has the keys' in view.draw()
     view.stop()
-    view.join(10)
+    view.join(60)
 
 
 def test_the_tree_is_drawn_and_answers(tmp_path: object) -> None:

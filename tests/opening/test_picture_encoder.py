@@ -155,7 +155,7 @@ def test_sleep_stops_a_picture_which_begins_anew_with_weights_that_are_read_agai
     programs.on.set()
     assert thread.is_alive() and encoder.sleep() == 0
     encoder.wake()
-    thread.join(30)
+    thread.join(60)
     assert len(rows) == 1 and len(read) == 2 and programs.leaves == [read[0], read[1]]
     encoder.close()
     assert all(leaf.deleted for leaf in read[1])
@@ -180,5 +180,5 @@ def test_closing_ends_a_picture(asleep: bool, read: list[Any]) -> None:
     if not asleep:
         assert programs.begun.acquire(timeout=30)
     encoder.close()
-    thread.join(30)
+    thread.join(60)
     assert len(errors) == 1 and encoder.nbytes == 0

@@ -43,7 +43,7 @@ class Leader:
             self.found = error
 
     def result(self) -> Any:
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         return self.found
 
@@ -84,7 +84,7 @@ def test_a_follower_may_come_before_its_leader(coordinator: str) -> None:
     time.sleep(0.3)
     leader = Leader(coordinator, 2)
     team = leader.result()
-    thread.join(10)
+    thread.join(60)
     assert isinstance(team, Team)
     channels[0].close()
     team.close()

@@ -47,7 +47,7 @@ class Codec:
         self.parts = self
 
     def to_host(self, device: Device) -> list[np.ndarray]:
-        assert device.there.wait(10)
+        assert device.there.wait(60)
         return list(device.arrays)
 
     collect = to_host
@@ -68,13 +68,13 @@ class Kept:
 
     def fetched(self, digest: bytes) -> Any:
         self.pages.fetch(digest)
-        kind, (name, found) = self.told.get(timeout=10)
+        kind, (name, found) = self.told.get(timeout=60)
         assert kind is MessageKind.PART and name == digest
         return found
 
     def read(self, *digests: bytes) -> list[bytes]:
         self.pages.read(digests)
-        kind, found = self.told.get(timeout=10)
+        kind, found = self.told.get(timeout=60)
         assert kind is MessageKind.HAVE
         return list(found)
 

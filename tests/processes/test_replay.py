@@ -97,7 +97,7 @@ def both(programs: Programs) -> Iterator[Both]:
     if not team.lost:
         runner.close()
     team.close()
-    thread.join(10)
+    thread.join(60)
     channel.close()
     assert not thread.is_alive()
 
@@ -139,7 +139,7 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
             np.testing.assert_array_equal(np.asarray(leaf)[pages], np.asarray(leaf)[places])
     driver.runner.close()
     both.team.close()
-    both.thread.join(10)
+    both.thread.join(60)
     assert not both.raised, both.raised
 
 
@@ -163,7 +163,7 @@ def compare_kept(both: Both, digests: list[bytes]) -> None:
 def test_a_page_that_is_not_kept_ends_the_follower(both: Both) -> None:
     both.settle()
     both.team.scatter(np.array([1, 0, 0, 0], np.int32), [b"n" * 16])
-    both.thread.join(10)
+    both.thread.join(60)
     assert isinstance(both.raised[0], ProcessLost) and "which is not kept here" in str(both.raised[0])
 
 
@@ -180,7 +180,7 @@ def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
 def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
     both.settle()
     both.team._broadcast(MessageKind.TAKE_WEIGHTS)
-    both.thread.join(10)
+    both.thread.join(60)
     assert isinstance(both.raised[0], ProcessLost) and "weights are to be used that were not loaded" in str(
         both.raised[0]
     )
@@ -189,5 +189,5 @@ def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
 def test_a_message_that_followers_do_not_take_ends_them(both: Both) -> None:
     both.settle()
     both.team._broadcast(MessageKind.READY, b"{}")
-    both.thread.join(10)
+    both.thread.join(60)
     assert "READY message, which followers don't take" in str(both.raised[0])

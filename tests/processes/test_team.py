@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.bounds import Within
 from helpers.driving import tiny_config
 from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind, as_json
 from rekindle._src.processes.codec import DONE, checksum
@@ -87,12 +88,11 @@ def test_the_facts_of_two_processes_are_equal_and_name_no_device() -> None:
     assert told.same != facts(tiny_config(max_requests=3), model="m", fingerprint="f").same
 
 
-def test_a_follower_that_closes_is_lost_at_once(others: Others) -> None:
-    start = time.monotonic()
-    others.channels[2].close()
-    lost = others.until_lost()
+def test_a_follower_that_closes_is_lost_at_once(others: Others, within: Within) -> None:
+    with within(2):
+        others.channels[2].close()
+        lost = others.until_lost()
     assert isinstance(lost, ProcessLost) and "process 2 is gone: the connection" in str(lost)
-    assert time.monotonic() - start < 2
     with pytest.raises(ProcessLost, match="process 2 is gone"):
         others.team.renew()
     with pytest.raises(ProcessLost):
@@ -202,6 +202,6 @@ def test_closing_tells_all_and_is_idempotent(others: Others) -> None:
     others.team.close()
     others.team.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     assert not others.lost, "an end is no loss"

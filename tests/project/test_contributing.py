@@ -34,30 +34,14 @@ def commands(job: dict[str, Any]) -> str:
 def test_ci_runs_what_a_contributor_runs() -> None:
     jobs = workflow("ci.yml")["jobs"]
     assert "bash .ci/run" in commands(jobs["all"])
+    assert ".ci/deep --for origin/main" in commands(jobs["deep"])
     for marker in re.findall(r"<!-- ci: (\w+) -->", (ROOT / "README.md").read_text()):
         assert f".ci/readme_command {marker}" in commands(jobs["readme"])
 
 
-def test_ci_names_tests_that_are_there() -> None:
-    """pytest runs nothing at all if one of its paths is gone."""
-    script = (ROOT / ".ci" / "run").read_text()
-    named = re.findall(r"tests/[\w./*{},-]*[\w}]", script)
-    paths = [path for name in named for path in _expanded(name)]
-    assert len(paths) > 30, "the script names tests in another way"
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def _expanded(name: str) -> list[str]:
-    """Return what a shell makes of braces."""
-    braces = re.search(r"\{([^{}]*)\}", name)
-    if braces is None:
-        return [name]
-    return [part for choice in braces[1].split(",") for part in _expanded(name.replace(braces[0], choice, 1))]
-
-
 def test_ci_builds_the_documentation_strictly() -> None:
     """With --quiet mkdocs counts no warnings, and strict mode passes whatever is wrong."""
-    build = re.search(r"^.*mkdocs build.*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    build = re.search(r"^.*mkdocs build.*$", (ROOT / ".ci" / "sections.toml").read_text(), re.MULTILINE)
     assert build and "--strict" in build[0] and "--quiet" not in build[0]
 
 

@@ -43,6 +43,8 @@ from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.families import SYNTAXES
 from rekindle.errors import InvalidRequest, RekindleError
 
+pytestmark = pytest.mark.clock
+
 
 class Reader(NamedTuple):
     """A function of a text, and what comes before and after what is repeated."""

@@ -163,7 +163,7 @@ async def test_a_replica_that_hangs_is_replaced() -> None:
         at = fleet.explain(handle).replica
         hanging = next(replica for replica in replicas if replica.name == at)
         hanging.hangs = True
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             done = await handle
         assert told(done) == alone("Once upon a time", max_tokens=200)
         assert hanging.killed >= 1
@@ -185,7 +185,7 @@ async def test_a_device_that_hangs_is_replaced() -> None:
         return fake_session(dataclasses.replace(CONFIG, step_timeout=0.2), gate=gates[-1])
 
     with local_fleet(make, replicas=1) as (fleet, replicas):
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             done = await fleet.generate("Once upon a time", max_tokens=20)
         assert told(done) == alone("Once upon a time", max_tokens=20)
         assert replicas[0].killed == 1 and "on the device" in fleet.stats().replicas[0].why
@@ -198,7 +198,7 @@ async def test_a_session_that_was_closed_under_the_fleet_is_replaced() -> None:
         await aiter(handle).__anext__()
         at = fleet.explain(handle).replica
         next(replica for replica in replicas if replica.name == at).session.close()
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             assert told(await handle) == alone("Once upon a time", max_tokens=150)
 
 
@@ -222,7 +222,7 @@ async def test_when_no_replica_can_be_opened_again_requests_fail() -> None:
         await fleet.generate("a", max_tokens=2)
         replicas[0].broken = OSError("no such folder")
         replicas[0].die()
-        with anyio.fail_after(20), pytest.raises(ReplicaLost, match="no such folder"):
+        with anyio.fail_after(60), pytest.raises(ReplicaLost, match="no such folder"):
             await fleet.generate("a", max_tokens=2)
         assert fleet.stats().replicas[0].state == "failed"
         with pytest.raises(ReplicaLost):

@@ -56,7 +56,7 @@ async def test_tokens_that_come_meanwhile_wake_nobody(monkeypatch: pytest.Monkey
 async def test_first_tokens_and_ends_do_not_wait_for_company(
     monkeypatch: pytest.MonkeyPatch, urgent: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(replica, "TOGETHER", 20.0)
+    monkeypatch.setattr(replica, "TOGETHER", 200.0)
     box = Box()
     box.put(token("a", 0))
     await box.collect(5)
@@ -69,9 +69,8 @@ async def test_first_tokens_and_ends_do_not_wait_for_company(
         more = {name: value for name, value in urgent.items() if name != "waited"}
         box.put(token("b", 2, **more)._replace(waited=waited))
 
-    begun = time.monotonic()
     async with anyio.create_task_group() as group:
         group.start_soon(session)
-        found = await box.collect(30)
+        with anyio.fail_after(60):
+            found = await box.collect(300)
     assert [one.event.token_ids for one in found] == [(1,), (2,)]
-    assert time.monotonic() - begun < 10

@@ -249,7 +249,7 @@ def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:
         ready(fleet, 2)
         handles = [fleet.submit(text, **options(number, 60)) for number, text in enumerate(prompts)]
         assert [handle.result_sync().text for handle in handles] == wanted
-        eventually(lambda: fleet.stats().pulled_pages > 0, 20)
+        eventually(lambda: fleet.stats().pulled_pages > 0)
         stats = fleet.stats()
         assert (stats.handed_over, stats.failed_pulls, [one.role for one in stats.replicas]) == (
             12, 0, ["prefill", "decode"],
@@ -274,7 +274,7 @@ def test_a_replica_of_two_processes(fleet: Fleet, cache: str) -> None:
             assert [handle.result_sync().text for handle in handles] == wanted
             ready(pair, 1)
         assert pair.stats().lost == 2 and pair.stats().moved >= 2
-    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::FollowerActor")], 20)
+    eventually(lambda: not [pid for pid, line in processes() if line.startswith("ray::FollowerActor")])
     with pytest.raises(ConfigError, match="coordinator"):
         rekindle.fleet("tiny", mesh=2, processes=2, coordinator="127.0.0.1:7000")
 

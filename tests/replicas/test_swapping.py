@@ -197,7 +197,7 @@ async def test_closing_ends_a_swap() -> None:
             except SessionClosed as error:
                 ended.append(error)
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             async with anyio.create_task_group() as group:
                 group.start_soon(swap)
                 await anyio.to_thread.run_sync(lambda: eventually(lambda: swapping(fleet)))

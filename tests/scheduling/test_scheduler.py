@@ -340,6 +340,7 @@ def test_status_and_explanations_follow_a_request() -> None:
     assert scheduler.status("nobody") is None and scheduler.explain("nobody") is None
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("policy", by_default(["lpm", "fcfs", "sjf"]))
 def test_ten_thousand_waiting_requests_cost_a_plan_nothing(policy: str) -> None:
     def plan_time(queued: int) -> float:

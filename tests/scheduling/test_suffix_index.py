@@ -220,6 +220,7 @@ def test_a_cleared_index_knows_nothing_and_goes_on() -> None:
     assert index.bytes == index.table.nbytes
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("kind", ["new", "repeated", "periodic"])
 def test_a_token_costs_as_much_in_a_long_text(kind: str) -> None:
     def tokens(count: int) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
+from helpers.bounds import Within
 from rekindle._src.calls.handle import Handle
 from rekindle._src.serve import responses
 from rekindle._src.serve.chat import tool_options
@@ -58,6 +59,7 @@ async def test_a_request_waits_with_the_tokens_that_its_references_stand_for(
     assert 20 * 4_000 <= CHARACTERS_PER_TOKEN * tokens[0] < 25 * 4_000
 
 
+@pytest.mark.clock
 def test_many_parts_of_one_message_are_joined_once() -> None:
     def seconds(count: int) -> float:
         items = [{"role": "assistant", "content": "a" * 4_000}] * count
@@ -136,7 +138,7 @@ async def test_the_tokens_of_a_prompt_are_counted_once_in_a_stream(
     assert len(looks) == 1
 
 
-def test_of_a_large_value_an_error_looks_at_no_more_than_it_shows() -> None:
+def test_of_a_large_value_an_error_looks_at_no_more_than_it_shows(within: Within) -> None:
     for value in (
         {"a": [1, None, True, "x'y", 1.5, {"b": []}], "c": {}}, [], [[]], "short", "it's", [["a"] * 3] * 3, -5, None,
     ):  # fmt: skip
@@ -146,11 +148,18 @@ def test_of_a_large_value_an_error_looks_at_no_more_than_it_shows() -> None:
     for _ in range(100_000):
         deep = [deep]
     large = ["y" * 10_000_000] * 1_000_000
-    began = time.process_time()
-    for value in (deep, large, {"z" * 1_000_000: large}, {"a": large}, [{"a": deep}], "w" * 10_000_000, (1,) * 10**6):
-        assert len(abbreviated(value)) == 80
-    assert abbreviated(json.loads("1" * 4_000) ** 2) == "<int>"
-    assert time.process_time() - began < 1
+    with within(1):
+        for value in (
+            deep,
+            large,
+            {"z" * 1_000_000: large},
+            {"a": large},
+            [{"a": deep}],
+            "w" * 10_000_000,
+            (1,) * 10**6,
+        ):
+            assert len(abbreviated(value)) == 80
+        assert abbreviated(json.loads("1" * 4_000) ** 2) == "<int>"
     while isinstance(deep, list):  # freed from the outside: nothing recurses
         (deep,) = deep
 

@@ -279,7 +279,7 @@ def test_a_client_that_leaves_without_a_reset_stops_what_it_began(slow: Session,
         eventually(lambda: slow.stats().running > 0)
         while stream and b"data:" not in client.recv(65_536):
             pass
-    eventually(lambda: slow.stats().aborted > aborted and not slow.stats().live, seconds=5)
+    eventually(lambda: slow.stats().aborted > aborted and not slow.stats().live)
     eventually(lambda: server._listener.connections.count == 0)
 
 

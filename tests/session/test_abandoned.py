@@ -82,7 +82,7 @@ async def test_leaving_a_stream_aborts_it(slow: Session) -> None:
     kept = slow.stream("hello", max_tokens=400)
     async for _ in kept:
         break
-    eventually(lambda: kept.done, 2.0)
+    eventually(lambda: kept.done)
     assert kept.status is Status.ABORTED
     for _ in slow.stream_sync("hello", max_tokens=400):
         break
@@ -95,7 +95,7 @@ async def test_a_dropped_handle_aborts(slow: Session) -> None:
     handle = slow.submit("hello", max_tokens=400)
     await anyio.sleep(0.05)
     del handle
-    eventually(lambda: slow.stats().live == 0, 2.0)
+    eventually(lambda: slow.stats().live == 0)
 
 
 def test_a_handle_keeps_its_session_alive(session: Session) -> None:
@@ -136,7 +136,7 @@ async def test_waiting_for_a_place_can_be_cancelled_from_both_sides() -> None:
         waiting = session.generate("cancelled by another thread")
         timer = threading.Timer(0.05, waiting.cancel)
         timer.start()
-        with pytest.raises(RequestAborted), anyio.fail_after(2):
+        with pytest.raises(RequestAborted), anyio.fail_after(60):
             await waiting
         timer.join()
         assert session.stats().waiting_for_a_place == 0

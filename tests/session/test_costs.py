@@ -110,6 +110,7 @@ def test_an_idle_session_costs_nothing() -> None:
         assert any(idle_share(2.0) < 0.01 for _ in range(5)), "the idle session uses the CPU"
 
 
+@pytest.mark.clock
 def test_waiting_for_the_device_costs_little() -> None:
     """The way to the device thread and back, compared with a bare queue that another thread answers."""
     device = DeviceThread()

@@ -83,7 +83,7 @@ def test_a_disk_that_hangs_while_pages_are_saved_does_not_keep_a_session_open(
     ask(session, 1)
     closing = threading.Thread(target=session.close)
     closing.start()
-    closing.join(30)
+    closing.join(60)
     closed = not closing.is_alive()
     answers.set()
     closing.join()

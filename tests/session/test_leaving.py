@@ -42,7 +42,7 @@ def test_a_forked_child_is_told() -> None:
                 handle.cancel()
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         if ended[0] != pid:
@@ -94,7 +94,7 @@ def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
                 except rekindle.SessionForked as error:
                     print(f"{time.perf_counter() - start:.3f} {error}", flush=True)
             os._exit(0)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         if ended[0] != pid:

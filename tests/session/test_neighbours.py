@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.bounds import Within
 from helpers.plain_loop import plain_loop
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.session.session import Session
@@ -82,7 +82,7 @@ def test_an_imported_page_of_another_layout(tmp_path: Path, wrong: str) -> None:
         ask(session, 0)  # computed, since the page is not offered again
 
 
-def test_what_is_too_much_is_refused_while_a_neighbour_streams(tmp_path: Path) -> None:
+def test_what_is_too_much_is_refused_while_a_neighbour_streams(tmp_path: Path, within: Within) -> None:
     """10,000 stop strings for each of 64 sequences held the neighbour for 1.4 s, and refusing n = 2e8 took 1.1 s."""
     too_much: list[dict[str, Any]] = [
         {"n": 200_000_000},
@@ -93,10 +93,8 @@ def test_what_is_too_much_is_refused_while_a_neighbour_streams(tmp_path: Path) -
     with opened(tmp_path) as session:
         neighbour = session.submit([9, 8, 7], max_tokens=30, ignore_eos=True)
         for options in too_much:
-            start = time.thread_time()
-            with pytest.raises(InvalidRequest):
+            with within(1), pytest.raises(InvalidRequest):
                 session.submit([5, 6, 7], **options)
-            assert time.thread_time() - start < 0.2
         with pytest.raises(InvalidRequest, match="sequences that one call may ask for"):
             session.generate([[5, 6, 7]] * 1000, n=1000)
         assert neighbour.result_sync().token_ids == tuple(plain_loop(MODEL, [9, 8, 7], 30, context=128))

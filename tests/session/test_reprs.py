@@ -176,7 +176,7 @@ def test_one_is_singular(session: Session) -> None:
         assert words in view.draw()
     view._session = session
     view.stop()
-    view.join(10)
+    view.join(60)
 
 
 def test_a_closed_session() -> None:

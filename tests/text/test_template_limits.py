@@ -148,10 +148,10 @@ UNCOMPILABLE = {
 
 def stopped(template: str, **options: Any) -> RekindleError:
     """The typed error with which a template ends, in bounded time."""
-    start = time.perf_counter()
+    start = time.monotonic()
     with pytest.raises(RekindleError) as caught:
         ChatTemplate(template).render([USER], **options)
-    assert time.perf_counter() - start < 30
+    assert time.monotonic() - start < 60, "it hangs"
     assert len(str(caught.value)) < 1200
     return caught.value
 
@@ -198,10 +198,8 @@ def test_long_conversations_are_within_the_limits() -> None:
         "{{ n.text | length }}"
     )
     chat = [{"role": "user", "content": "word " * 4_000}] * 100
-    start = time.perf_counter()
     rendered = ChatTemplate(template).render(chat)
     assert rendered.endswith(str(100 * (len("word ") * 4_000 - 1)))
-    print(f"{len(rendered):,} characters in {time.perf_counter() - start:.2f} s")
 
 
 def test_numbers_in_a_format_are_not_widths() -> None:

@@ -186,6 +186,7 @@ HELD: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("name", by_default(HELD, lambda name: name in ("four bytes, shorter", "others")))
 def test_no_operation_keeps_others_waiting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longest, last, step = 0.0, 0.0, Meter.step
@@ -246,6 +247,7 @@ READ: dict[str, Callable[[int], str]] = {
 }
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("name", READ)
 def test_reading_twice_as_much_takes_twice_the_time(name: str) -> None:
     quick = 0.05

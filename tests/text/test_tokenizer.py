@@ -145,6 +145,7 @@ def test_a_decoder_that_panics_is_a_typed_error() -> None:
         tokenizer.decode([1, 2])
 
 
+@pytest.mark.clock
 def test_a_long_text_leaves_other_threads_running() -> None:
     tokenizer = vocabularies.over(vocabularies.llama3_regex())
     text = ("hello wörld, this is a text. " * 42_000)[:1_200_000]

@@ -137,6 +137,7 @@ def test_no_expression_costs_more_than_its_length_times_the_names(expression: st
     assert cost(1024) <= 2.1 * cost(512) <= 5 * 512 * len(expression)
 
 
+@pytest.mark.clock
 def test_time_grows_no_faster_than_the_steps() -> None:
     def seconds(length: int) -> float:
         expression, times = Expression("(?:a|a|a|aa)*c?", Budget()), []

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from helpers import adapters
+from helpers.bounds import Within
 from helpers.driving import tiny_model
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import does_not_fit
@@ -224,7 +224,7 @@ EXPONENTIAL = "(?:[a-z_.0-9]|[a-z_.0-9])*!"
 
 
 @pytest.mark.usefixtures("short_turns")
-def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path) -> None:
+def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path, within: Within) -> None:
     folder = adapters.write(tmp_path, CONFIG, targets=("q_proj", "down_proj"))
     config = (folder / "adapter_config.json").read_text()
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -235,13 +235,12 @@ def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path)
     )
     for fields, words in cases:
         (folder / "adapter_config.json").write_text(config)
-        start = time.process_time()
-        if words:
-            with pytest.raises(CheckpointError, match=words):
-                read_adapter(changed(folder, **fields), "x", CONFIG)
-        else:
-            assert read_adapter(changed(folder, **fields), "x", CONFIG).rank == 4
-        assert time.process_time() - start < 5
+        with within(5):
+            if words:
+                with pytest.raises(CheckpointError, match=words):
+                    read_adapter(changed(folder, **fields), "x", CONFIG)
+            else:
+                assert read_adapter(changed(folder, **fields), "x", CONFIG).rank == 4
 
 
 _STARTS = ("layers", "h", "model.layers", "a.b", "experts")
@@ -306,12 +305,12 @@ def _none_fits(rank: int) -> None:
 
 @pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("name", ["a" * 1025, "é" * 600, "layers.0." * 100_000 + "experts.lora_A.weight"])
-def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
+def test_names_of_tensors_are_bounded(tmp_path: Path, within: Within, name: str) -> None:
     folder = written(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), {name: [1, 1]})
-    start = time.process_time()
-    with pytest.raises(CheckpointError, match=r"a name of .* characters, .*at most 1,024 bytes are read") as caught:
+    words = r"a name of .* characters, .*at most 1,024 bytes are read"
+    with within(2), pytest.raises(CheckpointError, match=words) as caught:
         read_adapter(folder, "x", CONFIG)
-    assert len(str(caught.value)) < 400 and time.process_time() - start < 2
+    assert len(str(caught.value)) < 400
 
 
 def test_a_header_is_bounded_by_the_tensors_that_an_adapter_may_have(tmp_path: Path) -> None:

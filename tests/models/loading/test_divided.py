@@ -168,7 +168,7 @@ def test_kept_weights_are_read_in_parts_and_checked(tmp_path: Path, monkeypatch:
     folder = checkpoints.write(tmp_path / "folder", mesh_models.raw("llama") | WIDE)
     options = {"dtype": "float32", "quantize": "int8-weight", "cache_dir": tmp_path / "cache"}
     whole = checkpoint.load(folder, **options)
-    assert prepared.wait(30)
+    assert prepared.wait(60)
     described = checkpoint.describe(folder, **options)
     assert described.kept is not None and described.reads is None
     placement: Any = Somewhere(None, Partition(4), described.graph, mine=(0, 3))  # type: ignore[arg-type]

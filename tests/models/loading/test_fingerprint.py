@@ -154,6 +154,7 @@ def test_each_precision_has_its_own(folder: Path) -> None:
     assert checkpoint.load(folder, **options[2]).fingerprint == found[2]
 
 
+@pytest.mark.clock
 def test_a_folder_of_any_size_takes_no_time(tmp_path: Path) -> None:
     """150 files of 64 GB each, which exist as holes only, and 30,000 tensors."""
     folder = tmp_path / "huge"

@@ -316,7 +316,7 @@ def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(prepared, "DELAY", 0.0)
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q5_1")
     made = load(file, cache_dir=tmp_path / "cache")
-    assert prepared.wait(20)
+    assert prepared.wait(60)
     described = describe(file, cache_dir=tmp_path / "cache")
     assert described.reads is None, "it is not planned what to read from the checkpoint"
     monkeypatch.setattr(reading, "read_leaves", None)

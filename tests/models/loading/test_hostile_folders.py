@@ -16,6 +16,7 @@ import pytest
 
 from helpers import checkpoints
 from helpers import transformers_versions as versions
+from helpers.bounds import Within
 from rekindle._src.models.loading import checkpoint, tensor_files
 from rekindle._src.models.registry import FAMILIES, config_from_hf
 from rekindle._src.text import ChatTemplate, Tokenizer
@@ -216,14 +217,15 @@ def test_a_huge_or_deeply_nested_config_is_refused(tmp_path: Path) -> None:
         ("a" * 100_000, [1], "a name of 100,000 characters, 'aaaa"),
     ],
 )
-def test_a_tensor_without_bounds_is_refused_at_once(tmp_path: Path, name: str, shape: list[int], words: str) -> None:
+def test_a_tensor_without_bounds_is_refused_at_once(
+    tmp_path: Path, within: Within, name: str, shape: list[int], words: str
+) -> None:
     """A product of that many numbers took 20 s, and patterns read names."""
     raw = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4))
-    start = time.process_time()
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with within(2), pytest.raises(CheckpointError, match=words) as caught:
         tensor_files.read_header(tmp_path / "model.safetensors")
-    assert time.process_time() - start < 2.0 and len(str(caught.value)) < 1_000
+    assert len(str(caught.value)) < 1_000
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:

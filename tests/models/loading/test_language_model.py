@@ -190,6 +190,7 @@ def test_differences_are_told_by_the_files_names(tmp_path: Path) -> None:
         load(checkpoints.write(tmp_path, raw, state), dtype="float32")
 
 
+@pytest.mark.clock
 def test_many_names_take_time_in_proportion() -> None:
     def seconds(count: int) -> float:
         names = [f"a{number}.layers.{number}.b.embed_tokens.c" for number in range(count)]

@@ -225,6 +225,7 @@ def test_ids_are_unique_and_follow_the_seed() -> None:
     assert len(short) == 9 and short.isalnum(), "Mistral's templates take no other ids"
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("family", "piece"),
     [
@@ -274,6 +275,7 @@ def test_deep_nesting_and_long_numbers_are_text() -> None:
     assert FORMATS["hermes"].parse(lone, tools=TOOLS).content == lone, "half a surrogate pair is no text"
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("family", "part"),
     [("hermes", "<tool_call>x"), ("phi4mini", "functools["), ("harmony", "<|channel|>"), ("harmony", "a<|end|>")],
