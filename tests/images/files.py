@@ -55,6 +55,32 @@ def tiff(*tags: tuple[int, int, int, int], rest: bytes = b"", following: int = 0
     return b"II*\x00" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", following) + rest
 
 
+def sharing_tags(count: int, size: int, *tags: tuple[int, int, int, int]) -> bytes:
+    """Return a directory with `count` more tags that all are the same `size` bytes, each of which a decoder copies."""
+    place = 8 + 2 + 12 * (len(tags) + count) + 4
+    return tiff(*tags, *[(50_000 + tag, 7, size, place) for tag in range(count)], rest=bytes(size))
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    """Return a segment of a JPEG."""
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def jpeg_with(*segments: bytes, jpeg: bytes | None = None) -> bytes:
+    """Return a JPEG that has these segments first."""
+    jpeg = encoded(Image.fromarray(noise(9, 7)), "JPEG") if jpeg is None else jpeg
+    return jpeg[:2] + b"".join(segments) + jpeg[2:]
+
+
+def webp_with(*parts: tuple[bytes, bytes], flags: int = 0) -> bytes:
+    """Return a lossless WebP with these chunks after its pixels."""
+    pixels = encoded(Image.fromarray(noise(9, 7)), "WEBP", lossless=True)[12:]
+    canvas = bytes([flags, 0, 0, 0]) + (9 - 1).to_bytes(3, "little") + (7 - 1).to_bytes(3, "little")
+    others = [kind + struct.pack("<I", len(data)) + data + bytes(len(data) % 2) for kind, data in parts]
+    body = b"WEBPVP8X" + struct.pack("<I", len(canvas)) + canvas + pixels + b"".join(others)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
 def _second_compression(data: bytes) -> bytes:
     """Return the TIFF with two numbers for its compression, of which Pillow takes the first."""
     entry = struct.pack("<HHI", 259, 3, 1)
@@ -132,6 +158,10 @@ def hostile() -> dict[str, bytes]:
         "jpeg, endless": b"\xff\xd8" + b"\xff" * 5000, "jpeg, short segment": b"\xff\xd8\xff\xe0\x00\x00",
         "jpeg, 17 MB before its pixels": b"\xff\xd8" + (b"\xff\xfe\xff\xff" + bytes(65533)) * 270 + jpeg[2:],
         "jpeg, EXIF": b"\xff\xd8" + (b"\xff\xe1\xff\xffExif\0\0" + bytes(65527)) * 40 + jpeg[2:],
+        "jpeg, EXIF of 2,000 tags": jpeg_with(segment(0xE1, b"Exif\0\0" + sharing_tags(2000, 40_000))),
+        "png, EXIF of 300 tags": png(9, 7, chunk(b"eXIf", sharing_tags(300, 40_000))),
+        "webp, EXIF of 300 tags": webp_with((b"EXIF", sharing_tags(300, 40_000)), flags=8),
+        "jpeg, 70 kB of tables": jpeg_with(*[segment(0xDB, bytes(65))] * 1000),
         "jpeg without a size": b"\xff\xd8\xff\xda\x00\x02", "jpeg, noise between": b"\xff\xd8\xff\xe0\x00\x04abzz",
         "webp of 16k × 16k": b"RIFF" + struct.pack("<I", len(webp) + 18) + b"WEBP" + canvas + webp[12:],
         "webp, cut": webp[:25], "webp, other": b"RIFF\0\0\0\0WEBPxxxx" + bytes(20),

@@ -13,7 +13,8 @@ import pytest
 
 from images.files import hostile, mutations
 from rekindle._src.images import Picture, PictureLimits, open_picture
-from rekindle._src.images.headers import HeaderProblem, read_header
+from rekindle._src.images.formats.parts import HeaderProblem
+from rekindle._src.images.headers import read_header
 from rekindle.errors import InvalidRequest
 
 LIMITS = PictureLimits(pixels=1 << 20)
@@ -76,6 +77,10 @@ def test_hostile_files_are_refused(name: str) -> None:
         ("jpeg, 17 MB before its pixels", "more than 16,777,216 bytes before its pixels"),
         ("jpeg, filled", "more than 65,536 bytes between its segments"),
         ("jpeg, EXIF", "more than 1,048,576 bytes of EXIF"),
+        ("jpeg, EXIF of 2,000 tags", "has EXIF of 2,000 tags; at most 256 are read"),
+        ("png, EXIF of 300 tags", "has EXIF of 300 tags"),
+        ("webp, EXIF of 300 tags", "has EXIF of 300 tags"),
+        ("jpeg, 70 kB of tables", "more than 65,536 bytes of tables"),
         ("bmp, compressed", "is a compressed BMP"),
         ("tiff, pages", "of several pages"),
         ("tiff, endless pages", "of several pages"),

@@ -21,7 +21,9 @@ import numpy as np
 
 from rekindle._src.core.names import path_problem
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.images.headers import COMPRESSED_TIFF, HeaderProblem, ImageHeader, read_header
+from rekindle._src.images.formats.parts import HeaderProblem, ImageHeader
+from rekindle._src.images.formats.tiff import COMPRESSED
+from rekindle._src.images.headers import bare_file, read_header
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -164,10 +166,10 @@ class EncodedPicture:
         broken = HeaderProblem(f"is a {header.format} that can't be decoded", "Save or download it again")
         with self.place:
             try:
-                image = pillow.open(io.BytesIO(self.data), formats=[header.format])
+                image = pillow.open(io.BytesIO(bare_file(self.data, header)), formats=[header.format])
                 self.limits.check_size(*image.size)
                 if header.format == "TIFF" and any(tile[0] != "raw" for tile in image.tile):  # as Pillow reads the tags
-                    raise HeaderProblem(*COMPRESSED_TIFF)
+                    raise HeaderProblem(*COMPRESSED)
                 # Pillow itself turns a TIFF upright.
                 size = header.upright if header.format == "TIFF" else (header.width, header.height)
                 if image.size == size:
