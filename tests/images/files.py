@@ -49,6 +49,55 @@ def png(width: int, height: int, *chunks: bytes, bits: int = 8, kind: int = 0, r
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
+def plain_tiff(
+    pixels: np.ndarray[Any, np.dtype[np.uint8]],
+    *,
+    order: str = "<",
+    rows: int = 0,
+    tile: tuple[int, int] = (0, 0),
+    planes: bool = False,
+    more: tuple[tuple[int, int, bytes], ...] = (),
+    strips: tuple[int, bytes] | None = None,
+) -> bytes:
+    """Return pixels [h, w, channels] as a TIFF in strips of `rows` rows or tiles of [h, w], by planes if it says so.
+
+    `more` are further tags: number, type, and bytes that stand in the file. They take the place of those with the
+    same number, and `strips`, a type and bytes, that of the list of their places.
+    """
+    height, width, channels = pixels.shape
+    down, across = tile if tile[0] else (rows or height, width)
+    parts = []
+    for layer in np.moveaxis(pixels, 2, 0)[..., None] if planes else [pixels]:
+        for top in range(0, height, down):
+            for left in range(0, width, across):
+                part = layer[top : top + down, left : left + across]
+                if tile[0]:  # all tiles are whole
+                    part = np.pad(part, ((0, down - part.shape[0]), (0, across - part.shape[1]), (0, 0)))
+                parts.append(part.tobytes())
+    offsets = 8 + np.cumsum([0, *map(len, parts[:-1])])
+    sizes = {3: "H", 4: "I"}
+    tags: list[tuple[int, int, list[int]]] = [
+        (256, 4, [width]), (257, 4, [height]), (258, 3, [8] * channels), (259, 3, [1]),
+        (262, 3, [2 if channels >= 3 else 1]), (277, 3, [channels]), (284, 3, [2 if planes else 1]),
+        *([(322, 3, [across]), (323, 3, [down]), (324, 4, [*offsets])] if tile[0] else [(273, 4, [*offsets])]),
+        *([] if tile[0] else [(278, 4, [down])]), *([(338, 3, [2])] if channels in (2, 4) else []),
+    ]  # fmt: skip
+    values = [(tag, kind, struct.pack(f"{order}{len(own)}{sizes[kind]}", *own)) for tag, kind, own in tags]
+    body, entries = b"".join(parts), []
+    changed = {tag: (tag, kind, own) for tag, kind, own in [*values, *more]}
+    if strips is not None:
+        places = 324 if tile[0] else 273
+        changed[places] = (places, *strips)
+    for tag, kind, own in sorted(changed.values()):
+        count = len(own) // {3: 2, 4: 4}.get(kind, 1)
+        place = own.ljust(4, b"\0") if len(own) <= 4 else struct.pack(f"{order}I", 8 + len(body))
+        body += own if len(own) > 4 else b""
+        entries.append(struct.pack(f"{order}HHI", tag, kind, count) + place)
+    directory = struct.pack(f"{order}H", len(entries)) + b"".join(entries) + bytes(4)
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    return start + struct.pack(f"{order}I", 8 + len(body)) + body + directory
+
+
 def tiff(*tags: tuple[int, int, int, int], rest: bytes = b"", following: int = 0) -> bytes:
     """Return a TIFF of these tags: number, type, count, value."""
     entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
@@ -169,7 +218,14 @@ def hostile() -> dict[str, bytes]:
         "bmp of 2**62 pixels": bytes(bmp[:18]) + b"\xff\xff\xff\x7f\x01\x00\x00\x80" + bytes(bmp[26:]),
         "bmp, cut": bytes(bmp[:20]), "bmp, odd header": bytes(bmp[:14]) + b"\x10" + bytes(bmp[15:]),
         "tiff without a size": tiff((258, 3, 1, 8)), "tiff, far away": b"II*\x00\xf0\xff\xff\xff",
-        "tiff, tiles": tiff(*size, (322, 4, 1, 1 << 30), (323, 4, 1, 1 << 30)),
+        "tiff, tiles": tiff(*size, (322, 4, 1, 1 << 30), (323, 4, 1, 1 << 30), (324, 4, 1, 8)),
+        "tiff, 5,000 strips of two pixels": plain_tiff(noise(1, 2), rows=1, strips=(1, bytes(5000))),
+        "tiff, strips in bytes": plain_tiff(noise(2, 1), strips=(1, b"\x08")),
+        "tiff, a strip too many": plain_tiff(noise(9, 7), rows=1, strips=(4, bytes(4 * 8))),
+        "tiff, a tile too many": plain_tiff(noise(9, 7), tile=(4, 5), strips=(4, bytes(4 * 5))),
+        "tiff, strips of no rows": plain_tiff(noise(9, 7), more=((278, 4, bytes(4)),)),
+        "tiff, 70,000 strips": plain_tiff(noise(1, 70_000, 1), strips=(4, bytes(280_000))),
+        "tiff, long palette": plain_tiff(noise(9, 7, 1), more=((320, 3, bytes(1540)),)),
         "tiff, overlapping tags": tiff(*size, *[(700 + tag, 1, 900, 8) for tag in range(100)], rest=bytes(1000)),
         "tiff, 60,000 tags": b"II*\x00" + struct.pack("<IH", 8, 60_000) + bytes(12 * 60_000 + 4),
         "tiff, odd compression": tiff(*size, (259, 3, 1, 34925)),

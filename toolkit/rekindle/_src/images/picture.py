@@ -170,8 +170,7 @@ class EncodedPicture:
                 self.limits.check_size(*image.size)
                 if header.format == "TIFF" and any(tile[0] != "raw" for tile in image.tile):  # as Pillow reads the tags
                     raise HeaderProblem(*COMPRESSED)
-                # Pillow itself turns a TIFF upright.
-                size = header.upright if header.format == "TIFF" else (header.width, header.height)
+                size = header.width, header.height
                 if image.size == size:
                     image.load()
                 if image.size != size:
@@ -181,7 +180,7 @@ class EncodedPicture:
                 raise
             except Exception:  # decoders raise whatever a stranger's bytes lead them to
                 raise broken from None
-            return Picture.of(pixels if header.format == "TIFF" else _upright(pixels, header.orientation))
+            return Picture.of(_upright(pixels, header.orientation))
 
     def encode(self) -> EncodedPicture:
         """Return this picture, which is encoded."""
