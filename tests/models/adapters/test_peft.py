@@ -21,6 +21,7 @@ from helpers.bounds import Within
 from helpers.driving import tiny_model
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import does_not_fit
+from rekindle._src.models.adapters.budget import Budget
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import CheckpointError, ConfigError
 
@@ -256,7 +257,7 @@ def test_the_layer_of_a_module_is_the_one_that_peft_finds(starts: list[str], par
     patterns = [rf"(?:^|.*?\.){start}\.(\d+)\." for start in starts] or [r".*?\.[^.]*\.(\d+)\."]
     match = next((match for match in (re.match(pattern, name) for pattern in patterns) if match), None)
     config = {"target_modules": ["q"], "layers_to_transform": 0, "layers_pattern": starts}
-    assert peft.Targets(config, "x").layer(name) == (None if match is None else int(match[1]))
+    assert peft.Targets(config, "x", Budget()).layer(name) == (None if match is None else int(match[1]))
 
 
 def written(folder: Path, shapes: dict[str, list[int]]) -> Path:

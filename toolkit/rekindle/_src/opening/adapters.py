@@ -18,13 +18,14 @@ from rekindle._src.core.extensions import UNIT, AdapterUse, units_for
 from rekindle._src.core.names import checked_name
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter, combined
+from rekindle._src.models.adapters.budget import Budget
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.adapters.writing import write_folder
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle.errors import ConfigError, InvalidRequest
+from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, RekindleError
 
 _SUMS = 16  # sums of adapters that are kept
 
@@ -65,12 +66,29 @@ class AdapterShelf:
         with self._lock:
             return dict(self._adapters)
 
-    def read(self, name: str, source: object, alpha: float | None = None) -> Adapter:
-        """Read an adapter and check that it fits; nothing is changed."""
+    def read(
+        self, name: str, source: object, alpha: float | None = None, wanted: Callable[[], bool] = lambda: True
+    ) -> Adapter:
+        """Read an adapter and check that it fits; nothing is changed. It ends early once `wanted` returns False."""
         checked_name("adapter", name)
         if self._refused:
             raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
-        adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))
+        try:
+            adapter = read_adapter(
+                source,
+                name,
+                self._model,
+                alpha=alpha,
+                fits=partial(self._check_rank, name),
+                budget=Budget(wanted=wanted),
+            )
+        except (OSError, MemoryError) as error:
+            if isinstance(error, RekindleError):
+                raise
+            raise CheckpointError(
+                f"The adapter {name!r} can't be read now: {error or type(error).__name__}. Check its disk and the "
+                "memory, and load it again."
+            ) from error
         return self._fitting(adapter, name)
 
     def merging(self, source: object) -> Callable[[LoadedModel], LoadedModel]:

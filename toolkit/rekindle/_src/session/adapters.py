@@ -10,7 +10,7 @@ from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.session.client import Client
-from rekindle.errors import ConfigError
+from rekindle.errors import CheckpointError, ConfigError
 
 
 def names(client: Client) -> tuple[str, ...]:
@@ -20,9 +20,17 @@ def names(client: Client) -> tuple[str, ...]:
 
 
 async def load(client: Client, name: str, source: Any, alpha: float | None) -> None:
-    """Load an adapter under a name."""
+    """Load an adapter under a name. It is read in a thread of its own: a stranger's may take long."""
     shelf = _shelf(client)
-    adapter = await client.in_writer(partial(shelf.read, name, source, alpha))
+
+    def late(seconds: float) -> CheckpointError:
+        return CheckpointError(
+            f"The adapter {name!r} was not read within {seconds:g} s. Copy it to a disk that is quick enough, and load "
+            "it again."
+        )
+
+    adapter = await client.adapter_threads.run(partial(shelf.read, name, source, alpha), late)
+    client.host.check()  # the session may have been closed meanwhile
     _drop(client, shelf.put(adapter))
 
 

@@ -17,6 +17,7 @@ from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import PageMove, WaitingRequest
 from rekindle._src.core.sampling import Sampling, SamplingOptions
+from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.engine import Engine, Observer
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 
+ADAPTERS_AT_ONCE = 4  # adapters that are read at a time
+ADAPTER_SECONDS = 300.0  # in which an adapter has to be read: 15 GB from a slow disk
+
 
 class Client:
     """Access to one open session. Every method may be called from any thread, and raises if the session can't be used.
@@ -47,6 +51,7 @@ class Client:
         self.front: Front = front
         self.engine: Engine = front.backend
         self.writer: CacheWriter = CacheWriter(host, self.engine)
+        self.adapter_threads: JobThreads = JobThreads(ADAPTERS_AT_ONCE, ADAPTER_SECONDS, "rekindle adapters")
         self._capabilities = capabilities_of()
         self.pauses: int = 0  # paused() blocks that have been entered and not left
         self.asleep: bool = False

@@ -1,18 +1,30 @@
-"""Expressions over names of modules, without backtracking: the part of regular expressions that trainers write.
+"""Expressions over names of modules: the part of regular expressions that trainers write.
 
-A name has few positions, so a set of them is an int with a bit for each. Matching goes backwards: every part of an
-expression returns the positions where it can start, given those where it may end. Nothing is tried twice: whatever the
-expression, its cost is at most its length, counts written out, times that of the name. What is accepted matches exactly
-what `re` matches; anything else is refused.
+An expression that is accepted matches exactly the names that `re` matches; anything else is refused. A match, by
+`patterns`, costs at most the length of the expression, counts written out, times that of the name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from rekindle._src.models.adapters.patterns import (
+    ANY_LETTER,
+    ESCAPED,
+    KINDS,
+    PLACES,
+    Character,
+    Letters,
+    Literal,
+    Lookahead,
+    ModuleNames,
+    Pattern,
+    PatternChoice,
+    PatternSequence,
+    Repeat,
+    Where,
+    repeats_groups,
+)
 
-MAX_LENGTH = 4096  # characters; those that trainers write have a few hundred
-MAX_STEPS = 1 << 22  # for all expressions and names of one adapter: seconds; 560 keys over as many modules take 273,700
+MAX_LENGTH = 4096  # characters; expressions of trainers have a few hundred
 _MAX_DEPTH, _MAX_REPEATS = 16, 255
 _DIGITS = "0123456789"
 
@@ -21,203 +33,33 @@ class UnsupportedExpression(ValueError):
     """An expression that is not matched, and why."""
 
 
-class Budget:
-    """The steps that all expressions of one adapter may still take."""
-
-    def __init__(self, steps: int = MAX_STEPS) -> None:
-        self.left = steps
-
-    def spend(self, steps: int = 1) -> None:
-        self.left -= steps
-        if self.left < 0:
-            raise UnsupportedExpression("the expressions take too many steps on the names of this model")
-
-
-class _Name:
-    """A name, and where its characters are: bit i of a set stands for the position before character i."""
-
-    def __init__(self, text: str, budget: Budget) -> None:
-        self.text, self.budget = text, budget
-        self.end = 1 << len(text)
-        self.anywhere = 2 * self.end - 1
-        self._of_character: dict[str, int] = {}
-        for index, character in enumerate(text):
-            self._of_character[character] = self._of_character.get(character, 0) | 1 << index
-        self._of_literal: dict[str, int] = {}
-
-    def literal(self, text: str) -> int:
-        """Return the positions where a text starts."""
-        places = self._of_literal.get(text)
-        if places is None:
-            places, at = 0, self.text.find(text)
-            while at >= 0:
-                places |= 1 << at
-                at = self.text.find(text, at + 1)
-            self._of_literal[text] = places
-        return places
-
-    def characters(self, accepts: Callable[[str], bool]) -> int:
-        """Return the positions before characters of a kind."""
-        return sum(places for character, places in self._of_character.items() if accepts(character))
-
-
-class _Pattern(Protocol):
-    def starts(self, name: _Name, ends: int) -> int:
-        """Return the positions where it can start if it may end at those of `ends`."""
-        ...
-
-
-class _Literal:
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def starts(self, name: _Name, ends: int) -> int:
-        name.budget.spend()
-        return name.literal(self.text) & (ends >> len(self.text))
-
-
-class _Character:
-    """One character of a kind."""
-
-    def __init__(self, accepts: Callable[[str], bool]) -> None:
-        self.accepts = accepts
-
-    def starts(self, name: _Name, ends: int) -> int:
-        name.budget.spend()
-        return name.characters(self.accepts) & (ends >> 1)
-
-
-class _Sequence:
-    def __init__(self, parts: Sequence[_Pattern]) -> None:
-        self.parts = parts
-
-    def starts(self, name: _Name, ends: int) -> int:
-        for part in reversed(self.parts):
-            if not ends:
-                break
-            ends = part.starts(name, ends)
-        return ends
-
-
-class _Choice:
-    def __init__(self, parts: Sequence[_Pattern]) -> None:
-        self.parts = parts
-
-    def starts(self, name: _Name, ends: int) -> int:
-        name.budget.spend()
-        places = 0
-        for part in self.parts:
-            places |= part.starts(name, ends)
-        return places
-
-
-class _Repeat:
-    """A part, from `least` to `most` times; without `most`, any number of times from `least` on."""
-
-    def __init__(self, part: _Pattern, least: int, most: int | None) -> None:
-        self.part, self.least, self.most = part, least, most
-
-    def starts(self, name: _Name, ends: int) -> int:
-        name.budget.spend()
-        if self.most is not None:
-            places = ends
-            for _ in range(self.most - self.least):
-                ends = self.part.starts(name, ends)
-                places |= ends
-        elif isinstance(self.part, _Character):
-            places = _filled(ends, name.characters(self.part.accepts), len(name.text))
-        else:
-            places = ends
-            while ends:
-                ends = self.part.starts(name, ends) & ~places
-                places |= ends
-        for _ in range(self.least):
-            places = self.part.starts(name, places)
-        return places
-
-
-def _filled(places: int, through: int, length: int) -> int:
-    """Return the places, and those before them that lead there through characters at `through`."""
-    step = 1
-    while step <= length:
-        places |= through & (places >> step)
-        through &= through >> step
-        step *= 2
-    return places
-
-
-class _Where:
-    """Matches the empty text at positions of a kind, such as the end."""
-
-    def __init__(self, places: Callable[[_Name], int]) -> None:
-        self._places = places
-
-    def starts(self, name: _Name, ends: int) -> int:
-        name.budget.spend()
-        return self._places(name) & ends
-
-
-class _Lookahead:
-    """Matches the empty text where a part follows, or, if negative, where it does not."""
-
-    def __init__(self, part: _Pattern, *, negative: bool) -> None:
-        self._part, self._negative = part, negative
-
-    def starts(self, name: _Name, ends: int) -> int:
-        follows = self._part.starts(name, name.anywhere)
-        return ends & ~follows if self._negative else ends & follows
-
-
-def _bounds_of_words(name: _Name) -> int:
-    words = name.characters(_CLASSES["w"])
-    return words ^ (words << 1)
-
-
-def _ends(name: _Name) -> int:
-    return name.end | (name.end >> 1 if name.text.endswith("\n") else 0)
-
-
-_CLASSES: Mapping[str, Callable[[str], bool]] = {
-    "d": str.isdecimal, "D": lambda c: not c.isdecimal(),
-    "w": lambda c: c.isalnum() or c == "_", "W": lambda c: not (c.isalnum() or c == "_"),
-    "s": str.isspace, "S": lambda c: not c.isspace(),
-}  # fmt: skip
-_PLACES: Mapping[str, Callable[[_Name], int]] = {
-    "A": lambda name: 1, "Z": lambda name: name.end, "b": _bounds_of_words,
-    "B": lambda name: name.anywhere & ~_bounds_of_words(name),
-}  # fmt: skip
-
-
-def _but_line_ends(character: str) -> bool:
-    return character != "\n"
-
-
 class Expression:
     """An expression over names. Raise UnsupportedExpression for one that is not matched here."""
 
-    def __init__(self, text: str, budget: Budget) -> None:
+    def __init__(self, text: str, names: ModuleNames) -> None:
         if len(text) > MAX_LENGTH:
             raise UnsupportedExpression(f"it has {len(text):,} characters, and {MAX_LENGTH:,} are read")
-        self._budget = budget
+        names.budget.spend(1 + 2 * len(text))  # a character takes longer to read than to match
+        self._names = names
         self._part = _Parser(text).whole()
-        last = self._part.parts[-1] if isinstance(self._part, _Sequence) and self._part.parts else self._part
-        self._tail = last.text if isinstance(last, _Literal) else ""  # rules out most names at once
+        last = self._part.parts[-1] if isinstance(self._part, PatternSequence) and self._part.parts else self._part
+        self._tail = last.text if isinstance(last, Literal) else ""  # rules out most names at once
 
     def matches(self, text: str) -> bool:
         """True if it matches a whole name, as `re.fullmatch` does."""
-        return self._starts(text) & 1 != 0
+        self._names.budget.spend()
+        if not text.endswith(self._tail):
+            return False
+        name = self._names.of(text)
+        return self._part.starts(name, name.end) & 1 != 0
 
     def matches_end(self, text: str) -> bool:
-        """True if it matches a whole name, or what follows one of its dots."""
-        starts = self._starts(text)
-        return starts & 1 != 0 or any(starts >> at + 1 & 1 for at, letter in enumerate(text) if letter == ".")
-
-    def _starts(self, text: str) -> int:
-        self._budget.spend()
+        """True if it matches a whole name, or the part after one of its dots."""
+        self._names.budget.spend()
         if not text.endswith(self._tail):
-            return 0
-        name = _Name(text, self._budget)
-        return self._part.starts(name, name.end)
+            return False
+        name = self._names.of(text)
+        return self._part.starts(name, name.end) & (1 | name.after_dots) != 0
 
 
 class _Parser:
@@ -226,7 +68,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
-    def whole(self) -> _Pattern:
+    def whole(self) -> Pattern:
         part = self._choice()
         if self._at < len(self._text):
             raise self._refused("a ')' that closes nothing")
@@ -241,55 +83,55 @@ class _Parser:
         self._at += len(text) if found else 0
         return found
 
-    def _choice(self) -> _Pattern:
+    def _choice(self) -> Pattern:
         parts = [self._sequence()]
         while self._next("|"):
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else _Choice(parts)
+        return parts[0] if len(parts) == 1 else PatternChoice(parts)
 
-    def _sequence(self) -> _Pattern:
-        parts: list[_Pattern] = []
+    def _sequence(self) -> Pattern:
+        parts: list[Pattern] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             part = self._repeated(self._single())
-            if isinstance(part, _Literal) and parts and isinstance(parts[-1], _Literal):
-                part = _Literal(parts.pop().text + part.text)  # type: ignore[attr-defined]
+            if isinstance(part, Literal) and parts and isinstance(parts[-1], Literal):
+                part = Literal(parts.pop().text + part.text)  # type: ignore[attr-defined]
             parts.append(part)
-        return parts[0] if len(parts) == 1 else _Sequence(parts)
+        return parts[0] if len(parts) == 1 else PatternSequence(parts)
 
-    def _single(self) -> _Pattern:
+    def _single(self) -> Pattern:
         letter = self._text[self._at]
         if letter == "(":
             return self._group()
         self._at += 1
         match letter:
             case ".":
-                return _Character(_but_line_ends)
+                return ANY_LETTER
             case "^":
-                return _Where(_PLACES["A"])
+                return PLACES["A"]
             case "$":
-                return _Where(_ends)
+                return PLACES["$"]
             case "[":
-                return _Character(self._class())
+                return Character(self._class())
             case "\\":
                 letter = self._escaped()
-                if letter in _CLASSES:
-                    return _Character(_CLASSES[letter])
-                if letter in _PLACES:
-                    return _Where(_PLACES[letter])
-                return _Literal(self._plain(letter))
+                if letter in ESCAPED:
+                    return ESCAPED[letter]
+                if letter in PLACES and letter != "$":
+                    return PLACES[letter]
+                return Literal(self._plain(letter))
         if letter in "*+?{":
             self._at -= 1
             raise self._refused(f"a {letter!r} that repeats nothing")
-        return _Literal(letter)
+        return Literal(letter)
 
-    def _group(self) -> _Pattern:
+    def _group(self) -> Pattern:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._refused(f"groups in more than {_MAX_DEPTH} groups")
         if self._next("(?!"):
-            part: _Pattern = _Lookahead(self._choice(), negative=True)
+            part: Pattern = Lookahead(self._choice(), negative=True)
         elif self._next("(?="):
-            part = _Lookahead(self._choice(), negative=False)
+            part = Lookahead(self._choice(), negative=False)
         elif self._next("(?:"):
             part = self._choice()
         elif self._text.startswith("(?", self._at):
@@ -302,7 +144,7 @@ class _Parser:
         self._depth -= 1
         return part
 
-    def _repeated(self, part: _Pattern) -> _Pattern:
+    def _repeated(self, part: Pattern) -> Pattern:
         start = self._at
         if self._next("*"):
             least, most = 0, None
@@ -317,15 +159,15 @@ class _Parser:
         self._next("?")  # a lazy one matches the same names
         if self._text[self._at : self._at + 1] in ("*", "+", "?", "{"):
             raise self._refused("a repeat of a repeat")
-        if isinstance(part, _Literal) and len(part.text) == 1:
-            part = _Character(part.text.__eq__)
+        if isinstance(part, Literal) and len(part.text) == 1:
+            part = Character(Letters(part.text))
         self._at, after = start, self._at  # where errors point
-        if isinstance(part, _Where | _Lookahead):
+        if isinstance(part, Where | Lookahead):
             raise self._refused("a repeat of an anchor or a look-ahead")
-        if (least, most) != (0, 1) and not isinstance(part, _Character) and _repeats_groups(part):
+        if (least, most) != (0, 1) and not isinstance(part, Character) and repeats_groups(part):
             raise self._refused("a repeat of a group with a repeated group or a look-ahead in it")
         self._at = after
-        return _Repeat(part, least, most)
+        return Repeat(part, least, most)
 
     def _counts(self) -> tuple[int, int | None]:
         least = self._number()
@@ -360,43 +202,32 @@ class _Parser:
             raise self._refused(f"'\\{letter}'")
         return letter
 
-    def _class(self) -> Callable[[str], bool]:
+    def _class(self) -> Letters:
         excluded = self._next("^")
         if self._text.startswith("]", self._at):
             raise self._refused("an empty class (write '\\]' for a bracket)")
-        tests: list[Callable[[str], bool]] = []
-        letters: set[str] = set()
+        singles, ranges, kinds = set[str](), list[tuple[str, str]](), set[str]()
         while not self._next("]"):
-            first, test = self._of_class()
-            if test is not None:
-                tests.append(test)
+            first, kind = self._of_class()
+            if kind:
+                kinds.add(kind)
             elif self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
                 self._at += 1
-                last, test = self._of_class()
-                if test is not None or last < first:
+                last, kind = self._of_class()
+                if kind or last < first:
                     raise self._refused("a range of a class that does not ascend")
-                tests.append(lambda letter, first=first, last=last: first <= letter <= last)  # type: ignore[misc]
+                ranges.append((first, last))
             else:
-                letters.add(first)
-        return lambda letter: (letter in letters or any(test(letter) for test in tests)) != excluded
+                singles.add(first)
+        return Letters(singles, ranges, [KINDS[kind] for kind in kinds], excluded=excluded)
 
-    def _of_class(self) -> tuple[str, Callable[[str], bool] | None]:
-        """Read a character of a class, or an escaped class."""
+    def _of_class(self) -> tuple[str, str]:
+        """Read a character of a class, or an escaped kind of letters."""
         letter = self._text[self._at : self._at + 1]
         if not letter:
             raise self._refused("a class without its ']'")
         self._at += 1
         if letter != "\\":
-            return letter, None
+            return letter, ""
         letter = self._escaped()
-        return (letter, _CLASSES[letter]) if letter in _CLASSES else (self._plain(letter), None)
-
-
-def _repeats_groups(part: _Pattern) -> bool:
-    """True if a part has the repeat of a group, or a look-ahead, in it: repeats of it would not be linear."""
-    if isinstance(part, _Sequence | _Choice):
-        return any(map(_repeats_groups, part.parts))
-    if isinstance(part, _Repeat):
-        single = isinstance(part.part, _Character) or (part.least, part.most) == (0, 1)
-        return not single or _repeats_groups(part.part)
-    return isinstance(part, _Lookahead)
+        return ("", letter) if letter in KINDS else (self._plain(letter), "")

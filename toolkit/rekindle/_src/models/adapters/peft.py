@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of, does_not_fit
-from rekindle._src.models.adapters.expressions import Budget, Expression, UnsupportedExpression
+from rekindle._src.models.adapters.budget import Budget, TooMuchWork
+from rekindle._src.models.adapters.expressions import Expression, UnsupportedExpression
+from rekindle._src.models.adapters.patterns import ModuleNames
 from rekindle._src.models.adapters.sites import Site, Sites
 from rekindle._src.models.loading.tensor_files import read_header, rows_of
 from rekindle.errors import CheckpointError
@@ -68,7 +70,9 @@ def any_rank(rank: int) -> None:
     """Accept an adapter of any rank."""
 
 
-def read_folder(folder: Path, name: str, sites: Sites, fits: Callable[[int], None] = any_rank) -> Adapter:
+def read_folder(
+    folder: Path, name: str, sites: Sites, fits: Callable[[int], None] = any_rank, budget: Budget | None = None
+) -> Adapter:
     """Return the adapter of a folder. Raise CheckpointError for one that can't be used as it is.
 
     `fits` raises for a rank that is too large, before anything is read.
@@ -90,7 +94,7 @@ def read_folder(folder: Path, name: str, sites: Sites, fits: Callable[[int], Non
                 f"{weights}: {entry.name[:200]} is stored as {str(entry.dtype)[:80]}. Save it in float32 or 16 bits."
             )
         tensors[entry.name] = Tensor(entry.shape, partial(rows_of, entry, 0, entry.shape[0] if entry.shape else 0))
-    return adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits)
+    return adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits, budget=budget)
 
 
 def _most_tensors(sites: Sites) -> int:
@@ -135,6 +139,7 @@ def adapter_of_tensors(
     *,
     place: str,
     fits: Callable[[int], None] = any_rank,
+    budget: Budget | None = None,
 ) -> Adapter:
     """Return an adapter of tensors under PEFT's names, and of the fields of its config.
 
@@ -147,16 +152,18 @@ def adapter_of_tensors(
             f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass one that was "
             "trained on this model."
         )
+    budget = budget or Budget()
     try:
-        targets = Targets(config, place)
+        targets = Targets(config, place, budget)
         products, problems = _planned(tensors, targets, sites, by_module)
-    except UnsupportedExpression as error:
+    except TooMuchWork as error:
         raise CheckpointError(f"{place}: {CONFIG}: {error}. {_LIST}.") from error
     if problems:
         raise does_not_fit(place, problems)
     fits(max((planned.rank for of_site in products.values() for planned in of_site if planned is not None), default=0))
     read: dict[str, list[Product | None]] = {}
     for path, of_site in products.items():
+        budget.check()
         read[path] = [product for planned in of_site for product in ((None,) if planned is None else planned.read())]
     return adapter_of(name, read)
 
@@ -330,22 +337,22 @@ def _prefixes(names: Mapping[str, str]) -> tuple[str, str]:
 class Targets:
     """The modules that a config names, and the rank and scale of each, by PEFT's rules."""
 
-    def __init__(self, config: Mapping[str, Any], place: str) -> None:
-        self._place, budget = place, Budget()
+    def __init__(self, config: Mapping[str, Any], place: str, budget: Budget) -> None:
+        self._place, self._budget, self._matched = place, budget, ModuleNames(budget)
         try:
-            self._targets = self._modules(config, "target_modules", budget)
-            self._excluded = self._modules(config, "exclude_modules", budget)
+            self._targets = self._modules(config, "target_modules")
+            self._excluded = self._modules(config, "exclude_modules")
             layers, starts = config.get("layers_to_transform"), config.get("layers_pattern") or ()
             self._layers = {layers} if isinstance(layers, int) else set(map(int, layers or ())) or None
             self._starts = tuple(map(self._start, _names([starts] if isinstance(starts, str) else starts)))
             self._rank, alpha = int(config.get("r", 8)), config.get("lora_alpha")
             self._alpha = float(8 if alpha is None else alpha)
-            self._ranks = self._patterns(config, "rank_pattern", int, budget)
-            self._alphas = self._patterns(config, "alpha_pattern", float, budget)
+            self._ranks = self._patterns(config, "rank_pattern", int)
+            self._alphas = self._patterns(config, "alpha_pattern", float)
             if min([self._rank, *(rank for _, rank in self._ranks)]) < 1:
                 raise ValueError("a rank below 1")
             self.parameters = _names(config.get("target_parameters") or ())
-        except CheckpointError:
+        except (CheckpointError, TooMuchWork):
             raise
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
@@ -358,7 +365,7 @@ class Targets:
 
     def naming(self, parameter: str) -> list[str]:
         """Return the names of parameters in the config that mean this one: each is the end of its name."""
-        return [name for name in _ends(parameter) if name in self._of_parameters]
+        return [name for name in self._ends(parameter) if name in self._of_parameters]
 
     def has_parameter(self, parameter: str) -> bool:
         """True if the config names a parameter of all experts."""
@@ -373,9 +380,9 @@ class Targets:
 
     def has(self, module: str) -> bool:
         """True if the config names a module."""
-        if self._excluded and _matches(self._excluded, module):
+        if self._excluded and self._matches(self._excluded, module):
             return False
-        if not self.open_ended and not _matches(self._targets or frozenset(), module):
+        if not self.open_ended and not self._matches(self._targets or frozenset(), module):
             return False
         if self._layers is None or not isinstance(self._targets, frozenset) or module in self._targets:
             return True
@@ -390,23 +397,36 @@ class Targets:
         rank = self.rank(module)
         return _by_pattern(self._alphas, module, self._alpha) / (math.sqrt(rank) if self._rooted else rank)
 
-    def _modules(self, config: Mapping[str, Any], field: str, budget: Budget) -> Expression | frozenset[str] | None:
+    def _ends(self, name: str) -> Iterator[str]:
+        """Yield a name, and the part after each of its dots."""
+        self._budget.spend(1 + name.count("."))
+        yield name
+        while "." in name:
+            name = name.partition(".")[2]
+            yield name
+
+    def _matches(self, targets: Expression | frozenset[str], module: str) -> bool:
+        if isinstance(targets, Expression):
+            return targets.matches(module)
+        return any(end in targets for end in self._ends(module))
+
+    def _modules(self, config: Mapping[str, Any], field: str) -> Expression | frozenset[str] | None:
         """Return the names of modules, or the expression of those that are meant; None for all of them, or for none."""
         value = config.get(field)
         if isinstance(value, str):
-            return None if value.lower() == "all-linear" else self._expression(field, value, budget)
+            return None if value.lower() == "all-linear" else self._expression(field, value)
         return None if value is None else frozenset(_names(value))
 
     def _patterns(
-        self, config: Mapping[str, Any], field: str, kind: Callable[[Any], Number], budget: Budget
+        self, config: Mapping[str, Any], field: str, kind: Callable[[Any], Number]
     ) -> list[tuple[Expression, Number]]:
         """Return the items of a mapping with expressions of the names, or of their ends, that they are for."""
         items = dict(config.get(field) or {}).items()
-        return [(self._expression(field, text, budget), kind(value)) for text, value in items]
+        return [(self._expression(field, text), kind(value)) for text, value in items]
 
-    def _expression(self, field: str, text: str, budget: Budget) -> Expression:
+    def _expression(self, field: str, text: str) -> Expression:
         try:
-            return Expression(text, budget)
+            return Expression(text, self._matched)
         except UnsupportedExpression as error:
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
             raise CheckpointError(f"{self._place}: {CONFIG} has {field}={shown!r}: {error}. {_LIST}.") from error
@@ -426,8 +446,13 @@ class Targets:
         if not self._starts:
             parts = module.split(".")
             return next((int(part) for part in parts[2:-1] if part.isdecimal()), None)
-        numbers = (_number_after(start, module) for start in self._starts)
-        return next((number for number in numbers if number is not None), None)
+        tries = 1 + module.count(".")
+        for start in self._starts:
+            self._budget.spend(2 * tries + len(start))
+            number = _number_after(start, module)
+            if number is not None:
+                return number
+        return None
 
 
 def _number_after(start: Sequence[str], module: str) -> int | None:
@@ -454,20 +479,6 @@ def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | set) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"{str(value)[:80]!r} is not a list of names")
     return tuple(value)
-
-
-def _ends(name: str) -> Iterator[str]:
-    """Yield a name, and what follows each of its dots."""
-    yield name
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
-
-
-def _matches(targets: Expression | frozenset[str], module: str) -> bool:
-    if isinstance(targets, Expression):
-        return targets.matches(module)
-    return any(end in targets for end in _ends(module))
 
 
 def _by_pattern(patterns: Sequence[tuple[Expression, float]], module: str, default: float) -> float:

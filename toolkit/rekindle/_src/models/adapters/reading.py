@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import Adapter, Matrix, Product, adapter_of, does_not_fit
+from rekindle._src.models.adapters.budget import Budget
 from rekindle._src.models.adapters.peft import Tensor, adapter_of_tensors, any_rank
 from rekindle._src.models.adapters.sites import Site, Sites, sites_of
 from rekindle._src.models.config import ModelConfig
@@ -33,27 +34,29 @@ def read_adapter(
     *,
     alpha: float | None = None,
     fits: Callable[[int], None] = any_rank,
+    budget: Budget | None = None,
 ) -> Adapter:
     """Return an adapter for a model with this config. Raise CheckpointError for one that does not fit it.
 
     The shapes in a file are compared, and `fits` raises for a rank that is too large, before its numbers are read.
+    Raise RequestAborted if nobody waits for it any longer, as the budget says.
     """
-    sites = sites_of(config)
+    sites, budget = sites_of(config), budget or Budget()
     if not isinstance(source, str | Path | Adapter):
-        return read_state(source, name, sites, alpha=alpha)
+        return read_state(source, name, sites, alpha=alpha, budget=budget)
     if alpha is not None:
         raise ConfigError("alpha", alpha, "is for a trainer's arrays: a folder or a file has its own", "Leave it out")
     if isinstance(source, Adapter):
         return Adapter(name, source.digest, source.products)
     path = checked_path("source", source)
     if is_gguf(path) and os.path.isfile(path):
-        return read_file(path, name, config, sites, fits)
+        return read_file(path, name, config, sites, fits, budget)
     if not os.path.isdir(path):  # whatever the reason, such as a folder above it that may not be read
         raise CheckpointError(
             f"The adapter {name!r} is at {str(source)!r}, which is neither a folder nor a GGUF file. Pass a local "
             "folder: huggingface_hub.snapshot_download(…) returns that of an adapter on the hub."
         )
-    return peft.read_folder(path, name, sites, fits)
+    return peft.read_folder(path, name, sites, fits, budget)
 
 
 _ENDS = (".lora_a", ".lora_b")
@@ -86,7 +89,9 @@ def _array(path: object, value: Any) -> NDArray[Any]:
         raise CheckpointError(f"The array {path} of an adapter is not one of floats ({error}). Pass floats.") from error
 
 
-def read_state(state: Any, name: str, sites: Sites, *, alpha: float | None = None) -> Adapter:
+def read_state(
+    state: Any, name: str, sites: Sites, *, alpha: float | None = None, budget: Budget | None = None
+) -> Adapter:
     """Return the adapter of a trainer's arrays. `alpha` divided by the rank is its scale; None is a scale of 1."""
     if alpha is not None and not isinstance(alpha, int | float):
         raise ConfigError("alpha", alpha, "is not a number", "Pass lora_alpha of the training")
@@ -101,7 +106,7 @@ def read_state(state: Any, name: str, sites: Sites, *, alpha: float | None = Non
         rank = next(iter(*ranks), 0)
         config = {"r": rank, "lora_alpha": rank if alpha is None else alpha}
         tensors = {path: Tensor(array.shape, partial(np.asarray, array)) for path, array in arrays.items()}
-        return adapter_of_tensors(name, tensors, config, sites, place=repr(name))
+        return adapter_of_tensors(name, tensors, config, sites, place=repr(name), budget=budget)
     return adapter_of(name, _products(arrays, name, sites, alpha))
 
 
@@ -137,7 +142,7 @@ _MOST_HEADER = 16 << 20  # bytes of a file's header: that of an adapter has no v
 
 
 def read_file(
-    path: Path, name: str, config: ModelConfig, sites: Sites, fits: Callable[[int], None] = any_rank
+    path: Path, name: str, config: ModelConfig, sites: Sites, fits: Callable[[int], None], budget: Budget
 ) -> Adapter:
     """Return the adapter of a file. Raise CheckpointError for one that does not fit the model."""
     # Sessions import this module, and few of them read such a file.
@@ -188,6 +193,7 @@ def read_file(
     fits(max((first.shape[0] for _, _, _, first, _ in planned), default=0))
     products: dict[str, list[Product | None]] = {}
     for module, site, index, *stored in planned:
+        budget.check()
         down, up = (
             GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
             for tensor in stored
