@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -139,6 +140,63 @@ def test_what_was_recorded_of_one_connection_opens_no_other() -> None:
         )
         assert not isinstance(said, Exception)
         assert far.recv(1) == bytes([greeting.LeaderAnswer.SECRET])
+
+
+class Trickle:
+    """A connection whose other side sends one byte every five seconds, by the clock of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.bytes, self.timeout = 1000.0, 0, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def settimeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def gettimeout(self) -> float:
+        return self.timeout
+
+    def sendall(self, content: bytes) -> None: ...
+
+    def recv_into(self, buffer: memoryview) -> int:
+        self.now += min(5.0, self.timeout)
+        if self.timeout < 5.0:
+            raise TimeoutError
+        buffer[0], self.bytes = 0, self.bytes + 1
+        return 1
+
+
+@pytest.mark.parametrize(
+    "greet",
+    [
+        lambda connection: greeting.lead(connection, SECRET, ProcessPlace(0, 2), frozenset(), silence=5),
+        lambda connection: greeting.follow(connection, SECRET, ProcessPlace(1, 2), silence=5),
+        lambda connection: greeting.listen(connection, SECRET),
+        lambda connection: greeting.call(connection, SECRET),
+    ],
+)
+def test_a_greeting_has_one_deadline(greet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte every five seconds kept a greeting going for minutes: the time began again with each."""
+    connection = Trickle(monkeypatch)
+    with pytest.raises(ProcessLost):
+        greet(connection)
+    assert connection.bytes <= 2 and connection.now <= 1000.0 + greeting.GREETING_SECONDS
+
+
+def test_of_pending_connections_the_oldest_of_the_most_crowded_address_leaves() -> None:
+    pending = greeting.PendingConnections(4)
+    pairs = [socket.socketpair() for _ in range(6)]
+    try:
+        for (near, _), host in zip(pairs, ("rightful", "a", "a", "b", "a", "b"), strict=True):
+            pending.enter(near, host)
+        assert len(pending) == 4
+        assert [pending.leave(near) for near, _ in pairs] == [True, False, False, True, True, True]
+        for _, far in pairs[1:3]:
+            assert far.recv(1) == b"", "it was shut down"
+        assert len(pending) == 0
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
 
 
 def test_a_changed_message_is_refused(wire: Wire) -> None:

@@ -107,6 +107,22 @@ def test_waiting_ends(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None
         joining.connect(coordinator, ProcessPlace(1, 2), wait=0.3)
 
 
+def test_silent_connections_keep_no_follower_out(coordinator: str) -> None:
+    leader = Leader(coordinator, 2)
+    leader.until(0)
+    port = int(coordinator.split(":")[1])
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(joining.GREETINGS)]
+    try:
+        channel = joining.connect(coordinator, ProcessPlace(1, 2), wait=0)
+        team = leader.result()
+        assert isinstance(team, Team) and [one.process for one in team.followers] == [1]
+        channel.close()
+        team.close()
+    finally:
+        for connection in silent:
+            connection.close()
+
+
 def test_an_address_that_is_taken_is_refused(coordinator: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"

@@ -26,7 +26,16 @@ from rekindle._src.channels.channel import MessageKind
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
-from rekindle._src.kvcache.sharing import SILENCE, PageAddress, PageSource, Puller, introduction, parts
+from rekindle._src.kvcache.sharing import (
+    CONNECTIONS,
+    GREETINGS,
+    SILENCE,
+    PageAddress,
+    PageSource,
+    Puller,
+    introduction,
+    parts,
+)
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 SECRET = "a secret of these tests"
@@ -129,6 +138,33 @@ def test_the_secret_is_asked_for(both: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert two.cache.pull(shared.address).result_sync() == 0
     with pytest.raises(ConfigError, match="address"):
         two.cache.pull("nowhere", list(prompt(0))).result_sync()
+
+
+def test_silent_connections_keep_no_rightful_one_out(both: Any) -> None:
+    """Thirty-two that know no secret had all the places, for as long as they sent a byte now and then."""
+    one, two, shared = both
+    ask(one, 0)
+    port = int(shared.address.rpartition(":")[2])
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(max(CONNECTIONS, GREETINGS))
+        ]
+        eventually(lambda: len(shared._pending) == GREETINGS)
+        assert pull(two, shared, list(prompt(0))) == PAGES * 8
+        silent[0].settimeout(20)
+        while silent[0].recv(1 << 10):  # what the listener says first, and then the end: the oldest left
+            pass
+        assert len(shared._pending) == GREETINGS - 1, "the rightful one is greeted, and needs its place no more"
+    assert ask(two, 0) == PAGES * 8
+    eventually(lambda: not shared._pending and not shared._live)
+
+
+def test_who_knows_the_secret_and_finds_no_place_is_told(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, two, shared = both
+    monkeypatch.setattr("rekindle._src.kvcache.sharing.CONNECTIONS", 0)
+    with pytest.raises(SnapshotRefused, match="0 connections take pages already"):
+        pull(two, shared, list(prompt(0)))
 
 
 def test_pages_of_other_weights_are_refused(both: Any, cache: Path) -> None:

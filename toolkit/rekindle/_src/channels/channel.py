@@ -45,6 +45,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, Self
 
@@ -201,11 +202,19 @@ class Channel:
         return exactly(self._connection, count)
 
 
-def exactly(connection: socket.socket, count: int) -> memoryview:
-    """Receive the next `count` bytes. Raises ProcessLost if they don't come."""
+def exactly(connection: socket.socket, count: int, *, deadline: float | None = None) -> memoryview:
+    """Receive the next `count` bytes. Raises ProcessLost if they don't come.
+
+    Without a `deadline`, a time of `time.monotonic()` for all of them, each wait has the connection's own timeout.
+    """
     buffer = memoryview(bytearray(count))
     at = 0
     while at < count:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ProcessLost(f"{at} of {count} bytes of a message came in time")
+            connection.settimeout(left)
         try:
             received = connection.recv_into(buffer[at:])
         except TimeoutError:

@@ -199,7 +199,8 @@ class PageSource:
         self.close()
 
 
-CONNECTIONS = 32  # at once; further ones are closed
+CONNECTIONS = 32  # at once, of those that know the secret; further ones are refused
+GREETINGS = 32  # connections at once that have not shown yet that they know it
 # Read from the device between two steps, and sent together. Larger pieces delay steps, smaller ones move less.
 PIECE_BYTES = 16 << 20
 MOST_LISTED = 1 << 16
@@ -232,6 +233,7 @@ class SharedPages(html.Line):
         self._at, self._port = at, int(self._server.getsockname()[1])
         self._server.settimeout(_LOOK_SECONDS)
         self._closed = False
+        self._pending = greeting.PendingConnections(GREETINGS)
         self._live: set[socket.socket] = set()
         self._lock = threading.Lock()
         self.sent_pages: int = 0
@@ -254,6 +256,7 @@ class SharedPages(html.Line):
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.close()
+        self._pending.close()
         with self._lock:
             live = list(self._live)
         for connection in live:
@@ -274,32 +277,44 @@ class SharedPages(html.Line):
         with self._server:
             while not (self._closed or self._loop.is_over):
                 try:
-                    connection, _ = self._server.accept()
+                    connection, (host, *_) = self._server.accept()
                 except TimeoutError:
                     continue
                 except OSError:
                     break
-                with self._lock:
-                    full = len(self._live) >= CONNECTIONS
-                    if not full:
-                        self._live.add(connection)
-                if full:
-                    connection.close()
-                    continue
+                self._pending.enter(connection, host)
                 threading.Thread(target=self._serve, args=(connection,), name="rekindle sharing", daemon=True).start()
         self.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                channel = BulkChannel(connection, greeting.listen(connection, self._secret), silence=SILENCE)
+                try:
+                    keys = greeting.listen(connection, self._secret)
+                finally:
+                    present = self._pending.leave(connection)
+                if not present:
+                    return  # it was shut down: its place is taken, or pages are shared no more
+                channel = BulkChannel(connection, keys, silence=SILENCE)
                 with contextlib.closing(channel):
-                    self._talk(channel)
+                    if self._enter(connection):
+                        self._talk(channel)
+                    else:
+                        channel.receive()
+                        channel.send(MessageKind.FAILED, f"{CONNECTIONS} connections take pages already".encode())
         except (RekindleError, OSError) as error:
             log.debug("a connection to shared pages has ended: %s", error)
         finally:
             with self._lock:
                 self._live.discard(connection)
+
+    def _enter(self, connection: socket.socket) -> bool:
+        """Count a connection that knows the secret. Return False if there are too many, or sharing has ended."""
+        with self._lock:
+            room = len(self._live) < CONNECTIONS and not self._closed
+            if room:
+                self._live.add(connection)
+        return room
 
     def _talk(self, channel: BulkChannel) -> None:
         """Answer requests until the other side ends the connection, which raises."""

@@ -26,7 +26,7 @@ JOIN_SECONDS = 300.0  # how long a leader waits for its followers
 # Seconds without a message, of which there is one each second, after which the other side counts as gone. A leader gets
 # longer: other work in its process may hold Python's lock for a while.
 FOLLOWER_SILENCE, LEADER_SILENCE = 15.0, 60.0
-GREETINGS = 8  # at once
+GREETINGS = 32  # connections at once that have not shown yet that they know the secret
 _LOOK_SECONDS = 0.2
 
 
@@ -85,7 +85,7 @@ class _Gathering:
         self._channels: dict[int, Channel] = {}
         self._pinged = 0.0
         self._lock = threading.Lock()
-        self._greeting = threading.BoundedSemaphore(GREETINGS)
+        self._pending = greeting.PendingConnections(GREETINGS)
 
     def run(self, server: socket.socket) -> dict[int, Channel]:
         deadline = time.monotonic() + JOIN_SECONDS
@@ -101,15 +101,13 @@ class _Gathering:
                     f"of {self._place.processes} processes these have not come within {JOIN_SECONDS:.0f} s: {names}. "
                     "Start `rekindle follow` for each of them"
                 )
-            if self._greeting.acquire(timeout=_LOOK_SECONDS):
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    self._greeting.release()
-                else:
-                    threading.Thread(
-                        target=self._greet, args=(connection,), name="rekindle greeting", daemon=True
-                    ).start()
+            try:
+                connection, (host, *_) = server.accept()
+            except OSError:
+                pass
+            else:
+                self._pending.enter(connection, host)
+                threading.Thread(target=self._greet, args=(connection,), name="rekindle greeting", daemon=True).start()
             connected = self._connected()
             if connected != joined:
                 joined = connected
@@ -133,17 +131,18 @@ class _Gathering:
             with self._lock:
                 joined = frozenset(self._channels)
             process, channel = greeting.lead(connection, self._key, self._place, joined, silence=FOLLOWER_SILENCE)
+            present = self._pending.leave(connection)  # False: it was shut down, its place is taken
             with self._lock:
-                duplicate = process in self._channels
-                if not duplicate:
+                joins = present and process not in self._channels
+                if joins:
                     self._channels[process] = channel
-            if duplicate:
+            if not joins:
                 channel.close()
         except RekindleError as error:
             log.warning("a connection of %s was closed: %s", _peer(connection), error)
             connection.close()
         finally:
-            self._greeting.release()
+            self._pending.leave(connection)
 
 
 def enter(channel: Channel, place: ProcessPlace) -> dict[str, object]:
