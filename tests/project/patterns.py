@@ -248,9 +248,8 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_address": STRANGER("a resolver's answer", "a DNS message")
     },
     "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text", "MAX_STRUCTURE")},
-    "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
-    "toolkit/rekindle/_src/serve/listening.py": {
-        "ipaddress.ip_address": US("an end of a connection", "an address"),
+    "toolkit/rekindle/_src/serve/life.py": {
+        "ipaddress.ip_address": STRANGER("a Host header, a client's address", "MOST_HEADER_BYTES"),
         "ipaddress.IPv6Address": US("a number", "128 bits"),
     },
     "toolkit/rekindle/_src/serve/server.py": {"ipaddress.ip_address": USER("the host to listen on", "an argument")},

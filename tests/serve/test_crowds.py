@@ -84,11 +84,11 @@ def test_chats_whose_clients_left_are_not_rendered(
 def test_bodies_whose_clients_left_are_not_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, read, check = threading.Event(), list[int](), bodies.check_size
 
-    def counted(data: bytearray, limit: int) -> None:
+    def counted(data: bytearray, limit: int) -> int:
         if len(data) > bodies.IN_A_THREAD:
             read.append(len(data))
             assert gate.wait(30)
-        check(data, limit)
+        return check(data, limit)
 
     monkeypatch.setattr(exchange, "check_size", counted)
     large = {"messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 2}

@@ -210,6 +210,8 @@ def _serve(serve: Parser) -> None:
     serve.add("--api-key-file", "a file with a key on each line", type=Path)
     serve.flag("--strict", "refuse unknown fields instead of ignoring them")
     serve.add("--body-limit", "of a request (default 32)", type=int, default=32, metavar="MIB")
+    taken = "that all requests may take before they get 503; one client may take half (default 1024)"
+    serve.add("--request-memory", taken, type=int, default=1024, metavar="MIB")
     waiting = "prompt tokens that may wait before requests get 429 (default 1048576)"
     serve.add("--max-queued-tokens", waiting, type=int, default=1 << 20, metavar="N")
     serve.add("--drain", "seconds that answers may go on after SIGTERM, up to a day", type=float, default=30.0)

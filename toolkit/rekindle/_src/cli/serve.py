@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=keys,
         strict=arguments.strict,
         body_limit=arguments.body_limit << 20,
+        request_memory=arguments.request_memory << 20,
         max_queued_tokens=arguments.max_queued_tokens,
         cors_origins=arguments.cors_origin,
         allowed_hosts=arguments.allowed_host,

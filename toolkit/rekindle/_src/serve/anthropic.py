@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -118,10 +119,11 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     options |= structure | calls_options(fields, parallel=parallel)
     pictures = RequestPictures(exchange, session)
-    messages = await exchange.run(lambda: messages_of(fields, pictures.read))
+    messages = await pictures.messages(lambda read: messages_of(fields, read))
     with exchange.takes_on(pictures.tokens) as active:
         await pictures.fetch()
-        handle = await exchange.run(lambda: call_chat(session.chat, messages, {**options, **template}))
+        handle = await exchange.run(partial(call_chat, session.chat, messages, {**options, **template}))
+        del messages
         generation.submit(exchange, active, [handle])
         if not fields.get("stream"):
             ((completion,),) = await generation.wait_all(exchange, active, [handle])
@@ -146,18 +148,21 @@ async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     template = template_options(fields)
     template.pop("tool_choice", None)
     pictures = RequestPictures(exchange, session)
-    messages = await exchange.run(lambda: messages_of(fields, pictures.read))
+    messages = await pictures.messages(lambda read: messages_of(fields, read))
     await pictures.fetch()
     count = await exchange.run_in_turn(lambda: len(encode_chat(session, messages, template)))
     await exchange.reply({"input_tokens": count})
 
 
-def messages_of(fields: Mapping[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
-    """Return the conversation. Refuse blocks other than text, pictures, thinking and tools by name."""
+def messages_of(fields: dict[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
+    """Take the messages out of the fields. Return them as a conversation.
+
+    Refuse blocks other than text, pictures, thinking and tools by name.
+    """
     messages: list[dict[str, Any]] = []
     if fields.get("system"):
-        messages.append({"role": "system", "content": _text(fields["system"], "system")})
-    for index, message in enumerate(fields["messages"]):
+        messages.append({"role": "system", "content": _text(fields.pop("system"), "system")})
+    for index, message in enumerate(fields.pop("messages")):
         path = f"messages[{index}].content"
         if isinstance(message["content"], str):
             messages.append({"role": message["role"], "content": message["content"]})

@@ -19,6 +19,7 @@ from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
 from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send, Service
 from rekindle._src.serve.fields import Endpoint, document
+from rekindle._src.serve.ledger import REQUEST_MEMORY
 from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, check_size
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
@@ -68,6 +69,7 @@ def app(
     api_key: str | Sequence[str] | None = None,
     strict: bool = False,
     body_limit: int = 32 << 20,
+    request_memory: int = REQUEST_MEMORY,
     max_queued_tokens: int = 1 << 20,
     cors_origins: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
@@ -88,6 +90,8 @@ def app(
         api_key: one or more keys; a request must send one of them.
         strict: refuse unknown fields with 400; by default they are ignored with one line in the log.
         body_limit: the most bytes of a request.
+        request_memory: the most bytes that all requests may take in memory, as they arrive, parsed and with their
+            pictures; of one client, half of it. Beyond it, requests get 503.
         max_queued_tokens: the most prompt tokens that may wait; beyond it, requests get 429.
         cors_origins: origins whose web pages may use the server.
         allowed_hosts: names that the Host header may have, such as "llm.example.org", "*.example.org" or "*", in
@@ -108,6 +112,7 @@ def app(
     except ImportError as error:
         raise MissingExtra("starlette", "serve") from error
     check_bound("body_limit", body_limit)
+    check_bound("request_memory", request_memory)
     check_bound("max_queued_tokens", max_queued_tokens)
     check_origins(cors_origins)
     if metrics_names not in get_args(Names):
@@ -117,6 +122,7 @@ def app(
         Life(max_queued_tokens=max_queued_tokens),
         strict=strict,
         body_limit=body_limit,
+        request_memory=request_memory,
         trust_templates=trust_request_chat_template,
         metrics_names=metrics_names,
         hosts=Hosts(allowed_hosts),

@@ -79,7 +79,9 @@ class BatchRun:
         strict: bool = False,
     ) -> None:
         self._source = Path(source)
-        self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
+        self._service = Service(
+            Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict, request_memory=1 << 62
+        )
         served = self._service.models.get(None)
         self._name, self._session = served.name, served.open()
         self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._resume, field="output")
@@ -224,7 +226,8 @@ class BatchRun:
 
         self._active += 1
         try:
-            status = await refusing(exchange, dialect, answer)
+            with exchange.account:
+                status = await refusing(exchange, dialect, answer)
         finally:
             self._active -= 1
         return status, exchange.request_id, json.loads(b"".join(parts))

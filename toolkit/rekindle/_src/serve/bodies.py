@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -42,10 +43,13 @@ def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: float) -> bytearray:
+async def read_body(
+    scope: Scope, receive: Receive, *, limit: int, seconds: float, hold: Callable[[int], object]
+) -> bytearray:
     """Return the body of a JSON request. Raise `ApiError` (408, 413, 415) for others.
 
-    Raise `ClientDisconnect` if the client disconnects before it has sent the whole body.
+    `hold` is called with the bytes that it takes in memory so far, and may raise. Raise `ClientDisconnect` if the
+    client disconnects before it has sent the whole body.
     """
     kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -63,6 +67,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: floa
                 data += message.get("body", b"")
                 if len(data) > limit:
                     raise too_large(limit)
+                hold(sys.getsizeof(data))
                 if not message.get("more_body", False):
                     return data
     except TimeoutError:
@@ -74,21 +79,25 @@ def too_large(limit: int, what: str = "body") -> ApiError:
     return ApiError(413, f"the {what} has more than {limit / 2**20:.0f} MiB. Send less", code="body_too_large")
 
 
-def check_size(data: bytes | bytearray, limit: int) -> None:
-    """Raise `ApiError` (413) for JSON with more values or names than a body of at most `limit` bytes may have."""
+def check_size(data: bytes | bytearray, limit: int) -> int:
+    """Return about how many values JSON has. Raise `ApiError` (413) for more values or names than a body may have.
+
+    `limit` is the most bytes of a body.
+    """
     most = max(IN_A_THREAD, limit // BYTES_PER_VALUE)
-    check_values(data, most, most // VALUES_PER_NAME)
+    return check_values(data, most, most // VALUES_PER_NAME)
 
 
-def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
-    """Raise `ApiError` (413) for JSON of more than `most` values, or more than `most_names` named fields.
+def check_values(data: bytes | bytearray, most: int, most_names: int) -> int:
+    """Return the number of values of JSON, or more. Raise `ApiError` (413) for more than `most`, or `most_names` names.
 
     A parsed value takes some 100 bytes, and a name takes a microsecond to parse.
 
     Python's parser holds the interpreter's lock throughout; NumPy, which counts here, releases it.
     """
-    if sum(data.count(mark) for mark in _MARKS) <= most and data.count(b":") <= most_names:
-        return
+    marks = sum(data.count(mark) for mark in _MARKS)
+    if marks <= most and data.count(b":") <= most_names:
+        return marks
     count, names, in_string, escaped = 0, 0, 0, False
     for start in range(0, len(data), _BLOCK):
         block = np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - start), start)
@@ -111,6 +120,7 @@ def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
             raise ApiError(413, f"the body has more than {most:,} JSON values. Send less", code="body_too_large")
         if names > most_names:
             raise ApiError(413, f"the body has more than {most_names:,} named fields. Send less", code="body_too_large")
+    return count
 
 
 def parse(data: bytes | bytearray) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -42,12 +43,14 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     pictures = RequestPictures(exchange, session)
-    messages = await exchange.run(lambda: plain_messages(fields["messages"], pictures.read))
+    echoed = _echoed(fields)
+    messages = await pictures.messages(lambda read: plain_messages(fields.pop("messages"), read))
     with exchange.takes_on(pictures.tokens) as active:
         await pictures.fetch()
-        handle = await exchange.run(lambda: call_chat(session.chat, messages, options))
+        handle = await exchange.run(partial(call_chat, session.chat, messages, options))
+        del messages
         generation.submit(exchange, active, [handle])
-        writer = _ChatWriter(exchange, fields, served.name, session, handle)
+        writer = _ChatWriter(exchange, fields, served.name, session, handle, echoed)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
@@ -207,10 +210,11 @@ def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
 
 class _ChatWriter(generation.Writer):
     def __init__(
-        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: ServedSession, handle: HandleLike
-    ) -> None:
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: ServedSession, handle: HandleLike,
+        echoed: str,
+    ) -> None:  # fmt: skip
         super().__init__(exchange, fields, model, session, "chatcmpl", "chat.completion")
-        self._handle, self._before = handle, _echoed(fields)
+        self._handle, self._before = handle, echoed
         self._parallel = fields.get("parallel_tool_calls", True)
         self._reasons = fields.get("include_reasoning", True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
@@ -12,6 +13,7 @@ from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import INT64, Boolean, Endpoint, Field, OneOf, String, ignored, refused, whole
+from rekindle._src.serve.ledger import bytes_of
 from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Offset
 from rekindle._src.serve.metrics import finish_of
@@ -59,7 +61,10 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
     _fits(len(prompts) * n, session)
     streaming = generation.stream_options(fields)
     with exchange.takes_on(estimate(prompts)) as active:
-        handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
+        handles = await exchange.run(partial(_handles, session, prompts, options))
+        del prompts
+        if not echo:
+            _let_go(exchange, fields)
         generation.submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
         writer = _CompletionWriter(exchange, fields, served.name, session, active.handles)
         if fields.get("stream"):
@@ -67,6 +72,18 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
             return
         results = await generation.wait_all(exchange, active, active.handles)
         await exchange.reply(await writer.whole(results))
+
+
+def _handles(session: ServedSession, prompts: Sequence[Any], options: Mapping[str, Any]) -> list[HandleLike]:
+    return [session.generate(prompt, **options) for prompt in prompts]
+
+
+def _let_go(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Drop the prompts, which the session has: as the same texts, or as arrays in place of lists of token ids."""
+    account = exchange.account
+    ids = [prompt for prompt in fields.pop("prompt") if not isinstance(prompt, str)]
+    if ids:
+        account.hold(parsed=max(0, account.parsed - sum(map(bytes_of, ids)) + 4 * sum(map(len, ids))))
 
 
 async def _tokens(exchange: Exchange, fields: Mapping[str, Any], session: ServedSession) -> Sequence[Any]:

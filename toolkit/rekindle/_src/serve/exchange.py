@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
+from anyio.abc import TaskGroup
 
 from rekindle._src.core.version import VERSION
 from rekindle._src.dispatch.intake import Turns
@@ -34,7 +35,8 @@ from rekindle._src.serve.bodies import (
 from rekindle._src.serve.bodies import dumps as dumps
 from rekindle._src.serve.errors import ApiError, refusal, unavailable, wrong
 from rekindle._src.serve.fields import Endpoint, UnknownFields
-from rekindle._src.serve.life import Active, Hosts, Life
+from rekindle._src.serve.ledger import REQUEST_MEMORY, Account, ByteLedger, bytes_of, parsing_bytes
+from rekindle._src.serve.life import Active, Hosts, Life, address_of
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
 from rekindle._src.serve.models import Models, ServedSession
@@ -59,6 +61,7 @@ class Service:
         *,
         strict: bool = False,
         body_limit: int = 32 << 20,
+        request_memory: int = REQUEST_MEMORY,
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
         hosts: Hosts | None = None,
@@ -67,7 +70,8 @@ class Service:
         self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
         self.body_limit, self.trust_templates = body_limit, trust_templates
-        self.metrics: Metrics = Metrics(models, life, metrics_names)
+        self.ledger: ByteLedger = ByteLedger(request_memory)
+        self.metrics: Metrics = Metrics(models, life, metrics_names, self.ledger)
         self.body_seconds = 60.0  # for a request's body to arrive
         self.heartbeat = 15.0  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
@@ -182,8 +186,10 @@ class Exchange:
         request_id = header(scope, b"x-request-id")
         self.request_id: str = request_id if request_id is not None and _ID.fullmatch(request_id) else uuid.uuid4().hex
         self.key: bytes = scope.get("rekindle.key", b"")
-        # Callers with large requests take turns. A caller is the owner of a key; without keys, the client's address.
-        self.caller: str = self.key.hex() or str((scope.get("client") or ("",))[0])
+        # Callers with large requests take turns, and have a share of the memory for requests. A caller is the owner of
+        # a key; without keys, the client's address.
+        self.caller: str = self.key.hex() or address_of(scope.get("client"))
+        self.account: Account = service.ledger.account(self.caller)
 
     def rename(self, request_id: str) -> None:
         """Take the id in the request's body."""
@@ -309,15 +315,7 @@ class JsonEndpoint:
 
         async def answer() -> None:
             service.life.check()
-            data = await read_body(scope, receive, limit=service.body_limit, seconds=service.body_seconds)
-            exchange.size = len(data)
-            group.start_soon(_watch, receive, group.cancel_scope)
-
-            def read() -> dict[str, Any]:
-                check_size(data, service.body_limit)
-                return endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
-
-            fields = await exchange.run(read)
+            fields = await self._read(exchange, receive, group)
             if fields.get("stream"):
                 group.start_soon(exchange.beat)
             await self._handler(exchange, fields)
@@ -326,11 +324,37 @@ class JsonEndpoint:
 
         status = 499  # the client disconnected
         try:
-            async with anyio.create_task_group() as group:
-                status = await refusing(exchange, self._dialect, answer)
-                group.cancel_scope.cancel()
+            with exchange.account:
+                async with anyio.create_task_group() as group:
+                    status = await refusing(exchange, self._dialect, answer)
+                    group.cancel_scope.cancel()
         finally:
             service.metrics.http(endpoint.path, status)
+
+    async def _read(self, exchange: Exchange, receive: Receive, group: TaskGroup) -> dict[str, Any]:
+        """Return the fields of the body, which is let go. Once it is there, `group` ends when the client leaves."""
+        service, account = self._service, exchange.account
+        data = await read_body(
+            exchange.scope,
+            receive,
+            limit=service.body_limit,
+            seconds=service.body_seconds,
+            hold=lambda size: account.hold(body=size),
+        )
+        exchange.size = len(data)
+        group.start_soon(_watch, receive, group.cancel_scope)
+
+        def read() -> dict[str, Any]:
+            marks = check_size(data, service.body_limit)
+            account.hold(parsed=parsing_bytes(data, marks))
+            fields = self._endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
+            if len(data) >= IN_A_THREAD:  # of a small one, the bound will do
+                account.hold(parsed=bytes_of(fields))
+            return fields
+
+        fields = await exchange.run(read)
+        account.hold(body=0)
+        return fields
 
 
 async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awaitable[None]]) -> int:
@@ -348,11 +372,28 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
             log.error("%s %s failed: %r", exchange.scope["path"], exchange.request_id, error, exc_info=error)
         if isinstance(error, QueueFull):
             refused.retry_after = exchange.service.life.retry_after
+        forget_frames(error)
         try:
             await exchange.fail(refused, dialect)
         except OSError:  # the connection is gone
             return 499
         return refused.status
+
+
+def forget_frames(error: BaseException) -> None:
+    """Cut an error, and those that led to it, off the frames that it came through.
+
+    These frames hold the body and all that was made of it, and one of them holds the error: a cycle, which would stay
+    until Python's collector finds it.
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            errors += [other for other in (one.__cause__, one.__context__) if other is not None]
+            errors += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
 async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import ssl
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -75,10 +76,18 @@ class Fetcher:
         """Return a URL that may be fetched, if its addresses may. Raises `FetchProblem`."""
         return parse_url(text, self.rules.ports)
 
-    async def fetch(self, urls: Sequence[WebUrl], *, most: int, caller: str = "") -> list[bytes]:
+    async def fetch(
+        self,
+        urls: Sequence[WebUrl],
+        *,
+        most: int,
+        caller: str = "",
+        hold: Callable[[int], object] = lambda size: None,
+    ) -> list[bytes]:
         """Return what URLs lead to, at most `most` bytes in all.
 
-        Raises `FetchProblem`, and `ApiError` (503) if too many requests of the caller wait.
+        `hold` is called with the bytes that have come so far, and may raise. Raises `FetchProblem`, and `ApiError`
+        (503) if too many requests of the caller wait.
         """
         rules, bodies = self.rules, list[bytes]()
         if self._present[caller] >= rules.present:
@@ -88,7 +97,7 @@ class Fetcher:
             async with self._turns.turn(caller):
                 with anyio.fail_after(rules.seconds):
                     for url in urls:
-                        bodies.append(await self._followed(url, most - sum(map(len, bodies))))
+                        bodies.append(await self._followed(url, most, hold, sum(map(len, bodies))))
         except TimeoutError:
             raise FetchProblem(f"did not come within {rules.seconds:g} s", _CHECK, index=len(bodies)) from None
         except FetchProblem as refused:
@@ -100,11 +109,11 @@ class Fetcher:
                 del self._present[caller]
         return bodies
 
-    async def _followed(self, url: WebUrl, most: int) -> bytes:
+    async def _followed(self, url: WebUrl, most: int, hold: Callable[[int], object], before: int) -> bytes:
         for _ in range(self.rules.redirects + 1):
             async with self._connection(url) as stream:
                 try:
-                    body = await _get(stream, url, most)
+                    body = await _get(stream, url, most - before, lambda size: hold(before + size))
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError, h11.ProtocolError, OSError):
                     raise FetchProblem("was not answered as HTTP has it", _CHECK) from None
             if isinstance(body, bytes):
@@ -197,7 +206,7 @@ def _refused() -> FetchProblem:
     return FetchProblem("is at no public host", _PUBLIC)
 
 
-async def _get(stream: anyio.abc.ByteStream, url: WebUrl, most: int) -> bytes | str:
+async def _get(stream: anyio.abc.ByteStream, url: WebUrl, most: int, hold: Callable[[int], object]) -> bytes | str:
     """Request a URL. Return the body of the response, or where it redirects to."""
     connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
     headers = [
@@ -227,6 +236,7 @@ async def _get(stream: anyio.abc.ByteStream, url: WebUrl, most: int) -> bytes | 
             pieces += 1
             if len(body) > most:
                 raise _too_large(most)
+            hold(sys.getsizeof(body))
             if pieces > _PIECES + len(body) // _PIECE_BYTES:
                 raise FetchProblem("comes in too many pieces", _CHECK)
         elif isinstance(event, h11.EndOfMessage):

@@ -31,7 +31,7 @@ _ERRORS = {
     429: "The queue is full; Retry-After says when to try again.",
     499: "The request was aborted by its id.",
     500: "The request failed in the engine.",
-    503: "The model is being loaded, the server is shutting down, or compilers of grammars are busy.",
+    503: "The model is being loaded, the server is shutting down, or its memory or compilers are busy.",
 }
 
 

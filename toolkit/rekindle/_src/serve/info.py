@@ -77,7 +77,7 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     options = {} if "prompt" in fields else template_options(exchange, {**fields, "add_special_tokens": False})
 
     pictures = RequestPictures(exchange, session)
-    messages = await exchange.run(lambda: plain_messages(fields.get("messages", ()), pictures.read))
+    messages = await pictures.messages(lambda read: plain_messages(fields.pop("messages", ()), read))
     await pictures.fetch()
 
     def answer() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rekindle._src.serve.bodies import Scope
 from rekindle._src.serve.errors import ApiError, unavailable
@@ -115,6 +116,22 @@ class Life:
         self.cut = True
         for active in tuple(self.active):
             active.cancel()
+
+
+def address_of(client: Sequence[Any] | None) -> str:
+    """Return the address that limits count by: an IPv4 address, or the first 64 bits of an IPv6 one."""
+    if client is None:
+        return ""
+    host = str(client[0])
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+    return str(address)
 
 
 def seconds_to_drain(option: str, value: float) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -24,7 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rekindle._src.core.html import count
-from rekindle._src.serve.life import Life
+from rekindle._src.serve.life import Life, address_of
 from rekindle.errors import ConfigError
 from rekindle_kernels import system
 
@@ -265,21 +264,6 @@ class Connections:
             for connection in tuple(group):
                 connection.check_time(now)
         self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
-
-
-def address_of(client: tuple[str, int] | None) -> str:
-    """Return the address that limits count by: an IPv4 address, or the first 64 bits of an IPv6 one."""
-    if client is None:
-        return ""
-    try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
-    except ValueError:
-        return client[0]
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
-    return str(address)
 
 
 class _BoundedProtocol(_Protocol):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.figures import FIGURES
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.serve.ledger import REQUEST_MEMORY, ByteLedger
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models
 from rekindle.errors import MissingExtra, SessionClosed
@@ -133,8 +134,9 @@ class Histogram:
 class Metrics:
     """Records requests and responses on the server's loop; `text` may be called in any thread."""
 
-    def __init__(self, models: Models, life: Life, names: Names = "rekindle") -> None:
+    def __init__(self, models: Models, life: Life, names: Names = "rekindle", ledger: ByteLedger | None = None) -> None:
         self._models, self._life, self._prefixes = models, life, _PREFIXES[names]
+        self._ledger = ledger or ByteLedger(REQUEST_MEMORY)
         self._http: Counter[tuple[str, int]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
         self._histograms: defaultdict[str, dict[str, Histogram]] = defaultdict(
@@ -209,6 +211,11 @@ class Metrics:
         waiting = GaugeMetricFamily("rekindle_queued_prompt_tokens", "Prompt tokens that wait, about.")
         waiting.add_metric([], self._life.queued_tokens)
         yield waiting
+        memory = GaugeMetricFamily(
+            "rekindle_request_bytes", "Bytes of requests: arriving, parsed and of their pictures."
+        )
+        memory.add_metric([], self._ledger.held)
+        yield memory
         responses = CounterMetricFamily("http_requests", "Responses by path and status.", labels=["handler", "status"])
         for (path, status), count in sorted(self._http.items()):
             responses.add_metric([path, str(status)], count)

@@ -6,7 +6,7 @@ No path is read. URLs are fetched only by a server that was started for it; see 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rekindle._src.images import EncodedPicture, PictureLimits, decode_uri, open_bytes
 from rekindle._src.serve.errors import ApiError, wrong
@@ -15,6 +15,7 @@ from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.web_urls import FetchProblem, WebUrl
 
+T = TypeVar("T")
 ReadPicture = Callable[[Mapping[str, Any], str], dict[str, Any]]  # from a part and its path to the part of a session
 LIMITS = PictureLimits(pixels=1 << 25, total_pixels=1 << 26)  # of a stranger's: a decoded pixel has 3 bytes
 MOST_URLS = 16  # of a request
@@ -46,19 +47,26 @@ class _PictureUrl(NamedTuple):
 class RequestPictures:
     """The pictures of one request, within the bounds of a server. Its files' headers are read, and nothing is decoded.
 
-    `read` is for `plain_messages` and the like; then `tokens` is an estimate for the whole request, and `fetch`
-    completes what `read` returned.
+    `messages` reads those that came with it; then `tokens` is an estimate for the whole request, and `fetch` completes
+    the messages.
     """
 
     def __init__(self, exchange: Exchange, session: ServedSession) -> None:
         self._exchange, self._reads = exchange, session.reads_pictures
-        self._count = self._pixels = self._tokens = self._characters = 0
+        self._count = self._pixels = self._tokens = self._characters = self._bytes = 0
         self._wanted: list[_PictureUrl] = []
 
     @property
     def tokens(self) -> int:
         """About how many tokens the request has: its text, and its pictures by their sizes."""
         return (self._exchange.size - self._characters) // CHARACTERS_PER_TOKEN + 1 + self._tokens
+
+    async def messages(self, make: Callable[[ReadPicture], T]) -> T:
+        """Return `make(read)`: messages with their pictures, which `make` has taken out of the fields."""
+        account = self._exchange.account
+        made = await self._exchange.run(lambda: make(self.read))
+        account.hold(parsed=max(0, account.parsed - self._characters))  # files have taken the place of texts in base64
+        return made
 
     def read(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the part that a session takes. Raises `ApiError`, or `InvalidRequest` for what is no picture."""
@@ -87,7 +95,9 @@ class RequestPictures:
             return
         room = min(LIMITS.bytes, limit - exchange.size)  # what is fetched counts as what is sent
         try:
-            files = await fetcher.fetch([one.url for one in wanted], most=room, caller=exchange.caller)
+            urls, account = [one.url for one in wanted], exchange.account
+            hold = lambda size: account.hold(pictures=self._bytes + size)  # noqa: E731
+            files = await fetcher.fetch(urls, most=room, caller=exchange.caller, hold=hold)
         except FetchProblem as refused:
             one = wanted[refused.index]
             problem = wrong(one.path, one.text, refused.problem, refused.fix)
@@ -105,6 +115,8 @@ class RequestPictures:
     def _taken(self, picture: EncodedPicture, path: str) -> EncodedPicture:
         pixels = picture.width * picture.height
         self._pixels += pixels
+        self._bytes += len(picture.data)
+        self._exchange.account.hold(pictures=self._bytes)
         self._tokens += min(pixels // _PIXELS_PER_TOKEN, _MOST_TOKENS)
         if self._pixels > LIMITS.total_pixels:
             problem = f"makes {self._pixels:,} pixels in all; a request may have {LIMITS.total_pixels:,}"

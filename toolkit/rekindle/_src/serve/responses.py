@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
@@ -33,6 +34,7 @@ from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
+WIDEST = 4  # bytes of a character
 MOST_METADATA = 1 << 16  # characters: they are written at once, up to three times. OpenAI takes 9,216
 TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
 TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
@@ -108,12 +110,13 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
     shapes = LogprobShapes(exchange.service.token_names(served.name, session))
-    items, exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
+    fields["input"], exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
     pictures = RequestPictures(exchange, session)
-    messages = await exchange.run(lambda: messages_of({**fields, "input": items}, pictures.read))
+    messages = await pictures.messages(lambda read: messages_of(fields, read))
     with exchange.takes_on(pictures.tokens) as active:
         await pictures.fetch()
-        handle = await exchange.run(lambda: call_chat(session.chat, messages, options))
+        handle = await exchange.run(partial(call_chat, session.chat, messages, options))
+        del messages
         generation.submit(exchange, active, [handle])
         answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
         if not fields.get("stream"):
@@ -174,15 +177,20 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
                     code="body_too_large",
                 )
         whole_items.append(item)
+    account = exchange.account
+    account.hold(parsed=account.parsed + WIDEST * (size - exchange.size))
     return whole_items, size
 
 
-def messages_of(fields: Mapping[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
-    """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
+def messages_of(fields: dict[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
+    """Take the input out of the fields. Return it as a conversation.
+
+    Consecutive reasoning, text and calls become one message of the assistant.
+    """
     messages: list[dict[str, Any]] = []
     if fields.get("instructions"):
         messages.append({"role": "system", "content": fields["instructions"]})
-    items = fields["input"]
+    items = fields.pop("input")
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for index, item in enumerate(items):
