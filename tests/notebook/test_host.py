@@ -30,11 +30,9 @@ PAGE = """<!doctype html>
 <body style="font-family:sans-serif"><div id="first"></div><div id="second"></div>
 <script>
 class Model {
-  constructor(state) { this.state = state; this.heard = {}; this.touched = {}; }
+  constructor(state) { this.state = state; this.heard = {}; }
   get(name) { return this.state[name]; }
-  set(name, value) { this.state[name] = value; this.touched[name] = value; this.tell(name); }
-  save_changes() { const touched = this.touched; this.touched = {}; fromPage("save", touched); }
-  send(content) { fromPage("send", content); }
+  send(content) { fromPage(content); }
   on(event, react) { (this.heard[event] ??= new Set()).add(react); }
   off(event, react) { this.heard[event]?.delete(react); }
   tell(name) { for (const react of this.heard[`change:${name}`] ?? []) react(); }
@@ -61,24 +59,14 @@ class Hosted:
         self.page, self.view = page, view
         self._changes: queue.Queue[dict[str, Any]] = queue.Queue()
         widget = view.widget
-        self._from_page: Any = None  # which a host does not send back
         for name in TRAITS:
             widget.observe(self._changed, name)
-        page.expose_function("fromPage", self._heard)
+        page.expose_function("fromPage", widget.hear)
         state = {name: getattr(widget, name) for name in TRAITS}
         page.evaluate("([script, style, state]) => show(script, style, state)", [_SCRIPT, _STYLE, state])
 
     def _changed(self, change: Any) -> None:
-        if change["new"] != self._from_page:
-            self._changes.put({change["name"]: change["new"]})
-
-    def _heard(self, kind: str, content: Any) -> None:
-        if kind == "send":
-            self.view.widget.hear(content)
-        else:
-            for name, value in content.items():
-                self._from_page = value
-                setattr(self.view.widget, name, value)
+        self._changes.put({change["name"]: change["new"]})
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         for _ in range(600):

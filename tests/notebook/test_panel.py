@@ -20,7 +20,7 @@ CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
 
 def test_the_script_needs_nothing_but_the_model_and_a_dom() -> None:
     """VS Code, Colab, marimo and Notebook 7 give a widget these two things; anything else is one notebook's own."""
-    assert set(re.findall(r"\bmodel\.(\w+)", CODE)) == {"get", "set", "on", "off", "send", "save_changes"}
+    assert set(re.findall(r"\bmodel\.(\w+)", CODE)) == {"get", "on", "off", "send"}
     for foreign in ("import ", "import(", "require", "fetch", "window", "Jupyter", "localStorage", "eval("):
         assert foreign not in CODE, foreign
     assert set(re.findall(r"https?://[^\"]+", CODE)) == {"http://www.w3.org/2000/svg"}
@@ -41,7 +41,7 @@ def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
 def test_script_and_style_are_installed_with_the_package() -> None:
     static = Path(rekindle.__file__).parent / "_src" / "notebook" / "static"
     names = {path.name for path in static.iterdir()}
-    assert names == {"pieces.js", "panel.js", "figures.js", "controls.css", "panel.css"}
+    assert names == {"pieces.js", "fields.js", "panel.js", "figures.js", "controls.css", "panel.css"}
 
 
 def test_every_control_has_a_name_the_script_knows() -> None:

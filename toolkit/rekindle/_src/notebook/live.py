@@ -28,6 +28,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.icicle import HitCounts, RunLike
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.notebook import fields
 from rekindle._src.notebook.bubbles import Action
 from rekindle.errors import RekindleError
 
@@ -155,7 +156,7 @@ class SessionLike(Protocol):
 
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "panel.js"))
+_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "fields.js", "panel.js"))
 _STYLE = style.SHEET + "".join((_STATIC / name).read_text() for name in ("controls.css", "panel.css"))
 Control = dict[str, Any]
 # Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
@@ -240,13 +241,15 @@ class Panel(anywidget.AnyWidget):
     html = traitlets.Unicode().tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     controls: Any = traitlets.List().tag(sync=True)
-    values: Any = traitlets.Dict().tag(sync=True)  # contents of text fields, by name
+    values: Any = traitlets.Dict().tag(sync=True)  # contents of fields, by name; pages change them by their messages
     kept = traitlets.Unicode().tag(sync=True)  # class of the static copies, hidden while this is shown
     gone = traitlets.Unicode(  # the page's note after its kernel is gone
         "Its kernel was restarted or is gone: this is the last picture. Run the cell again to go on."
     ).tag(sync=True)
     files = traitlets.Int(-1).tag(sync=True)  # most bytes of a file that the page sends; -1: it takes no files at all
-    heard = traitlets.Int().tag(sync=True)  # messages from the page so far: they show the page that the kernel answers
+    # The page and the number of the message that was read last, and the texts of its fields since then: pages see that
+    # the kernel answers, and what it knows.
+    heard: Any = traitlets.List(["", 0, {}]).tag(sync=True)
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:
         super().__init__(controls=controls, layout=_layout(), kept=f"rekindle-kept-{uuid.uuid4().hex}")
@@ -254,9 +257,11 @@ class Panel(anywidget.AnyWidget):
         self.on_msg(lambda widget, content, buffers: self.hear(content))
 
     def hear(self, content: Any) -> None:
-        """Handle a message from the page; messages of unknown form are dropped."""
+        """Handle a message from the page, which brings contents of fields; messages of unknown form are dropped."""
         if isinstance(content, dict) and isinstance(content.get("event"), str):
-            self.heard += 1
+            number, typed = content.get("number"), fields.texts(content.get("fields"), self.controls, self.values)
+            self.heard = [str(content.get("page", "")), number if isinstance(number, int) else 0, typed]
+            self.values = {**self.values, **typed}
             self._hears(content["event"], str(content.get("name", "")), content.get("value"))
 
     def value(self, name: str) -> str:

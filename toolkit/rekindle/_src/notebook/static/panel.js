@@ -34,18 +34,20 @@ function render({ model, el }) {
 
   let asked = 0; // the timer of a message that was not answered yet
   let doubtful = false; // the connection has changed since the kernel answered last
-  const typed = {}; // by the name of a field, its contents since the last press: what a busy kernel may still know
-  let kept = 0; // how often keys were kept since the last one: another viewer may keep its own
+  const written = contents(deliver);
 
-  function say(event, name, value) {
-    asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
-    if (event === "press") for (const input of fields()) typed[input.dataset.name] = [input.value];
+  function deliver(message) {
     try {
-      model.send({ event, name, value });
+      model.send(message);
     } catch {
       doubtful = true; // the host knows that there is no kernel
       unanswered();
     }
+  }
+
+  function say(event, name, value) {
+    asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
+    written.post({ event, name, value });
   }
 
   function unanswered() {
@@ -63,12 +65,14 @@ function render({ model, el }) {
     doubtful = false;
     if (el.classList.contains("rekindle-gone")) bar.replaceChildren(), control(); // it was only away: its controls act again
     el.classList.remove("rekindle-gone");
+    written.answered(model.get("heard"));
   }
 
   function changed() {
     clearTimeout(asked);
     asked = 0;
     doubtful = true;
+    written.lost();
     say("ping", "");
   }
 
@@ -80,20 +84,13 @@ function render({ model, el }) {
 
   const fields = () => bar.querySelectorAll("[data-name]");
 
-  function write(name, value) {
-    model.set("values", { ...model.get("values"), [name]: value });
-    model.save_changes();
-  }
+  const value = (name) => String(model.get("values")[name] ?? "");
 
   function named(made, name, label) {
     made.setAttribute("aria-label", label);
     made.dataset.name = name;
-    typed[name] = [made.value];
-    made.addEventListener("input", () => {
-      typed[name] = [...typed[name].slice(-200), made.value];
-      kept = 0;
-      write(name, made.value);
-    });
+    made.value = written.open(name, value(name)) || made.value;
+    made.addEventListener("input", () => written.type(name, made.value));
     return made;
   }
 
@@ -105,7 +102,7 @@ function render({ model, el }) {
 
   function text({ name, label, width, rows, grows }) {
     const kind = rows > 1 || grows ? make("textarea", { rows: rows ?? 1 }) : make("input", { type: "text" });
-    const made = named(Object.assign(kind, { className: `rekindle-field${grows ? " rekindle-grows" : ""}`, placeholder: label, value: model.get("values")[name] ?? "" }), name, label);
+    const made = named(Object.assign(kind, { className: `rekindle-field${grows ? " rekindle-grows" : ""}`, placeholder: label }), name, label);
     made.style.width = width ?? "20em";
     made.addEventListener("input", () => grow(made));
     made.addEventListener("keydown", (event) => {
@@ -118,8 +115,8 @@ function render({ model, el }) {
   }
 
   function slider({ name, label, title, least, most, step }) {
-    const made = range({ label, title, least, most, step, value: model.get("values")[name] ?? least });
-    named(made.input, name, label);
+    const made = range({ label, title, least, most, step, value: value(name) || least });
+    made.set(named(made.input, name, label).value);
     return made.whole;
   }
 
@@ -271,23 +268,18 @@ function render({ model, el }) {
     for (const one of [...bar.children]) if (!areas.includes(one)) one.remove();
     areas.forEach((one, at) => { if (bar.children[at] !== one) bar.insertBefore(one, bar.children[at] ?? null); });
     if (lost && !now.some((one) => one.dataset.control === lost.control)) now.find((one) => one.dataset.spot === lost.spot)?.focus();
+    written.close([...fields()].map((input) => input.dataset.name));
     for (const input of fields()) grow(input);
   }
 
   function fill() {
-    const active = bar.getRootNode().activeElement;
+    written.answered(model.get("heard")); // a host that comes back sets both at once
     for (const input of fields()) {
       requestAnimationFrame(() => grow(input));
-      const name = input.dataset.name, value = String(model.get("values")[name] ?? "");
-      if (input.type === "range") {
-        if (input.value !== value) input.value = value;
-        input.nextSibling.textContent = input.value;
-      } else if (input.value !== value && input === active && typed[name].includes(value) && kept++ < 8) {
-        write(name, input.value); // the kernel wrote into another field before it knew of these keys
-      } else if (input.value !== value) {
-        input.value = value;
-        typed[name] = [value];
-      }
+      const name = input.dataset.name, ranges = input.type === "range", text = written.take(name, value(name), !ranges);
+      if (text === undefined) continue;
+      input.value = text;
+      if (ranges) input.nextSibling.textContent = input.value;
     }
   }
 
