@@ -87,3 +87,21 @@ async def test_drafts_a_preemption_and_steps_that_are_watched() -> None:
             assert (await handle).token_ids == plain(ids, 24)
         assert copied and session.stats().preemptions
         wait_until_idle(session)
+
+
+@anyio_test
+async def test_the_cache_says_what_a_prompt_hits() -> None:
+    """What `session.cache.explain` says before, `usage.cached_tokens` says after: pages and a part of the next one."""
+    async with opening(**OPTIONS) as session:
+        for length in (21, 25, 32, 45):
+            ids = prompt(20 + length, length)
+            assert session.cache.explain(ids).cached_tokens == 0
+            await session.generate(ids, max_tokens=16, ignore_eos=True)  # fills the prompt's last page
+            told = session.cache.explain(ids)
+            assert f"{length - 1} of {length} prompt tokens are cached ({length - 1} on the device)" in str(told)
+            assert (told.reused_tokens, told.copies) == (length - 1, True)
+            assert (await session.generate(ids, max_tokens=1)).usage.cached_tokens == told.cached_tokens == length - 1
+        parts = [*ids[:40], 5, 6]
+        told = session.cache.explain(parts)
+        assert told.keys == session.cache.explain(ids).keys and len(told.keys) == 3, "the copied page's bar is marked"
+        assert (await session.generate(parts, max_tokens=1)).usage.cached_tokens == told.cached_tokens == 40

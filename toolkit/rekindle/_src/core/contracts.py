@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from rekindle._src.core.prefix import Prefix
+from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import (
     FinishReason,
     PageMove,
@@ -107,6 +108,10 @@ class SchedulerLike(Protocol):
 
     def pin(self, prefix: Prefix) -> int:
         """Keep the cached pages of a prompt; return the number of tokens that they cover."""
+
+    def forecast(self, request: Request) -> PromptHit:
+        """Return where a request would find the beginning of its prompt if it were admitted now. There is a cache."""
+        ...
 
     def unpin(self, prefix: Prefix) -> int:
         """Undo one `pin`; return the number of tokens that are no longer pinned."""

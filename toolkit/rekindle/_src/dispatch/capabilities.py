@@ -11,7 +11,6 @@ import numpy as np
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.extensions import PromptPooling, PromptScoring
-from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import (
     EmbeddingResult,
     FinishReason,
@@ -260,14 +259,14 @@ class Capabilities:
         extensions = [extension for extension in admitted if extension is not None]
         return Extensions(*extensions) if extensions else NONE
 
-    def prefix(self, prompt: KeyedPrompt, front: Front) -> Prefix:
-        """Return a prompt as prefix trees know it, if it came as a request. Raise `InvalidRequest` as for that."""
-        page_size = front.config.page_size
-        assert page_size is not None, "resolved"
+    def keyed_request(self, prompt: KeyedPrompt, front: Front) -> Request:
+        """Return a prompt as a request that says on what its pages depend, and no more. It is submitted nowhere.
+
+        Raises `InvalidRequest` as its own request would.
+        """
         keyed = [keying(prompt, front) for keying in self._keying]
         extensions = Extensions(*[extension for extension in keyed if extension is not None])
-        namespace = PageNamespace(prompt.sampling.salt, extensions.altered)
-        return Prefix(extensions.names(prompt.token_ids, page_size), namespace)
+        return Request("", prompt.token_ids, prompt.sampling, extensions=extensions)
 
     def parts(self, request: Request, submission: Submission, front: Front) -> tuple[Part, ...]:
         """Return the parts of a sequence's output."""

@@ -57,13 +57,13 @@ class PrefixCaches:
         """Return the tokens of this page alone."""
         return self._owner(node).tokens_of(node)
 
+    def tier_of(self, node: Node) -> str:
+        """Return the nearest tier that has a page: device, host, disk, or "gone"."""
+        return "device" if node.page else self._owner(node).tier_of(node)
+
     def find(self, prefix: Prefix) -> list[Node]:
         """Return the known nodes of a prompt, in the tree that knows most of it."""
         return max((tree.find(prefix) for tree in self.shards), key=len)
-
-    def continuable(self, nodes: list[Node]) -> list[Node]:
-        """Return `nodes`, since models with side caches run without data shards."""
-        return nodes
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
         """Free up to `count` device pages of each shard."""

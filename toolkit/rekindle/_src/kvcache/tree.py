@@ -181,6 +181,14 @@ class PrefixCache:
         """True if the payload of `node` is in host memory."""
         return self._offloaded.restorable(node)
 
+    def tier_of(self, node: Node) -> str:
+        """Return the nearest tier that has a page: device, host, disk, or "gone"."""
+        if node.page:
+            return "device"
+        if self._offloaded.restorable(node):
+            return "host"
+        return "disk" if self._offloaded.on_disk(node) else "gone"
+
     # -- lookup
 
     def _known(self, keys: Sequence[int], prefix: Prefix) -> list[Node]:

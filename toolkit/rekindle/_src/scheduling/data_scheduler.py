@@ -17,6 +17,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
 from rekindle._src.core.prefix import Prefix
+from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import (
     FinishReason,
     PageMove,
@@ -224,6 +225,10 @@ class DataScheduler:
 
     def unpin(self, prefix: Prefix) -> int:
         return max(shard.unpin(prefix) for shard in self.shards)
+
+    def forecast(self, request: Request) -> PromptHit:
+        """Return where a request would find the beginning of its prompt, in the shard that it would be placed on."""
+        return self.shards[self.places(request)[0]].forecast(request)
 
     @property
     def weights_version(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import IntArray, PageCopy, PageMove, Request
+from rekindle._src.kvcache.cached_path import cached_path
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.side import SideCache
@@ -161,12 +163,32 @@ class PageLedger:
         if cache is not None:
             self._restore += cache.restore(match, fresh[: len(match.nodes) - match.on_device])
         sequence.published = len(match.nodes)
-        start = sequence.published * self._page_size
         if loan is not None:
             self._copied.append((loan, int(sequence.pages[sequence.published])))
-            start += loan.tokens
+        return self._start(sequence, sequence.published, 0 if loan is None else loan.tokens)
+
+    def forecast(self, sequence: Sequence) -> PromptHit:
+        """Return where `acquire` would find the leading tokens of a sequence. Nothing is taken or counted."""
+        assert self.cache is not None, "no pages are shared"
+        path, size = cached_path(self.cache, self.keys(sequence), sequence.prefix()), self._page_size
+        used = path.nodes[: path.used]
+        parent = used[-1] if used else self.cache.root_of(sequence.namespace)
+        node, copied = self._copyable(sequence, len(used), parent)
+        cached = self._start(sequence, len(path.nodes), copied if path.used == len(path.nodes) else 0)
+        tokens = Counter(place for place in path.places for _ in range(size))
+        tokens["device"] += copied
+        if path.places:  # the last page has the token that is computed in any case, or begins as the page to copy does
+            tokens[path.places[-1]] -= tokens.total() - cached
+        return PromptHit(
+            tokens["device"], tokens["host"], tokens["disk"], self._start(sequence, len(used), copied),
+            path.fetch_seconds, path.compute_seconds, (path.reached - len(path.nodes)) * size,
+            tuple(one.key for one in (*path.nodes, node) if one is not None),
+        )  # fmt: skip
+
+    def _start(self, sequence: Sequence, pages: int, copied: int) -> int:
+        """Return the first position to compute after `pages` from the cache and `copied` tokens of the next one."""
         # The last token is computed even if its page is there: its logits choose the next one.
-        return min(start, sequence.known - 1)
+        return max(0, min(pages * self._page_size + copied, sequence.known - 1))
 
     def _loan(self, sequence: Sequence, pages: int, spare: int) -> Loan | None:
         """Take the longest beginning of the page after the matched `pages`, holding one of `spare` pages if need be.
@@ -175,8 +197,8 @@ class PageLedger:
         """
         own = self._lent.get(sequence)
         lent = self._lent_behind(sequence, pages)
-        node, tokens = self._in_tree(sequence, sequence.keys(pages))
-        if tokens > lent and node is not None and node.parent is sequence.node:
+        node, tokens = self._copyable(sequence, pages, sequence.node)
+        if tokens > lent and node is not None:
             page = np.array([node.page], np.int32)
             if spare or not self.pool.unheld(page):
                 self.give_back(sequence)
@@ -221,6 +243,12 @@ class PageLedger:
         if loan is None or len(loan.pages) != pages + 1:
             return 0
         return max(0, min(loan.tokens, sequence.reusable - pages * self._page_size))
+
+    def _copyable(self, sequence: Sequence, pages: int, parent: Node | None) -> tuple[Node | None, int]:
+        """Return the page after `parent`, the last of `pages`, to copy from, and how many tokens; None and 0 if there
+        is none."""
+        node, tokens = self._in_tree(sequence, sequence.keys(pages))
+        return (node, tokens) if node is not None and node.parent is parent else (None, 0)
 
     def _in_tree(self, sequence: Sequence, keys: list[int]) -> tuple[Node | None, int]:
         """Return a page of the tree to copy after the first pages of a sequence, and the number of common tokens."""

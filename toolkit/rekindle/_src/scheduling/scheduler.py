@@ -30,6 +30,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.prefix import Prefix
+from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import (
     FinishReason,
     PageMove,
@@ -359,6 +360,11 @@ class Scheduler:
     def unpin(self, prefix: Prefix) -> int:
         """Undo one `pin`. Return how many tokens are no longer pinned."""
         return self.cache.unpin(prefix) if self.cache is not None else 0
+
+    def forecast(self, request: Request) -> PromptHit:
+        """Return where a request would find the beginning of its prompt if it were admitted now; `cache` is there."""
+        sequence = Sequence(request, 0, 1, FinishReason.LENGTH, self.limits.page_size)
+        return self._ledger.forecast(sequence)
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
         """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests.

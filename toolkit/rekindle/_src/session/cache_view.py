@@ -212,13 +212,17 @@ class CacheStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class PrefixExplanation:
-    """The pages that a prompt would hit in the cache if it were admitted now."""
+    """The tokens of a prompt that its request would find in the cache if it were admitted now.
+
+    They are those of `completion.usage.cached_tokens`: whole pages, and the beginning of the next one if it is copied.
+    The last token of a prompt is always computed.
+    """
 
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
     disk_tokens: int
-    copies: bool  # True if pages below the device would be copied there rather than computed again
+    reused_tokens: int  # of these, the ones that would not be computed: copying the others is expected to take longer
     fetch_seconds: float  # expected, for the pages below the device
     compute_seconds: float | None  # expected for the same pages; None until it is measured
     stateless_tokens: int = 0  # cached ones after these that are of no use, because something at their end is missing
@@ -235,9 +239,9 @@ class PrefixExplanation:
         return self.device_tokens + self.host_tokens + self.disk_tokens
 
     @property
-    def reused_tokens(self) -> int:
-        """Tokens that would not be computed."""
-        return self.cached_tokens if self.copies else self.device_tokens
+    def copies(self) -> bool:
+        """True if all pages below the device would be copied there rather than computed again."""
+        return self.reused_tokens == self.cached_tokens
 
     def __str__(self) -> str:
         where = ", ".join(
@@ -254,10 +258,10 @@ class PrefixExplanation:
         if self.stateless_tokens:
             text += f"; {self.stateless_tokens} more are, without {self.lacking}, and would be computed again"
         if self.host_tokens + self.disk_tokens:
-            choice = "copied" if self.copies else "computed again"
+            again = self.cached_tokens - self.reused_tokens
+            choice = f"{again} of them would be computed again" if again else "those below the device would be copied"
             text += (
-                f"; those below the device would be {choice}: copying them takes {_time(self.fetch_seconds)}, "
-                f"computing {_time(self.compute_seconds)}"
+                f"; {choice}: copying them takes {_time(self.fetch_seconds)}, computing {_time(self.compute_seconds)}"
             )
         return text
 
@@ -300,8 +304,8 @@ class CacheView:
         Pages that no request of this session used are only counted, since their text is of other notebooks and
         programs. With `restored` they are shown.
         """
-        cache, tiers = self._parts()
-        runs, hidden = self._client.ask(lambda: _runs(cache, tiers, limit, restored))
+        cache, _ = self._parts()
+        runs, hidden = self._client.ask(lambda: _runs(cache, limit, restored))
         return CacheTree(
             tuple(dataclasses.replace(view, text=html.shorten(self._text(tokens), _PREVIEW)) for view, tokens in runs),
             len(cache),
@@ -366,43 +370,22 @@ class CacheView:
         salt: str | None = None,
         adapter: str | Mapping[str, float] | None = None,
     ) -> PrefixExplanation:
-        """Explain which pages a request with these options would hit, where they are and what fetching them costs."""
-        cache, tiers = self._parts()
-        prefix = self._client.prefix(prompt, images, salt=salt, adapter=adapter)
-        tokens = prefix.tokens
-
-        def explain() -> PrefixExplanation:
-            counts = dict.fromkeys(TIERS, 0)
-            usable = len(tokens) // cache.page_size
-            nodes: list[Node] = []
-            for node in cache.find(prefix)[:usable]:
-                if _tier(cache, tiers, node) not in counts:
-                    break
-                nodes.append(node)
-            continuable = cache.continuable(nodes)
-            for node in continuable:
-                counts[_tier(cache, tiers, node)] += 1
-            below = counts["host"] + counts["disk"]
-            size = cache.page_size
-            costs = tiers.costs if tiers is not None else None
-            fetch = costs.fetch_seconds(below, from_disk=counts["disk"]) if costs is not None else 0.0
-            compute = costs.compute_seconds(below) if costs is not None else None
-            mode = costs.mode if costs is not None else "always"
-            copies = mode == "always" or (mode == "measured" and (compute is None or fetch <= compute))
-            return PrefixExplanation(
-                prompt_tokens=len(tokens),
-                device_tokens=counts["device"] * size,
-                host_tokens=counts["host"] * size,
-                disk_tokens=counts["disk"] * size,
-                copies=copies,
-                fetch_seconds=fetch,
-                compute_seconds=compute,
-                stateless_tokens=(len(nodes) - len(continuable)) * size,
-                lacking=" or ".join(side.cache.plan.words.lacking for side in self._sides),
-                keys=tuple(node.key for node in continuable),
-            )
-
-        return self._client.ask(explain)
+        """Explain which tokens a request with these options would hit, where they are and what fetching them costs."""
+        self._parts()
+        request = self._client.keyed_request(prompt, images, salt=salt, adapter=adapter)
+        hit = self._client.ask(lambda: self._client.engine.scheduler.forecast(request))
+        return PrefixExplanation(
+            prompt_tokens=request.prompt_length,
+            device_tokens=hit.device_tokens,
+            host_tokens=hit.host_tokens,
+            disk_tokens=hit.disk_tokens,
+            reused_tokens=hit.reused_tokens,
+            fetch_seconds=hit.fetch_seconds,
+            compute_seconds=hit.compute_seconds,
+            stateless_tokens=hit.stateless_tokens,
+            lacking=" or ".join(side.cache.plan.words.lacking for side in self._sides),
+            keys=hit.keys,
+        )
 
     def snapshots(self) -> Snapshots:
         """Return the snapshots in the session's cache folder, each with the reason if this session can't use it."""
@@ -600,18 +583,7 @@ def _payload_bytes(tiers: Tiers | None) -> int:
     return 0 if tiers is None or tiers.identity is None else sum(leaf.nbytes for leaf in tiers.identity.leaves)
 
 
-def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:
-    if node.page:
-        return "device"
-    if tiers is None:
-        return "gone"
-    digest = cache.digest_of(node)
-    return "host" if digest in tiers else "disk" if tiers.has(digest) else "gone"
-
-
-def _runs(
-    cache: AnyCache, tiers: Tiers | None, limit: int, restored: bool
-) -> tuple[list[tuple[NodeView, IntArray]], int]:
+def _runs(cache: AnyCache, limit: int, restored: bool) -> tuple[list[tuple[NodeView, IntArray]], int]:
     """Return at most `limit` runs of pages with their first tokens, depth first, and how many pages are left out.
 
     Pages that no request of this session used are left out unless `restored` is True.
@@ -624,7 +596,7 @@ def _runs(
             hidden += 1
             continue
         children_of.setdefault(node.parent, []).append(node)
-    runs, size, now = _largest(cache, tiers, children_of, limit), cache.page_size, cache.clock()
+    runs, size, now = _largest(cache, children_of, limit), cache.page_size, cache.clock()
     views: list[tuple[NodeView, IntArray]] = []
     todo = [(0, node) for root in reversed(cache.roots) for node in reversed(children_of.get(root, []))]
     while todo:
@@ -635,7 +607,7 @@ def _runs(
         after = children_of.get(run[-1], [])
         shown = sum(len(part.run) + part.below for part in (runs[child] for child in after if child in runs))
         view = NodeView(
-            depth, "", (first.depth - 1) * size, len(run) * size, len(run), _tier(cache, tiers, first), first.visits,
+            depth, "", (first.depth - 1) * size, len(run) * size, len(run), cache.tier_of(first), first.visits,
             max(0.0, now - max(node.last_use for node in run)), bool(first.pins), below, below - shown, run[-1].key,
             first.key,
         )  # fmt: skip
@@ -649,9 +621,7 @@ class _ShownRun(NamedTuple):
     below: int  # pages after it
 
 
-def _largest(
-    cache: AnyCache, tiers: Tiers | None, children_of: dict[Node, list[Node]], limit: int
-) -> dict[Node, _ShownRun]:
+def _largest(cache: AnyCache, children_of: dict[Node, list[Node]], limit: int) -> dict[Node, _ShownRun]:
     """Return at most `limit` runs by their first nodes: the largest with all below, parents before children."""
     sizes: dict[Node, int] = {}  # of a node and all below
     for node in reversed([node for nodes in children_of.values() for node in nodes]):
@@ -669,10 +639,10 @@ def _largest(
     runs: dict[Node, _ShownRun] = {}
     while heap and len(runs) < limit:
         _, _, first = heapq.heappop(heap)
-        run, kind = [first], (_tier(cache, tiers, first), first.visits, bool(first.pins))
+        run, kind = [first], (cache.tier_of(first), first.visits, bool(first.pins))
         while len(children := children_of.get(run[-1], [])) == 1:
             child = children[0]
-            if (_tier(cache, tiers, child), child.visits, bool(child.pins)) != kind:
+            if (cache.tier_of(child), child.visits, bool(child.pins)) != kind:
                 break
             run.append(child)
         runs[first] = _ShownRun(run, sizes[first] - len(run))

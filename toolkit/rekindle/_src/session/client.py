@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
-from rekindle._src.core.records import PageMove, WaitingRequest
+from rekindle._src.core.records import PageMove, Request, WaitingRequest
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
@@ -81,13 +81,19 @@ class Client:
         """Return the requests that wait and why, the oldest first, at most `limit`."""
         return self.ask(lambda: self.engine.scheduler.waits(limit))
 
-    def prefix(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Prefix:
-        """Return the prefix that a request with this prompt and these options would have.
+    def keyed_request(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Request:
+        """Return a request with this prompt and these options, to ask the scheduler what its pages are.
 
         Pictures are decoded, which may take seconds.
         """
         prompted = keyed(self.front, parse_one(prompt), images, Sampling(**options))
-        return self._capabilities.prefix(prompted, self.front)
+        return self._capabilities.keyed_request(prompted, self.front)
+
+    def prefix(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Prefix:
+        """Return the prefix that a request with this prompt and these options would have."""
+        page_size = self.front.config.page_size
+        assert page_size is not None, "resolved"
+        return self.keyed_request(prompt, images, **options).prefix(page_size)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""

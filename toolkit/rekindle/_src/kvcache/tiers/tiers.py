@@ -347,12 +347,18 @@ class CostModel:
         rate = self._compute.value
         return None if rate is None else pages * self.page_size * rate
 
-    def worth(self, pages: int, *, from_disk: int = 0) -> bool:
-        """True if bringing `pages` back is expected to be quicker than computing them."""
+    def quicker(self, pages: int, *, from_disk: int = 0) -> bool:
+        """True if bringing `pages` back is expected to be quicker than computing them. Nothing is counted."""
         if self.mode != "measured":
             return self.mode == "always"
         compute = self.compute_seconds(pages)
-        if not pages or compute is None or self.fetch_seconds(pages, from_disk=from_disk) <= compute:
+        return not pages or compute is None or self.fetch_seconds(pages, from_disk=from_disk) <= compute
+
+    def worth(self, pages: int, *, from_disk: int = 0) -> bool:
+        """True if bringing `pages` back is expected to be quicker than computing them, or is tried again."""
+        if self.mode == "never":
+            return False
+        if self.quicker(pages, from_disk=from_disk):
             return True
         self.refused += 1
         return self.refused % _RETRY == 0

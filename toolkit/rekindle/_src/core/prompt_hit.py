@@ -1,0 +1,21 @@
+"""The part of a prompt that its request would find in the prefix cache, told by the scheduler."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class PromptHit(NamedTuple):
+    """Leading tokens of a prompt that are cached, by the tier that has them, if it were admitted now.
+
+    A request whose cached pages are all used has `device_tokens + host_tokens + disk_tokens` as its cached tokens.
+    """
+
+    device_tokens: int  # those of a page whose beginning would be copied included
+    host_tokens: int
+    disk_tokens: int
+    reused_tokens: int  # of these, the ones that would not be computed
+    fetch_seconds: float  # expected, for the pages below the device
+    compute_seconds: float | None  # expected for the same pages; None until it is measured
+    stateless_tokens: int  # cached after these, and of no use for want of entries in side caches
+    keys: tuple[int, ...]  # of the nodes with these tokens, the one to copy included
