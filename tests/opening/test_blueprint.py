@@ -121,6 +121,34 @@ def test_doctor_tells_what_an_opening_here_does(capsys: pytest.CaptureFixture[st
     assert not list(tmp_path.iterdir()), "it only looks"
 
 
+def test_doctor_plans_a_shape_for_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rekindle._src.core.memory.available", lambda: 20 << 30)
+    monkeypatch.setattr("rekindle._src.cli.doctor.available", lambda: 20 << 30)
+    command = ["doctor", "--device", "here", "--cache-dir", str(tmp_path), "--plan"]
+    assert main([*command, "8b"]) == 0
+    printed = capsys.readouterr().out
+    assert "pass  weights: 16.06 GB of the shape 8b, held as bfloat16" in printed and "pass  pages: " in printed
+    assert "pass  programs: " in printed and "rekindle warm" not in printed, "it has no weights to open"
+    assert "memory" in printed and "available" not in printed
+    assert main([*command, "70b"]) == 0
+    assert "warn  memory: the weights need 131.4 GiB, and 20.0 GiB are available" in capsys.readouterr().out
+    assert main([*command, "8b", "--quantize", "int4"]) == 0
+    assert "held as 4 bits" in capsys.readouterr().out
+
+
+def test_doctor_names_a_plan_that_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    assert main(["doctor", "--plan", missing, "--device", "here"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"fail  {missing}: ") and "does not exist. Pass a checkpoint's folder" in printed
+    assert main(["doctor", "--plan", "8b", "--device", "here", "--mesh", "64"]) == 1
+    printed += capsys.readouterr().out
+    assert "fail  8b: mesh=" in printed and "asks for 64 devices" in printed
+    assert "lambda" not in printed and "Reinstall" not in printed
+
+
 def test_doctor_says_the_kind_of_a_files_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """For a 4-bit file it names the kinds of its weights, not the dtype of the computation."""
     file = tmp_path / "tiny.gguf"

@@ -129,6 +129,11 @@ class Plan(html.Record):
         return self.shards * (self.kv_tokens // self.context)
 
 
+def is_planned(model: str) -> bool:
+    """True if `model` names a shape, of which there are no weights."""
+    return model in PLANNED
+
+
 def shape_config(model: str) -> tuple[ModelConfig, str]:
     """Return config and dtype of a shape by its name, of a folder's config.json or of a GGUF file."""
     if model in PLANNED:

@@ -14,11 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups, stored_model
+from rekindle._src.bench.plan import (
+    MANY,
+    Plan,
+    device_spec,
+    is_planned,
+    make_plan,
+    shape_config,
+    stored_in_groups,
+    stored_model,
+)
 from rekindle._src.cli import report
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.html import count
-from rekindle._src.core.memory import available, total
+from rekindle._src.core.memory import available, fits, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle._src.models.base import Graph, abstract_model, storage_kinds
 from rekindle._src.models.config import ModelConfig
@@ -26,6 +35,7 @@ from rekindle._src.models.loading.stored import StoredCheckpoint
 from rekindle._src.models.loading.stored_types import stored_types
 from rekindle._src.models.partition import Partition
 from rekindle._src.models.unpacking import words
+from rekindle.errors import RekindleError
 from rekindle_kernels.private_files import KINDS, distrust_reason
 
 if TYPE_CHECKING:
@@ -73,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         if arguments.device == "here":
-            return _guarded(lambda: plan_here(arguments))
+            return _guarded(lambda: plan_here(arguments), arguments.plan)
         sizes = {"quantize": arguments.quantize, "context": arguments.context}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
-        return _guarded(lambda: examine_mesh(arguments.mesh))
+        return _guarded(lambda: examine_mesh(arguments.mesh), "mesh")
     if arguments.model:
-        return _guarded(lambda: _weights(arguments.model))
+        return _guarded(lambda: _weights(arguments.model), arguments.model)
     return examine(cache_folder(arguments.cache_dir))
 
 
@@ -87,7 +97,7 @@ def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order. A check that raises counts as failed."""
     for look in (_packages, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
-    yield from _guarded(lambda: _cache(folder))
+    yield from _guarded(lambda: _cache(folder), "cache directory")
     for look in (_compile, _tiny):
         yield from _guarded(look)
 
@@ -114,13 +124,16 @@ def _either(good: bool, title: str, detail: str, problem: str, fix: str) -> Chec
     return Check("pass", title, detail) if good else Check("fail", title, problem, fix)
 
 
-def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+def _guarded(look: Callable[[], Iterator[Check]], title: str = "") -> Iterator[Check]:
+    """Yield checks. One that raises has failed; by default its title is the name of `look`."""
+    title = title or getattr(look, "__name__", "check").strip("_")
     try:
         yield from look()
+    except RekindleError as error:  # its message ends with a fix
+        yield Check("fail", title, str(error))
     except Exception as error:
-        name = getattr(look, "__name__", "check").strip("_<>")
         fix = "Reinstall: pip install --force-reinstall rekindle"
-        yield Check("fail", name, f"{type(error).__name__}: {error}", fix)
+        yield Check("fail", title, f"{type(error).__name__}: {error}", fix)
 
 
 def _packages() -> Iterator[Check]:
@@ -308,23 +321,32 @@ def examine_mesh(mesh: MeshShape) -> Iterator[Check]:
 
 def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     """Yield what opening a model on this machine's devices would do; nothing is compiled, and no weights are read."""
+    import jax
+
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.opening.blueprint import blueprint
     from rekindle._src.opening.local_models import describe
     from rekindle._src.opening.open_request import OpenRequest
-    from rekindle._src.opening.source import CheckpointSource, source_of
+    from rekindle._src.opening.source import CheckpointSource, ModelSource, ShapeSource, source_of
     from rekindle._src.programs.programs import Programs
 
     options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
     options["max_model_len"] = arguments.context
     request = OpenRequest(arguments.plan, EngineConfig.of(options))
-    source = source_of(request)
+    if is_planned(arguments.plan):
+        source: ModelSource = ShapeSource(arguments.plan, *shape_config(arguments.plan), arguments.quantize)
+    else:
+        source = source_of(request)
     plan = blueprint(request, source)
     facts, config, programs = plan.facts(), plan.config, Programs.open(plan.programs)
     file = "" if plan.folder is None else describe(plan.name, plan.folder).precision
-    origin = f"{plan.folder}{file and f' ({file})'}"
+    origin = f"the shape {plan.name}" if plan.folder is None else f"{plan.folder}{file and f' ({file})'}"
     held = storage_kinds(plan.graph, plan.programs.leaves)
     yield Check("pass", "weights", f"{facts['weights'] / 1e9:.2f} GB of {origin}, held as {held}")
+    free = available()
+    if free is not None and jax.default_backend() == "cpu" and not fits(facts["weights"]):
+        need = f"the weights need {facts['weights'] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are available"
+        yield Check("warn", "memory", need, "Close other programs, or plan a smaller model or --quantize int4")
     if isinstance(source, CheckpointSource) and source.plan.found.stored.may_be_quantized:
         found = source.plan.found
         yield from _types(found.stored, found.config, plan.graph, plan.programs.leaves)
@@ -334,7 +356,8 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
         yield Check("pass", cache.kind, f"{sizes}; {below} below it")
     stored = sum(programs.stored(key) for key in programs.keys)
     detail = f"{len(programs.keys)} for up to {config.max_requests} requests, {stored} of them stored already"
-    yield Check("pass", "programs", detail, f"rekindle warm {arguments.plan}" if stored < len(programs.keys) else "")
+    warm = plan.folder is not None and stored < len(programs.keys)
+    yield Check("pass", "programs", detail, f"rekindle warm {arguments.plan}" if warm else "")
 
 
 def plan_model(

@@ -17,7 +17,7 @@ from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.names import nearest
-from rekindle._src.models.base import Graph, LoadedModel, Placement, graph_of, kinds_in
+from rekindle._src.models.base import Graph, LoadedModel, Placement, abstract_model, graph_of, kinds_in
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
 from rekindle._src.models.loading.hub import on_disk
@@ -170,6 +170,33 @@ class MemorySource(ModelSource):
 
     def _is_on(self, placement: Placement) -> bool:
         return self._model.placement == placement
+
+
+class ShapeSource(ModelSource):
+    """A model of which only the config is there: enough for a blueprint, and nothing to load."""
+
+    folder = None
+
+    def __init__(self, name: str, config: ModelConfig, dtype: str, quantize: str | None = None) -> None:
+        self.name = self.fingerprint = name
+        self.graph, self._shapes = abstract_model(config, dtype, quantize)
+
+    def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
+        return config, placement_of(checked_mesh(config.mesh), self.graph, processes=config.processes)
+
+    def leaves(self, placement: Placement) -> Leaves:
+        return tuple(placement.shapes(self._shapes))
+
+    def added_bytes(self, placement: Placement) -> int:
+        return placement.bytes_per_device(self._shapes)
+
+    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
+        return None
+
+    def load(
+        self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
+    ) -> LoadedModel:
+        raise AssertionError(f"{self.name} is a shape, which has no weights")
 
 
 class HeadSource(ModelSource):
