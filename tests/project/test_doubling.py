@@ -1,7 +1,7 @@
 """A text of twice the length takes at most 2.5 times as long, in every reader of what somebody else wrote.
 
 The texts are hostile: each character and pair of characters that means something in a format, repeated after what opens
-a construct, and what the patterns of the project would repeat (`helpers.doubling.attacks`).
+a construct, and what the patterns of the project would repeat (`doubling.attacks`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers import gguf_files, vocabularies
-from helpers.doubling import FEW, LONG, MOST, PARTS, SHORT, Hostile, attacks, growth
 from helpers.families import FAMILY_CASES
 from helpers.replies import EXAMPLES, THINK, TOOLS
 from helpers.thorough import by_default
+from project.doubling import FEW, LONG, MOST, PARTS, SHORT, Hostile, attacks, growth
 from project.patterns import PATTERNS
 from project.test_patterns import Pattern, patterns
 from rekindle._src.calls.rows import RowPrompts

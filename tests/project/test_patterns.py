@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from helpers.backtracking import ambiguity
+from project.backtracking import ambiguity
 from project.patterns import CALLS, PATTERNS
 from project.sources import parsed
 

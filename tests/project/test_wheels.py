@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from helpers import aarch64, elf, mach_o, portable_executable, wheels, windows
+from helpers import aarch64, mach_o, portable_executable, wheels, windows
+from project import elf
 from rekindle_kernels.native import build_library, cpu, library
 from rekindle_kernels.native.chain_plan import ENTRIES
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from helpers.disk_calls import kills, power_cuts
-from helpers.session_job import SERVING
+from session.session_job import SERVING
 
 pytestmark = pytest.mark.slow
-JOB = "helpers.session_job:SERVING"
+JOB = "session.session_job:SERVING"
 Expected = list[tuple[int, ...]]
 
 

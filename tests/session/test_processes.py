@@ -15,16 +15,16 @@ import jax
 import pytest
 
 import rekindle
-from helpers.process_checks import write
 from helpers.small import MODEL, OPTIONS
 from rekindle._src.cli.main import main
+from session.process_checks import write
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "helpers" / "process_checks.py"
+SCRIPT = ROOT / "tests" / "session" / "process_checks.py"
 
 
 def checked(folder: Path, name: str, timeout: int = 280) -> str:
-    """Run a check of `helpers/process_checks.py`; returns what it printed."""
+    """Run a check of `process_checks.py`; returns what it printed."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), name], capture_output=True, text=True, timeout=timeout
     )

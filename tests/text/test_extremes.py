@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import text_extremes
 from helpers.sessions import byte_tokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import CheckpointError
+from text import extremes
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_special_token_that_is_no_text_is_refused(tmp_path: Path) -> None:
     "stride", [pytest.param(29, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.slow)]
 )
 def test_an_extreme_opens_or_is_refused_by_a_typed_error(stride: int, tmp_path: Path) -> None:
-    command = [sys.executable, text_extremes.__file__, str(stride), str(tmp_path)]
+    command = [sys.executable, extremes.__file__, str(stride), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-500:]} {done.stderr[-2000:]}"
     *wrong, last = done.stdout.splitlines()
