@@ -152,6 +152,14 @@ def test_the_formats_of_the_weights_are_named_and_not_the_dtype_alone(
     assert told.count("4 bits 66 MB, float32 1 MB") == 2 and "groups" not in told and "float32 ·" not in told
 
 
+def test_the_share_of_the_prefix_cache_is_said_in_plain_words() -> None:
+    """It said that "0 of 41 prompt tokens were not computed again"."""
+    assert chat.from_cache(41, 0) == "none of 41 prompt tokens came from it (0%)"
+    assert chat.from_cache(4_100, 1_025) == "1,025 of 4,100 prompt tokens came from it (25%)"
+    assert chat.from_cache(1, 1) == "1 of 1 prompt token came from it (100%)"
+    assert chat.from_cache(0, 0) == "no prompt was sent yet"
+
+
 def test_versions_are_made_and_gone_through_in_a_pipe_too(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

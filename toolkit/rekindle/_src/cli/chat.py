@@ -463,12 +463,19 @@ class Chat:
             prompt = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
             yield "last answer", f"{html.count(generated, 'token')}, {prompt}; {speed}"
         prompt_tokens, cached_tokens = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
-        share = f" ({cached_tokens / prompt_tokens:.0%})" if prompt_tokens else ""
         generated, finished = figures.get("generated_tokens", 0), figures.get("finished", 0)
         yield "all answers", f"{html.count(generated, 'token')} in {html.count(finished, 'answer')}"
-        yield "prefix cache", f"{cached_tokens:,} of {prompt_tokens:,} prompt tokens were not computed again{share}"
+        yield "prefix cache", from_cache(prompt_tokens, cached_tokens)
         pages = [f"{figures.get(f'pages_{name}', 0):,} {name}" for name in ("held", "cached", "free")]
         yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
+
+
+def from_cache(prompt_tokens: int, cached_tokens: int) -> str:
+    """Return how many tokens of all prompts came from the prefix cache, in words."""
+    if not prompt_tokens:
+        return "no prompt was sent yet"
+    found, share = f"{cached_tokens:,}" if cached_tokens else "none", cached_tokens / prompt_tokens
+    return f"{found} of {html.count(prompt_tokens, 'prompt token')} came from it ({share:.0%})"
 
 
 def _words(message: Message) -> str:
