@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -213,6 +214,22 @@ def test_without_a_terminal_the_log_says_what_is_compiled(
     assert [entry.getMessage() for entry in caplog.records if entry.name == "rekindle.progress"] == [
         "compiling program r16 (0 s)"
     ]
+
+
+def test_a_line_of_the_log_is_written_once_whatever_is_imported_later(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax, which is imported once pages are saved, adds a handler to the root of all loggers."""
+    root, progress = logging.getLogger(), logging.getLogger("rekindle.progress")
+    monkeypatch.setattr(root, "handlers", [])
+    with serve._log_lines():
+        progress.info("before")
+        root.addHandler(logging.StreamHandler())
+        progress.info("after")
+    progress.warning("not the server's")
+    lines = capsys.readouterr().err
+    assert [lines.count(text) for text in ("before", "after", "not the server's")] == [1, 1, 1]
+    assert not progress.handlers and progress.propagate
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,9 @@ def _log_lines() -> Iterator[None]:
                 logger.setLevel(logging.INFO)
             if not logger.hasHandlers():
                 before.callback(logger.removeHandler, handler)
+                before.callback(setattr, logger, "propagate", logger.propagate)
                 logger.addHandler(handler)
+                logger.propagate = False  # libraries that are imported later add a handler for everything
         yield
 
 
