@@ -37,6 +37,18 @@ def text(count: int) -> str:
     return bytes(expected(RENDERED, max_tokens=count)).decode()
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_temperatures_are_those_of_openai(app: Any, path: str) -> None:
+    """A session takes more; a 9 over HTTP, which OpenAI refuses, drew nonsense."""
+    body = {"prompt": "x", "input": "x", "messages": HELLO, "max_tokens": 2, "max_output_tokens": 2}
+    names = {"/v1/completions": ("prompt", "max_tokens"), "/v1/responses": ("input", "max_output_tokens")}
+    body = {name: body[name] for name in names.get(path, ("messages", "max_tokens"))}
+    assert (await post(app, path, {**body, "temperature": 2})).status == 200
+    refused = await post(app, path, {**body, "temperature": 9})
+    assert refused.status == 400
+    assert "temperature=9: must be between 0 and 2" in refused.error["message"]
+
+
 async def test_an_answer_and_its_stream(app: Any) -> None:
     done = await chat(app, max_completion_tokens=7, max_tokens=3)
     assert done["object"] == "chat.completion" and done["id"].startswith("chatcmpl-")
@@ -114,6 +126,7 @@ async def test_variables_of_a_template_may_have_any_name(app: Any) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens"),
         ({"messages": HELLO, "temperature": -1}, "temperature"),
+        ({"messages": HELLO, "temperature": 9}, "temperature"),
         ({"messages": HELLO, "top_p": 0}, "top_p"),
         ({"messages": HELLO, "functions": [{}]}, "functions"),
         ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),

@@ -33,6 +33,7 @@ MOST_PROMPTS = 2_048  # of one request
 MOST_MESSAGES = 10_000
 MOST_N = 1_024
 MOST = 2**31 - 1
+MOST_TEMPERATURE = 2  # as OpenAI has it; a session takes more
 REQUEST_ID = String(maximum=128, minimum=1)
 
 
@@ -89,7 +90,7 @@ STREAM_OPTIONS = Shape((("include_usage", Boolean()), ("continuous_usage_stats",
 _OTHERWISE = {
     field.option or field.name: field
     for field in (
-        Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
+        Field("temperature", Number(0, MOST_TEMPERATURE), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
         Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
         Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
         Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
