@@ -61,7 +61,7 @@ def quickly(call: Callable[[], Any], seconds: float = 20.0) -> BaseException | N
         ("llama", {"max_position_embeddings": 10**12}, "max_position_embeddings"),
         ("llama", {"rope_theta": float("nan")}, "rope_theta"),
         ("llama", {"rope_theta": "much"}, "much"),
-        ("llama", {"rope_scaling": 7}, "wrong kind"),
+        ("llama", {"rope_scaling": 7}, "rope_scaling=7"),
         ("llama", {"model_type": ["llama"]}, "model_type"),
         ("llama", {"quantization_config": "gptq"}, "quantization_config"),
         ("phi3", {"partial_rotary_factor": 1e9}, "partial_rotary_factor"),

@@ -7,7 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
+from rekindle._src.models.config_kinds import mismatch
 from rekindle._src.models.nn.rope import KINDS, RopeSpec, attention_factor
 from rekindle.errors import UnsupportedModel
 
@@ -23,6 +26,7 @@ MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 17  # in all layers; DeepSeek V3 has 14,848
 _OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS, **dict.fromkeys(_OF_EXPERTS, 4096)}
 _MOST_ELSEWHERE = 1 << 24
+_WIDEST = 1 << 16  # rotated numbers of a head
 _RAMP = {"beta_fast": 32, "beta_slow": 1}  # of YaRN
 
 
@@ -45,13 +49,24 @@ class ConfigKeys:
                 self.raw |= {name: values[0], alias: values[0]}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` where it is absent or null, as in transformers."""
-        value = self.raw.get(name)
+        """Return the value of a key, or `default` where it is absent or null, as in transformers.
+
+        Raise `UnsupportedModel` for a value that is not of the key's kind.
+        """
+        value = self._of_its_kind(name, self.raw.get(name))
         return default if value is None else value
 
     def nullable(self, name: str, default: Any) -> Any:
         """Return the value of a key for which null has a meaning of its own, such as "no window"."""
-        return self.raw.get(name, default)
+        return self._of_its_kind(name, self.raw.get(name, default))
+
+    def _of_its_kind(self, name: str, value: Any) -> Any:
+        found = mismatch(name, value)
+        if found is not None:
+            raise UnsupportedModel(
+                f"{found.key}={_shown(found.value)} in config.json is not {found.kind.words}. Check the file."
+            )
+        return value
 
     def size(self, name: str, derived: int | None = None) -> int:
         """Return a positive whole number that decides the shape or the number of tensors.
@@ -190,6 +205,7 @@ class ConfigKeys:
             spec = RopeSpec(theta=base, dim=head_dim, kind=kind, factor=float(options.get("factor", 1.0)), part=part)
         else:
             spec = self.rope_spec(kind, options, int(head_dim * part), base)
+        _check_frequencies(spec)
         if sections is not None and self.get("pictures") is not None:
             sections = self.sections(options.get("mrope_section", sections), spec.dim // 2)
         else:
@@ -297,6 +313,22 @@ def decoder(
         "dtype": keys.get("dtype", keys.get("torch_dtype")),
     }
     return ModelConfig(**(fields | overrides))
+
+
+def _check_frequencies(spec: RopeSpec) -> None:
+    """Raise `UnsupportedModel` for options of a rope, each of its kind, that together make no frequencies."""
+    if spec.dim > _WIDEST:  # no tensors are as wide: they are compared with the sizes later
+        return
+    try:
+        with np.errstate(over="raise", divide="raise", invalid="raise"):
+            made = [spec.frequencies(long=long) for long in {False, spec.kind == "longrope"}]
+    except (ArithmeticError, ValueError):
+        made = []
+    if not made or not all(np.isfinite(frequencies).all() for frequencies in made):
+        raise UnsupportedModel(
+            f"rope_type={spec.kind!r} with rope_theta={spec.theta:g} and factor={spec.factor:g} makes frequencies that "
+            "are not finite. Check rope_parameters and rope_scaling in config.json."
+        )
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:

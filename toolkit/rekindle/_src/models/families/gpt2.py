@@ -15,7 +15,7 @@ def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("add_cross_attention", False)
     keys.only("activation_function", *ACTIVATIONS)
     hidden, layers, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")
-    scale = (hidden // heads) ** -0.5 if keys.raw.get("scale_attn_weights", True) else 1.0
+    scale = (hidden // heads) ** -0.5 if keys.get("scale_attn_weights", True) else 1.0
     shrink = keys.get("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
         model_type="gpt2",
