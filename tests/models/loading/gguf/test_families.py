@@ -13,6 +13,7 @@ from helpers import checkpoints, gguf_files
 from helpers.thorough import by_default
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import checkpoint, reading
+from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.registry import config_from_hf, gguf_forms
 from rekindle.errors import CheckpointError, UnsupportedModel
@@ -184,6 +185,35 @@ def test_parts_of_a_large_model_are_read_together(tmp_path: Path) -> None:
     (tmp_path / names[1]).unlink()
     with pytest.raises(CheckpointError, match=rf"lacks 1 of the 3 parts.*{names[1]}"):
         checkpoint.load(tmp_path / names[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "exchange", "named"),
+    [
+        ({"general.architecture": "gpt2"}, False, r"2-of-00002\.gguf: general\.architecture='gpt2', .* be 'llama'"),
+        ({}, True, r"1-of-00002\.gguf: split\.no=1, and as part 1 of 2 of model-00001-of-00002\.gguf it has to be 0"),
+        ({"split.no": 0}, False, r"2-of-00002\.gguf: split\.no=0, .* it has to be 1"),
+        ({"split.count": 3}, False, r"2-of-00002\.gguf: split\.count=3, and 2 of the files are here"),
+        ({"split.tensors.count": 99}, False, r"2-of-00002\.gguf: split\.tensors\.count=99, .* it has to be 21"),
+    ],
+)
+def test_parts_that_are_not_those_of_one_model_are_refused(
+    change: dict[str, Any], exchange: bool, named: str, tmp_path: Path
+) -> None:
+    """Such a model opened, with weights of another one in its place."""
+    folder = checkpoints.write(tmp_path / "folder", CASES["llama"])
+    header = read_header(gguf_files.convert(folder, tmp_path / "whole.gguf"))
+    content = header.path.read_bytes()
+    for number in range(2):
+        tensors = header.tensors[number::2]
+        made = [OutgoingTensor(one.name, one.kind, one.shape) for one in tensors]
+        pieces = [np.frombuffer(content, np.uint8, one.nbytes, one.offset) for one in tensors]
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(header.tensors)}
+        metadata = split | change if number else dict(header.metadata) | split
+        name = 1 - number if exchange else number
+        write_gguf(tmp_path / f"model-{name + 1:05d}-of-00002.gguf", metadata, made, pieces)
+    with pytest.raises(CheckpointError, match=named):
+        checkpoint.inspect(tmp_path / "model-00001-of-00002.gguf")
 
 
 def test_a_folder_with_several_models_asks_for_one(tmp_path: Path) -> None:

@@ -97,11 +97,32 @@ def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
 
 
 def _together(read: Sequence[GgufHeader]) -> GgufHeader:
-    count = read[0].metadata.integer("split.count", len(read))
-    if count not in (0, len(read)):
-        raise CheckpointError(
-            f"{read[0].path}: split.count={count}, and {len(read)} of the files are here. Keep the names of the parts."
-        )
+    """Return the header of the first part. Raise `CheckpointError` for parts that are not those of one model.
+
+    Parts after the first have few keys: their own place, the number of parts, and that of all tensors.
+    """
+    first, tensors = read[0].metadata, sum(len(header.tensors) for header in read)
+    architecture = first.text("general.architecture", None)
+    for number, header in enumerate(read):
+        own = header.metadata
+        count = own.integer("split.count", len(read))
+        if count not in (0, len(read)):
+            raise CheckpointError(
+                f"{header.path}: split.count={count}, and {len(read)} of the files are here. Keep the names of the "
+                "parts."
+            )
+        expected = {
+            "split.no": (own.integer("split.no", number), number),
+            "split.tensors.count": (own.integer("split.tensors.count", tensors), tensors),
+            "general.architecture": (own.text("general.architecture", architecture), architecture),
+        }
+        for key, (value, wanted) in expected.items():
+            if value != wanted and (len(read) > 1 or key == "split.no"):
+                shown = value[:80] if isinstance(value, str) else value
+                raise CheckpointError(
+                    f"{header.path}: {key}={shown!r}, and as part {number + 1} of {len(read)} of "
+                    f"{read[0].path.name} it has to be {wanted!r}. Download all parts again."
+                )
     return read[0]
 
 
