@@ -37,6 +37,10 @@ MISTAKES = {
     "no repetition": (["bench", "--repeat", "0"], "--repeat 0"),
     "a shape with a slip": (["bench", "--model", "135"], "135 does not exist"),
     "a port that there is not": (["serve", "--port", "99999"], "--port 99999"),
+    "an adapter called as its model": (
+        ["serve", "tiny", "--port", "0", "--adapter", "tiny=folder"],
+        "--adapter tiny: is the name of a model, which requests with this name get. Choose another name",
+    ),
     "the same model twice": (["serve", "tiny", "tiny"], "Give each a name of its own"),
     "half a division": (["serve", "--prefill", "1"], "Pass --decode 1, too"),
     "a division into nothing": (["serve", "--prefill", "0", "--decode", "0"], "--prefill 0: is not"),

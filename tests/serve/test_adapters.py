@@ -145,6 +145,17 @@ async def test_a_path_that_can_not_be_one_is_the_clients_error(session: Any, fol
     assert (large.status, large.error["param"]) == (400, "lora_name") and "max_adapter_rank" in large.error["message"]
 
 
+async def test_no_adapter_is_loaded_under_the_name_of_a_model(session: Any, folders: list[Path]) -> None:
+    """A request with its name would get the model without it, and nobody would notice."""
+    served = app({"base": session, "qwen3:0.6b": session}, adapter_loading=True)
+    for name, lora_name in (("base", "base"), ("qwen3:0.6b", "base")):
+        body = {"model": name, "lora_name": lora_name, "lora_path": str(folders[1])}
+        answer = await post(served, "/v1/load_lora_adapter", body)
+        assert (answer.status, answer.error["param"]) == (400, "lora_name")
+        assert "is the name of a model here. Choose another name for the adapter" in answer.error["message"]
+    assert session.adapters == ("first",)
+
+
 def _large(root: Path) -> Path:
     """An adapter of a higher rank than the session has room for."""
     return adapters.write(root / "large", MODEL.config, rank=80, targets=("down_proj",))

@@ -284,7 +284,11 @@ def check_serve(arguments: argparse.Namespace) -> None:
         check_bound("max_connections", arguments.max_connections)
     seconds_to_drain("--drain", arguments.drain)
     Hosts(arguments.allowed_host)
-    models_by_name(arguments.model, arguments.name)
+    names = models_by_name(arguments.model, arguments.name)
+    for adapter in paths_by_name("--adapter", arguments.adapter, "folder"):
+        if adapter in names:
+            problem = "is the name of a model, which requests with this name get"
+            raise ConfigError("--adapter", adapter, problem, "Choose another name for the adapter")
     api_keys(arguments)
 
 

@@ -126,6 +126,8 @@ def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
+    if name in exchange.service.models.by_name:  # a request with this name would get the model, without a word
+        raise wrong("lora_name", name, "is the name of a model here", "Choose another name for the adapter")
     if name in session.adapters and not fields.get("load_inplace"):
         raise ApiError(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
     try:
