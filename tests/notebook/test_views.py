@@ -733,7 +733,7 @@ def test_reasoning_stays_reasoning_when_an_answer_goes_on() -> None:
             assert view.stopped == f"cut at {text.index('it')} tokens"
             view.continue_answer(max_tokens=100)
             view._handle.result_sync()
-            reply = view._reply()
+            reply = view._last.reply
             assert reply is not None
             assert (reply.reasoning, reply.content, view.answer) == ("so it is", "It is", text)
             assert "&lt;think" not in view.draw().partition("tokens: click one")[0]

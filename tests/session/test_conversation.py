@@ -60,6 +60,29 @@ async def test_turns_are_added_once(session: Session) -> None:
 
 
 @anyio_test
+async def test_a_message_that_does_not_fit_says_how_to_make_room(session: Session) -> None:
+    """The error names `forget` however the turn is read, unless there is no turn to drop."""
+    chat = session.conversation("Be brief.", max_tokens=4)
+    much = "x" * session.config.max_model_len
+    with pytest.raises(PromptTooLong) as alone:
+        await chat.say(much)
+    assert "Shorten it" in alone.value.fix and "forget" not in alone.value.fix
+    await chat.say("one")
+    before = chat.messages
+    with pytest.raises(PromptTooLong) as awaited:
+        await chat.say(much)
+    with pytest.raises(PromptTooLong) as streamed:
+        async for _ in chat.stream(much):
+            pass
+    for caught in (awaited, streamed):
+        assert "Drop the oldest turn by chat.forget(), and say it again" in str(caught.value)
+        assert caught.value.problem in str(alone.value)
+    with pytest.raises(PromptTooLong, match=r"chat\.forget\(\)"):
+        await anyio.to_thread.run_sync(lambda: list(chat.stream(much).stream_sync()))
+    assert chat.messages == before
+
+
+@anyio_test
 async def test_a_stream_is_a_turn_and_what_was_said_until_it_was_left_is_kept(session: Session) -> None:
     chat = session.conversation(max_tokens=60, ignore_eos=True)
     said = "".join([delta.text async for delta in chat.stream("one", max_tokens=8)])

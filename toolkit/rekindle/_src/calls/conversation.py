@@ -24,7 +24,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
-from rekindle.errors import InvalidRequest, StoreError
+from rekindle.errors import InvalidRequest, PromptTooLong, StoreError
 from rekindle_kernels import private_files
 
 FORMAT, VERSION, WITH_PICTURES = "rekindle conversation", 1, 2  # the version of those without and with pictures
@@ -427,6 +427,31 @@ def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
     return answer
 
 
+class _Deltas(html.Line, AsyncIterator[TextDelta]):
+    """The deltas of a turn, whose errors say how a conversation makes room."""
+
+    def __init__(self, turn: Turn, deltas: Any) -> None:
+        self._turn, self._deltas = turn, deltas
+
+    def __repr__(self) -> str:
+        return repr(self._deltas)
+
+    async def __anext__(self) -> TextDelta:
+        """Wait for the next delta and return it."""
+        try:
+            delta: TextDelta = await anext(self._deltas)
+        except PromptTooLong as error:
+            raise self._turn._with_room(error) from None
+        return delta
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        self._leave()
+
+    def _leave(self) -> None:
+        self._deltas._leave()
+
+
 class Turn(Call[Completion]):
     """A message and the answer to it: await it for the completion, or iterate over its deltas."""
 
@@ -498,9 +523,20 @@ class Turn(Call[Completion]):
             if isinstance(handle, ToolLoop):
                 return (await handle).completion
             return await handle
+        except PromptTooLong as error:
+            self._left = True
+            raise self._with_room(error) from None
         except BaseException:
             self._left = True
             raise
+
+    def _with_room(self, error: PromptTooLong) -> PromptTooLong:
+        """Return the error with the remedy of a conversation, unless it has no turn to drop."""
+        if not any(message.get("role") == "user" for message in self._conversation._messages):
+            return error
+        again = "await chat.continue_answer() again" if self._continues else "say it again"
+        fix = f"Drop the oldest turn by chat.forget(), and {again}: the conversation is as it was before"
+        return PromptTooLong(error.field, error.value, error.problem, fix)
 
     def _start(self) -> Handle[Completion] | ToolLoop:
         if self._handle is None:
@@ -508,13 +544,13 @@ class Turn(Call[Completion]):
         return self._handle
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        deltas: AsyncIterator[TextDelta] = aiter(self._start())
+        deltas = _Deltas(self, aiter(self._start()))
         self._reader = weakref.ref(deltas)
         return deltas
 
     def stream_sync(self) -> SyncStream:
         """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
-        deltas = self._start().stream_sync()
+        deltas = SyncStream(_Deltas(self, aiter(self._start())))
         self._reader = weakref.ref(deltas)
         return deltas
 

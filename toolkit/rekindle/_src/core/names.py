@@ -34,6 +34,17 @@ def name_problem(name: object, *, colons: bool = False) -> str | None:
     return None
 
 
+def short_model(model: str) -> str:
+    """Return a model's name for people: of a path its file or folder, and of a Hub's snapshot the repository."""
+    parts = [part for part in model.replace("\\", "/").split("/") if part]
+    if len(parts) < 3 and not model.startswith(("/", "~", ".")):
+        return model  # a name, or owner/name
+    for part in reversed(parts):
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return parts[-1] if parts else model
+
+
 def checked_name(field: str, name: object, *, colons: bool = False) -> str:
     """Return a name. Raise ConfigError for what is none."""
     problem = name_problem(name, colons=colons)

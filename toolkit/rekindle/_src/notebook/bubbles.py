@@ -72,6 +72,13 @@ def turn(
     )
 
 
+def head(title: str, *facts: str) -> html.Markup:
+    """Return a conversation's title, with quiet facts next to it."""
+    looks = "display:flex;flex-wrap:wrap;gap:0 12px;align-items:baseline;max-width:52em;margin:4px 0"
+    name = f'<span role="heading" aria-level="3" style="font-weight:600">{html.escape(html.shorten(title, 60))}</span>'
+    return html.Markup(f'<div style="{looks}">{name}{html.line(*facts)}</div>')
+
+
 def lost(at: int, place: Place) -> html.Markup:
     """Return a line that leads back to the versions of a message that is written anew."""
     if not place.total:

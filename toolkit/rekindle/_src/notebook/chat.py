@@ -8,30 +8,23 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.core.answers import (
-    AS_OPENED,
-    AS_OPENED_MEANING,
-    CHOICES,
-    PRESETS,
-    RANGES,
-    SUGGESTIONS,
-    facts_of,
-    stop_of,
-)
+from rekindle._src.core.answers import CHOICES, SUGGESTIONS, facts_of, stop_of
 from rekindle._src.core.branches import Branch, Branches, Place
-from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs
+from rekindle._src.core.names import short_model
+from rekindle._src.core.records import FinishReason
 from rekindle._src.core.repetition import repetition
-from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
+from rekindle._src.core.reply import Reply
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
-from rekindle._src.notebook import bubbles
+from rekindle._src.notebook import bubbles, settings
+from rekindle._src.notebook.answer import LastAnswer, Piece, tokens_of
 from rekindle._src.notebook.attachments import Attachments, rooms, text_in, thumbnails_of
-from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, field, slider
+from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, choice, field
 from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
-from rekindle.errors import InvalidRequest, RekindleError, RequestAborted
+from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted
 
 _SAY = field("say", "Say something", width="100%", grows=True, group="say")
 _SEND = button("send", "Send", title="Enter sends, Shift+Enter is a new line", look="main", group="say", spot="go")
@@ -43,28 +36,24 @@ _FORK = (
     ),
     button("keep", "Cancel", group="fork"),
 )
+_FORGET = "The first message and its answer leave the conversation, which makes room"
+_RESEND = button("forget", "Drop the oldest turn and send", title=_FORGET, look="main", group="room")
+_PROCEED = button("forget", "Drop the oldest turn and go on", title=_FORGET, look="main", group="room")
 # Options of `chat` that are no sampling options.
 _OF_CHAT = ("tools", "template", "continue_final_message", "template_options")
 
 
-class Piece(NamedTuple):
-    """Tokens whose text became final together. An answer can be forked before each piece."""
+class Refusal(NamedTuple):
+    """A message that was not answered, in words, and True if the conversation is too long for it."""
 
-    text: str
-    token_ids: tuple[int, ...]
-    events: tuple[ReplyEvent, ...] | None  # its part of the reply; None if unknown, after a fork
+    problem: str
+    too_long: bool
 
     @classmethod
-    def of(cls, delta: TextDelta) -> Piece:
-        return cls(delta.text, delta.token_ids, (ContentDelta(delta.text),) if delta.events is None else delta.events)
-
-
-class LastAnswer(NamedTuple):
-    """The answer that the model wrote last, or writes: its requests, and the pieces that a fork kept."""
-
-    handle: RequestLike
-    origin: RequestLike  # the request that it was forked from, or `handle`
-    kept: tuple[Piece, ...] = ()
+    def of(cls, error: BaseException) -> Refusal:
+        if isinstance(error, PromptTooLong):
+            return cls(f"Not sent: the conversation with this message {error.problem}", True)
+        return cls(f"Not answered: {type(error).__name__}: {error}", False)
 
 
 class ChatView(Live):
@@ -73,7 +62,8 @@ class ChatView(Live):
     Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. What is
     edited, answered again or forked stays as another version, while the kernel lives. The conversation is kept in the
     cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes one by its name, the one
-    used last if it is "auto". `suggestions` are first messages to press.
+    used last if it is "auto". `suggestions` are first messages to press. Where `sessions` gives several open ones, the
+    model of the next answer can be chosen.
     """
 
     def __init__(
@@ -83,6 +73,7 @@ class ChatView(Live):
         system: str | None = None,
         restore: str | None = None,
         suggestions: Sequence[str] | None = None,
+        sessions: Callable[[], Sequence[SessionLike]] = tuple,
         **options: object,
     ) -> None:
         super().__init__()
@@ -90,35 +81,31 @@ class ChatView(Live):
         if isinstance(suggestions, str) or not all(isinstance(one, str) and one for one in suggestions):
             raise InvalidRequest("suggestions", suggestions, "must be a list of messages", "Pass [text, …], or []")
         self._suggestions = tuple(suggestions)
-        # Wrong options, or a model without a chat template, raise now and not at the first message.
-        drawn = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
-        sampling = Sampling.of(session.chat_sampling, drawn)
-        self._session, self._options = session, options
-        session.chat([{"role": "user", "content": "…"}], **options)
+        self._options, self._sessions = options, sessions
+        self._use(session)
         self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
         self._written: list[Message] = []
         self.name: str = new_name()  # name of the kept conversation, for `restore`
         self.messages: list[Message] = []
-        self._attached = Attachments(session.model, session.reads_pictures)
         if restore is not None:
             self.name, self.messages = self._transcripts.load(restore)
             self._written = list(self.messages)
         if system:
             self.system = system
         self._tuning = False  # the settings are shown
-        self._settings = {name: str(getattr(sampling, name)) for name in RANGES} | {"system": self.system}
-        if options.get("max_tokens") is None:
-            self._settings["max_tokens"] = str(ANSWER_TOKENS)
+        self._listed: list[str] = []  # the models to choose from, as they were shown last
+        self._settings["system"] = self.system
         if self._keeps:
             self.widget.gone = (
                 "Its kernel was restarted or is gone: this is the last picture. "
                 f'session.view.chat(restore="{self.name}") goes on with the conversation.'
             )
-        self.widget.values = {**self.widget.values, **self._settings}
-        self.widget.files = self._attached.most_file
+        self.widget.values = {**self.widget.values, **self._settings, "model": self._model()}
         self._last: LastAnswer | None = None  # the last answer, which is not in `messages` yet
+        self._refused: Refusal | None = None  # the last message was not answered, and is in the input line again
+        self._settling = threading.RLock()  # the drawing thread and a press may both find a refusal
         self._branches = Branches[LastAnswer]()
         self._bubbles: list[tuple[object, str]] = []  # pictures of the messages, each with what it shows
         self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
@@ -131,6 +118,16 @@ class ChatView(Live):
         self._marked: int | None = None  # token to fork at
         self._changed = threading.Event()  # set after a message, a stop or a mark
         self.start()
+
+    def _use(self, session: SessionLike) -> None:
+        """Let a session answer from now on. Raise for options or a model that it can't answer with."""
+        drawn = {name: value for name, value in self._options.items() if name not in _OF_CHAT and value is not None}
+        sampling = Sampling.of(session.chat_sampling, drawn)
+        session.chat([{"role": "user", "content": "…"}], **self._options)
+        self._session = session
+        self._attached = Attachments(session.model, session.reads_pictures)
+        self.widget.files = self._attached.most_file
+        self._settings = settings.opened_with(sampling, self._options)
 
     @property
     def ended(self) -> bool:
@@ -163,12 +160,12 @@ class ChatView(Live):
     @property
     def answer(self) -> str:
         """The last answer so far."""
-        return "".join(piece.text for piece in self._pieces())
+        return "" if self._last is None else self._last.text
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
         """The token ids of the last answer so far."""
-        return tuple(token for piece in self._pieces() for token in piece.token_ids)
+        return () if self._last is None else self._last.token_ids
 
     @property
     def stopped(self) -> str:
@@ -178,31 +175,98 @@ class ChatView(Live):
     @property
     def can_continue(self) -> bool:
         """True if the last answer was cut or stopped, and the context has room for more of it."""
-        return self._reason in (FinishReason.ABORTED, FinishReason.LENGTH)
+        made_room = self._last is not None and not self._last.follows and self._full
+        return self._reason in (FinishReason.ABORTED, FinishReason.LENGTH) or made_room
+
+    @property
+    def _full(self) -> bool:
+        """True if the context ended the last answer, or left no room for the rest of it."""
+        last = self._last
+        return last is not None and (
+            last.reason is FinishReason.CONTEXT or isinstance(last.handle.error, PromptTooLong)
+        )
 
     @property
     def _reason(self) -> FinishReason | None:
         """The finish reason of the last answer; None if it failed, or has not ended."""
-        handle = self._handle
-        if handle is None or not handle.done:
-            return None
-        if isinstance(handle.error, RequestAborted):
-            return FinishReason.ABORTED
-        return next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
+        return None if self._last is None else self._last.reason
 
     def continue_answer(self, **options: object) -> None:
         """Continue an answer that was cut or stopped."""
-        handle = self._handle
-        if handle is None or not self.can_continue:
+        last = self._last
+        if last is None or not self.can_continue:
             return
         if not self.answer_ids:
             self.again()
             return
-        defaults = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
-        pieces = tuple(self._pieces())
-        rest = self._session.fork(handle, at=len(handle.token_ids), **{**defaults, **options})
-        self._last = LastAnswer(rest, handle if self._last is None else self._last.origin, pieces)
+        merged = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned(), **options}
+        if last.follows:
+            rest = last.session.fork(last.handle, at=len(last.handle.token_ids), **merged)
+            self._last = last._replace(handle=rest, kept=tuple(last.pieces))
+        else:
+            self._last = self._gone_on(last, last.pieces, merged)
         self._mark(None)
+
+    def _gone_on(self, last: LastAnswer, pieces: Sequence[Piece], options: Mapping[str, Any]) -> LastAnswer:
+        """Return an answer that begins with these pieces of the last one."""
+        ids = tokens_of(pieces)
+        if last.follows and len(ids) >= last.joined:
+            # Its first request's prompt ends where the answer begins, or after the tokens that are joined to it.
+            request = last.session.fork(last.origin, at=0, edit=ids[last.joined :], **options)
+            return last._replace(handle=request, kept=tuple(pieces))
+        beginning = [{"role": "assistant", "content": "".join(piece.text for piece in pieces)}] if pieces else []
+        more = {**self._options, **options, "continue_final_message": bool(beginning)}
+        request = self._session.chat([*self.messages, *beginning], **more)
+        request.submit()
+        return LastAnswer(request, request, self._session, tuple(pieces), joined=len(ids))
+
+    def forget(self) -> int:
+        """Drop the oldest whole turn, the first message and all before the next one. Return how many messages left.
+
+        System messages stay, and so does the turn of the last answer, which can go on once there is room.
+        """
+        self._settle()
+        users = self._users()
+        if not self._droppable(users):
+            return 0
+        end = users[1] if len(users) > 1 else len(self.messages)
+        del self.messages[users[0] : end]
+        self._refused = None
+        if self._last is not None:
+            self._last = self._last._replace(follows=False)
+        self._mark(None)
+        return end - users[0]
+
+    def _users(self) -> list[int]:
+        return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+
+    def _droppable(self, users: Sequence[int]) -> bool:
+        """True if there is an older turn than the one that the last answer belongs to."""
+        return len(users) > (self._last is not None)
+
+    def _make_room(self) -> None:
+        """Drop the oldest turn and try again what had no room."""
+        refused = self._refused
+        if not self.forget():
+            return
+        if refused is not None:
+            self.send(self.widget.value("say"))
+        else:
+            self.continue_answer()
+
+    def _settle(self) -> None:
+        """Take a refused message back into the input line: the conversation is as it was before it."""
+        with self._settling:
+            error = None if self._last is None else self._last.refusal
+            if error is None:
+                return
+            self._last = None
+            if self.messages and self.messages[-1]["role"] == "user":
+                typed, attached = self.widget.value("say"), self._attached.entries
+                said = self._attached.take_back(self.messages.pop()["content"])
+                self._attached.entries += attached
+                self.widget.fill("say", "\n".join(filter(None, (said, typed))))
+            self._refused = Refusal.of(error)
 
     def send(self, text: str) -> None:
         """Send a message with its attached pictures. An unfinished answer is stopped, and its text so far is kept."""
@@ -210,14 +274,15 @@ class ChatView(Live):
         if text or attached:
             self._finish_answer()
             self.messages.append({"role": "user", "content": self._attached.content(text)})
-            self._attached.entries = ()
+            self._attached.entries, line = (), self.widget.value("say")
+            self.widget.fill("say", "")
             try:
                 self._answer()
             except BaseException:
                 self.messages.pop()  # it was not sent, so it stays in the input line
                 self._attached.entries = attached
+                self.widget.fill("say", line)
                 raise
-            self.widget.fill("say", "")
 
     def attach(self, picture: object) -> None:
         """Attach a picture, in any form that `session.chat` takes, to the next message."""
@@ -240,6 +305,7 @@ class ChatView(Live):
         `at` is the place of an earlier answer in `messages`. The answer stays as another version, and so does all that
         follows it.
         """
+        self._settle()
         answers = self._handle is not None or (self.messages and self.messages[-1]["role"] == "assistant")
         place = len(self._whole()) - bool(answers and self._said()) if at is None else at
         if place and self._whole()[place - 1]["role"] == "user":
@@ -251,7 +317,8 @@ class ChatView(Live):
 
         The message stays as another version, and so does all that follows it.
         """
-        users = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
+        self._settle()
+        users = self._users()
         for place in users[-1:] if at is None else [place for place in users if place == at]:
             content = self.messages[place]["content"]
             self._cut(place)
@@ -260,6 +327,7 @@ class ChatView(Live):
 
     def switch(self, at: int, by: int = 1) -> None:
         """Show another version of the message at a place of `messages`: the next one, or the one `by` versions on."""
+        self._settle()
         whole = self._whole()
         if not 0 <= at <= len(whole):
             return
@@ -306,20 +374,17 @@ class ChatView(Live):
             return
         if not 0 <= at <= length:
             raise InvalidRequest("at", at, f"is outside of the answer's {length} tokens so far", f"Use 0 to {length}")
-        tokenizer = self._session.tokenizer
+        tokenizer = last.session.tokenizer
         # Events of a reply lag behind its text, so the events of its beginning are unknown.
-        pieces = [piece._replace(events=None) for piece in _until(self._pieces(), at, tokenizer.decode)]
+        pieces = [piece._replace(events=None) for piece in last.until(at, tokenizer.decode)]
         if edit:
             ids = tuple(tokenizer.encode(edit, add_special_tokens=False))
             pieces.append(Piece(edit, ids, None))
-        beginning = [token for piece in pieces for token in piece.token_ids]
-        # The first request's prompt ends where the answer begins; the prompts of its forks hold parts of the answer.
-        budget = max(1, max(last.origin.sampling.max_tokens, length) - len(beginning))
-        forked = self._session.fork(
-            last.origin, at=0, edit=beginning, **{"seed": None, "max_tokens": budget, **options}
-        )
+        beginning = len(tokens_of(pieces))
+        budget = max(1, max(last.origin.sampling.max_tokens, length) - beginning)
+        forked = self._gone_on(last, pieces, {"seed": None, "max_tokens": budget, **options})
         self._cut(len(self.messages))
-        self._last = LastAnswer(forked, last.origin, tuple(pieces))
+        self._last = forked
         self._mark(None)
 
     # Called from the page.
@@ -338,12 +403,16 @@ class ChatView(Live):
             self._tuning = not self._tuning
             self._mark(self._marked)
         elif kind == "preset":
-            self.widget.values = {**self.widget.values, **self._presets().get(choice, {})}
+            self.widget.values = {**self.widget.values, **settings.presets(self._settings).get(choice, {})}
             self._mark(self._marked)
         elif kind == "suggest":
             self.send(next(iter(self._suggestions[int(choice) :][:1]), "") if choice.isdecimal() else "")
         elif name == "continue":
             self.continue_answer()
+        elif name == "forget":
+            self._make_room()
+        elif name == "model":
+            self._choose(self.widget.value("model"))
         elif name in ("halt", "again", "edit", "detach"):
             getattr(self, name)()
 
@@ -389,32 +458,58 @@ class ChatView(Live):
         peek, self._peek = self._peek, None
         if peek is not None:
             peek.cancel()
-        if index is None or self._last is None or self._logprobs(index) is not None:
+        last = self._last
+        if index is None or last is None or last.logprobs(index) is not None:
+            return
+        if not last.follows or index < last.joined:
             return
         options = {"max_tokens": 1, "logprobs": CHOICES, "ignore_eos": True}
         with contextlib.suppress(RekindleError):  # no place, or a model that can't: the token is marked all the same
-            peek = self._session.fork(self._last.origin, at=0, edit=list(self.answer_ids[:index]), **options)
+            edit = list(last.token_ids[last.joined : index])
+            peek = last.session.fork(last.origin, at=0, edit=edit, **options)
             peek.submit()
             self._peek = peek
 
-    def _logprobs(self, index: int) -> TokenLogprobs | None:
-        """Return what the last answer's request knows of the likely tokens at a place; None if that is nothing."""
-        last = self._last
-        place = index - sum(len(piece.token_ids) for piece in (() if last is None else last.kept))
-        for delta in () if last is None else last.handle.deltas:
-            if 0 <= place < len(delta.token_ids):
-                return delta.logprobs[place] if len(delta.logprobs) > place and delta.logprobs[place].top_ids else None
-            place -= len(delta.token_ids)
-        return None
+    def _choose(self, name: str) -> None:
+        """Let the open session of this name answer from now on."""
+        session = self._models().get(name)
+        if session is None or session is self._session:
+            return
+        moved = self._tuned()
+        self._finish_answer()
+        try:
+            self._use(session)
+        finally:
+            self.widget.fill("model", self._model())
+        self._settings["system"] = self.system
+        kept = {name: str(value) for name, value in moved.items()}
+        self.widget.values = {**self.widget.values, **self._settings, **kept}
+        self._mark(None)
+
+    def _models(self) -> dict[str, SessionLike]:
+        """Return the open sessions by the names of their models, with numbers where several have one."""
+        opened = [session for session in self._sessions() if not session.closed]
+        named: dict[str, SessionLike] = {}
+        for session in opened if self._session in opened else [self._session, *opened]:
+            name = short_model(session.model)
+            same = sum(short_model(one.model) == name for one in named.values())
+            named[f"{name} ({same + 1})" if same else name] = session
+        return named
+
+    def _model(self) -> str:
+        return next(name for name, session in self._models().items() if session is self._session)
 
     def _choices(self, index: int) -> list[bubbles.Alternative]:
         """Return what could stand at a token of the last answer, the likeliest first."""
-        found = self._logprobs(index)
+        last = self._last
+        if last is None:
+            return []
+        found = last.logprobs(index)
         if found is None and self._peek is not None and self._peek.done:
             found = next((delta.logprobs[0] for delta in self._peek.deltas if delta.logprobs), None)
         if found is None or index >= len(self.answer_ids):
             return []
-        chosen, decode = self.answer_ids[index], self._session.tokenizer.decode
+        chosen, decode = self.answer_ids[index], last.session.tokenizer.decode
         likely = dict(zip(found.top_ids[:CHOICES], found.top_logprobs, strict=False))
         likely |= {chosen: found.logprob} if found.token_id == chosen else {}
         return [
@@ -428,33 +523,23 @@ class ChatView(Live):
             for place, text in enumerate(self._suggestions)
             if not self.messages and self._handle is None
         ]
-        settings = button(
+        tune = button(
             "settings", "Settings", title="System prompt and sampling, for the next answer", group="say",
             look="on" if self._tuning else "quiet",
         )  # fmt: skip
         fork = () if self._marked is None else _FORK
-        drawer = self._drawer() if self._tuning else []
+        drawer = settings.controls(self.widget.values, self._settings) if self._tuning else []
+        models = list(self._models())
+        if models != self._listed:  # a session's name may have another number
+            self._listed = models
+            self.widget.fill("model", self._model())
+        several = [choice("model", "Model", models, title="Who answers from now on", group="say")]
+        room = () if self._refused is None or not self._refused.too_long else (_RESEND,)
+        room = (_PROCEED,) if self._full else room
         return [
-            *start, *fork, *drawer, _SAY, *self._attached.controls, settings, _HALT if self.answering else _SEND,
+            *start, *fork, *(room if self._droppable(self._users()) else ()), *drawer, _SAY, *self._attached.controls,
+            tune, *(several if len(models) > 1 else ()), _HALT if self.answering else _SEND,
         ]  # fmt: skip
-
-    def _drawer(self) -> list[Control]:
-        """Return the settings, with the presets above them."""
-        now = {name: self.widget.value(name) for name in _TUNED}
-        presets = self._presets()
-        on = next((name for name, settings in presets.items() if settings == now), "")
-        meanings = {AS_OPENED: AS_OPENED_MEANING, **{name: preset.meaning for name, preset in PRESETS.items()}}
-        buttons = [
-            button(f"preset:{name}", name, title=meanings[name], group="drawer", look="on" if name == on else "")
-            for name in presets
-        ]
-        return [*buttons, *_settings()]
-
-    def _presets(self) -> dict[str, dict[str, str]]:
-        """Return the presets as values of the sliders."""
-        own = {name: self._settings[name] for name in _TUNED}
-        others = {name: {key: str(value) for key, value in one.settings.items()} for name, one in PRESETS.items()}
-        return {AS_OPENED: own, **others}
 
     def _contents(self) -> list[Any]:
         return [message["content"] for message in self.messages]
@@ -466,40 +551,19 @@ class ChatView(Live):
             self._settings["system"] = self.system = system
         call = self._session.chat(self.messages, **{**self._options, **self._tuned(), **options})
         call.submit()
-        self._last = LastAnswer(call, call)
+        self._refused = None
+        self._last = LastAnswer(call, call, self._session)
         self._mark(None)
 
     def _tuned(self) -> dict[str, float]:
-        """Return the values of moved sliders. The page may send anything; `Sampling` checks the numbers."""
-        values: dict[str, float] = {}
-        for name in RANGES:
-            value = self.widget.value(name)
-            if value != self._settings[name]:
-                try:
-                    values[name] = int(value) if name == "max_tokens" else float(value)
-                except ValueError:
-                    raise InvalidRequest(name, value, "is no number", "Move the slider") from None
-        return values
-
-    def _pieces(self) -> list[Piece]:
-        last = self._last
-        if last is None:
-            return []
-        return [*last.kept, *(Piece.of(delta) for delta in last.handle.deltas if delta.index == 0)]
-
-    def _reply(self) -> Reply | None:
-        """Return the parts of the last answer if it has reasoning or calls. Those of a fork are unknown."""
-        pieces = self._pieces()
-        if any(piece.events is None for piece in pieces):
-            return None
-        reply = fold(event for piece in pieces for event in piece.events or ())
-        return reply if reply.reasoning or reply.tool_calls else None
+        return settings.tuned(self.widget.values, self._settings)
 
     def _finish_answer(self) -> None:
         """Stop the answer, and add its text so far to the messages."""
-        if self._handle is not None:
-            self._handle.cancel()
-            if (reply := self._reply()) is not None:
+        self._settle()
+        if self._last is not None:
+            self._last.handle.cancel()
+            if (reply := self._last.reply) is not None:
                 self._replies[self.answer] = reply
             self._facts[self.answer] = self._quiet()
             self.messages.append({"role": "assistant", "content": self.answer})
@@ -510,6 +574,7 @@ class ChatView(Live):
             self._last.handle.cancel()
         self._last = None
         self._picking = False
+        self._refused = None
         self._mark(None)
 
     # Outliving the kernel.
@@ -566,23 +631,24 @@ class ChatView(Live):
 
     def _quiet(self) -> tuple[str, ...]:
         """Return what is said below the last answer: the model, its speed, the reason of its end."""
-        handle, ids = self._handle, self.answer_ids
-        if handle is None or not handle.done:
+        last = self._last
+        if last is None or not last.handle.done:
             return ()
-        limit = self._session.config.max_model_len
-        facts = facts_of(self._session.model, handle.so_far(), self._reason, len(ids), limit)
+        handle, ids = last.handle, last.token_ids
+        limit = last.session.config.max_model_len
+        facts = facts_of(short_model(last.session.model), handle.so_far(), self._reason, len(ids), limit)
         repeats = repetition(ids)
         hint = "" if repeats is None else html.with_hint(str(repeats), "Settings: a higher temperature")
         return (*facts, hint)
 
     def _drawn_answer(self, whole: list[Message]) -> Iterator[str]:
         """Yield the last answer, what is wrong with it, and what could stand at its marked token."""
-        handle, at = self._handle, len(self.messages)
-        if handle is None:
+        last, at = self._last, len(self.messages)
+        if last is None:
             return
-        pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
+        handle, pieces = last.handle, [(piece.text, len(piece.token_ids)) for piece in last.pieces]
         body = bubbles.answer(
-            pieces, marked=self._marked, complete=handle.done, picking=self._picking, reply=self._reply(),
+            pieces, marked=self._marked, complete=handle.done, picking=self._picking, reply=last.reply,
             key=f"reasoning {at}",
         )  # fmt: skip
         actions: tuple[bubbles.Action, ...] = ()
@@ -596,7 +662,7 @@ class ChatView(Live):
             yield html.line(f"{type(error).__name__}: {error}")
         if not handle.done and (found := repetition(self.answer_ids)) is not None:
             yield html.line(f"the answer {found}", "Stop ends it")
-        if self._reason is FinishReason.CONTEXT and not self.ended:
+        if self._full and not self.ended:
             yield html.line("Edit takes the last message back")
         if self._picking and self._marked is None:
             yield html.line("Click a token to write something else there, and go on from it")
@@ -605,7 +671,15 @@ class ChatView(Live):
         """Return the place of a message among its versions."""
         return self._branches.place(whole[:at], whole[at]) if self._branches else Place(1, 1)
 
+    def _head(self) -> str:
+        """Return the title, the model, and the name under which the conversation is kept."""
+        first = next((text_in(one["content"]) for one in self.messages if one["role"] == "user"), "")
+        hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
+        kept = html.with_hint(f'kept as "{self.name}"', hint) if self._keeps and self.messages else ""
+        return bubbles.head(" ".join(first.split()) or "New chat", short_model(self._session.model), kept)
+
     def draw(self) -> str:
+        self._settle()
         said = [(message["role"], message["content"]) for message in self.messages]
         room, whole = rooms([content for _, content in said]), self._whole()
         rows = [
@@ -618,37 +692,13 @@ class ChatView(Live):
         if attached := self._attached.draw():
             rows.append(attached)
         if not self.ended and (controls := self._controls()) != self.widget.controls:
-            self.widget.controls = controls  # an answer began, or ended
+            self.widget.controls = controls  # an answer began or ended, or a session did
+        if self._refused is not None and not self.ended:
+            rows.append(html.line(self._refused.problem, "It is in the input line again"))
+        head = self._head()
         if not rows:
-            return html.line("Nothing was said yet")
+            return html.Markup(f"{head}{html.line('Nothing was said yet')}")
         if self._marked is not None and (choices := self._choices(self._marked)):
             rows.append(bubbles.choices(choices))  # next to the field for what should come there instead
-        elif self._keeps:
-            hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
-            rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
         look = f'role="log" aria-label="Conversation" aria-busy="{str(self.answering).lower()}"'
-        return html.Markup(f'<div {look} style="max-width:52em">{"".join(rows)}</div>')
-
-
-_TUNED = ("temperature", "top_p")  # what presets are of
-
-
-def _settings() -> tuple[Control, ...]:
-    ranges = [
-        slider(name, name.replace("_", " "), low=low, high=high, step=step, title=title, group="drawer")
-        for name, (low, high, step, title) in RANGES.items()
-    ]
-    return field("system", "System prompt", width="100%", rows=2, group="drawer"), *ranges
-
-
-def _until(pieces: list[Piece], count: int, decode: Any) -> Iterator[Piece]:
-    """Yield the pieces of the first `count` tokens. A piece cut in two loses text that was not final at the cut."""
-    remaining = count
-    for piece in pieces:
-        if remaining <= 0:
-            return
-        if len(piece.token_ids) <= remaining:
-            yield piece
-        else:
-            yield Piece(decode(list(piece.token_ids[:remaining])), piece.token_ids[:remaining], None)
-        remaining -= len(piece.token_ids)
+        return html.Markup(f'{head}<div {look} style="max-width:52em">{"".join(rows)}</div>')

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+_KINDS = ("text", "slider", "choice")
+
 
 def texts(fields: object, controls: Iterable[Mapping[str, Any]], values: Mapping[str, Any]) -> dict[str, str]:
     """Return the new texts of the controls, by their names. What no control has, or is of another form, is dropped."""
-    kinds = {control["name"]: control["kind"] for control in controls if control["kind"] in ("text", "slider")}
+    kinds = {control["name"]: control["kind"] for control in controls if control["kind"] in _KINDS}
     return {
         name: merged(text, base, str(values.get(name, ""))) if kinds[name] == "text" else text
         for name, text, base in _pairs(fields)

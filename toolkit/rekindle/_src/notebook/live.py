@@ -220,6 +220,11 @@ def slider(name: str, label: str, *, low: float, high: float, step: float, title
     }  # fmt: skip
 
 
+def choice(name: str, label: str, choices: Sequence[str], *, title: str = "", group: str = "") -> Control:
+    """Return a list to choose from. A choice presses `name`; the value is the chosen text."""
+    return {"kind": "choice", "name": name, "label": label, "title": title, "choices": [*choices], "group": group}
+
+
 def file(name: str, label: str, *, kinds: str, title: str = "", group: str = "") -> Control:
     """Return a button that opens files of these kinds, as HTML names them; see `Panel.files`."""
     return {"kind": "file", "name": name, "label": label, "title": title, "accept": kinds, "group": group}

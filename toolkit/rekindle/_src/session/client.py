@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rekindle._src.calls.pictures import keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
@@ -33,6 +35,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
+_sessions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in the order of their opening
+_numbers = itertools.count()
+
+
+def enlist(session: Any) -> None:
+    """Count a session among those that are open in this process, for as long as something refers to it."""
+    _sessions[next(_numbers)] = session
+
+
+def open_sessions() -> list[Any]:
+    """Return the sessions that are open in this process, the oldest first."""
+    return [session for _, session in sorted(_sessions.items()) if not session.closed]
 
 ADAPTERS_AT_ONCE = 4  # adapters that are read at a time
 ADAPTER_SECONDS = 300.0  # in which an adapter has to be read: 15 GB from a slow disk

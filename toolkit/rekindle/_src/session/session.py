@@ -33,7 +33,7 @@ from rekindle._src.kvcache.writer import SaveReport
 from rekindle._src.session import adapters, pausing
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
-from rekindle._src.session.client import Client
+from rekindle._src.session.client import Client, enlist
 from rekindle._src.session.open_model import OpenModel
 from rekindle._src.session.pausing import PausedSession, SleepReport
 from rekindle._src.session.views import Views, dashboard
@@ -127,6 +127,7 @@ class Session(OpenModel, RolloutRequests):
         self._host, self._front, self._engine = host, front, self._client.engine
         self._cache_writer = self._client.writer
         self._servers: list[Server] = []
+        enlist(self)
         # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
         # handles closes it.
         weakref.finalize(self._client, host.close).atexit = False

@@ -10,7 +10,7 @@ from rekindle._src.core import html
 from rekindle._src.core.names import nearest
 from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
 from rekindle._src.evaluation.lens import LensCall
-from rekindle._src.session.client import Client
+from rekindle._src.session.client import Client, open_sessions
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -103,7 +103,9 @@ class Views:
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView
 
-        return ChatView(self._session, system=system, restore=restore, suggestions=suggestions, **options)
+        return ChatView(
+            self._session, system=system, restore=restore, suggestions=suggestions, sessions=open_sessions, **options
+        )
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
         """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.

@@ -52,7 +52,7 @@ function render({ model, el }) {
 
   function unanswered() {
     el.classList.toggle("rekindle-gone", doubtful);
-    for (const one of bar.querySelectorAll("button, input, textarea")) one.disabled ||= doubtful;
+    for (const one of bar.querySelectorAll("button, input, select, textarea")) one.disabled ||= doubtful;
     const busy = "No answer from the kernel: it is busy, or gone. What is shown here stays in the notebook.";
     alarm.textContent = doubtful ? model.get("gone") : busy;
     alarm.hidden = false;
@@ -118,6 +118,15 @@ function render({ model, el }) {
     const made = range({ label, title, least, most, step, value: value(name) || least });
     made.set(named(made.input, name, label).value);
     return made.whole;
+  }
+
+  function choice({ name, label, title, choices }) {
+    const made = make("select", { className: "rekindle-field", title });
+    made.append(...choices.map((one) => make("option", { value: one, textContent: one })));
+    named(made, name, label);
+    made.addEventListener("change", () => say("press", name));
+    made.addEventListener("keydown", (event) => event.stopPropagation()); // arrows choose, and are not the notebook's
+    return made;
   }
 
   function file({ label, title, accept }) {
@@ -238,7 +247,7 @@ function render({ model, el }) {
     note.innerHTML = model.get("note");
   }
 
-  const makers = { text, button, slider, file };
+  const makers = { text, button, slider, choice, file };
 
   function area(group) {
     const known = [...bar.children].find((one) => one.dataset.group === group);
@@ -276,7 +285,8 @@ function render({ model, el }) {
     written.answered(model.get("heard")); // a host that comes back sets both at once
     for (const input of fields()) {
       requestAnimationFrame(() => grow(input));
-      const name = input.dataset.name, ranges = input.type === "range", text = written.take(name, value(name), !ranges);
+      const name = input.dataset.name, ranges = input.type === "range";
+      const text = written.take(name, value(name), ["text", "textarea"].includes(input.type));
       if (text === undefined) continue;
       input.value = text;
       if (ranges) input.nextSibling.textContent = input.value;
