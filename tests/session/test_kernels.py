@@ -54,6 +54,14 @@ def test_await(notebook: Kernel) -> None:
     assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
 
 
+def test_a_cell_with_a_scripts_event_loop_says_to_await(running: Kernel) -> None:
+    running.ok("%autoawait asyncio")
+    cell = running.run("asyncio.run(rekindle.open('tiny'))")
+    assert cell.error == "RuntimeError" and "cannot be called from a running event loop" in cell.traceback
+    assert "Write `await main()` in the cell, in place of asyncio.run(main())" in cell.text
+    assert running.ok("print(1)") == "1"
+
+
 def test_stream(notebook: Kernel) -> None:
     code = "async for delta in session.stream('hi', max_tokens=5):\n    print(delta.text, end='')"
     assert notebook.ok(code) == notebook.ok("print(session.generate_sync('hi', max_tokens=5).text)")

@@ -79,6 +79,26 @@ async def test_a_column_of_files_is_mapped(session: Session, files: list[str], t
     assert [one.resumed for one in again] == [False, True, True, False] and again.texts[0] == expected[1]
 
 
+@anyio_test
+async def test_a_chat_takes_pictures_as_generate_does(session: Session) -> None:
+    part, words = {"type": "image", "image": ONE}, {"type": "text", "text": "a word"}
+    expected = (await session.chat([{"role": "user", "content": [part, words]}], **GREEDY)).content
+    for messages in ("a word", "<image>a word", [{"role": "user", "content": "a word"}]):
+        for images in (ONE, [ONE]):
+            assert (await session.chat(messages, images=images, **GREEDY)).content == expected
+    before = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    several = [*before, {"role": "user", "content": [words, part, {"type": "text", "text": " and"}, part]}]
+    asked = [*before, {"role": "user", "content": "a word<image> and<image>"}]
+    reply = await session.chat(asked, images=[ONE, ONE], **GREEDY)
+    assert reply.content == (await session.chat(several, **GREEDY)).content and len(reply.images) == 2
+    assert asked[-1]["content"] == "a word<image> and<image>", "the caller's messages stay as they are"
+    for wrong in (before, [*before, several[-1]], [{"role": "system", "content": "x"}]):
+        with pytest.raises(InvalidRequest, match=r"images=.*last message.*\{'type': 'image', 'image': picture\}"):
+            session.chat(wrong, images=ONE)
+    with pytest.raises(InvalidRequest, match="need as many places, and the prompt has 2"):
+        session.chat("<image> or <image>", images=[ONE])
+
+
 @thorough
 @anyio_test
 async def test_rows_of_chats_have_pictures(session: Session, files: list[str], tmp_path: Path) -> None:

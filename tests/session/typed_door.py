@@ -98,6 +98,7 @@ async def door(k: int) -> None:
     assert_type(await session.admit("x"), Handle[Completion])
     assert_type(await session.chat([{"role": "user", "content": "x"}]), Completion)
     assert_type(await session.chat("x"), Completion)
+    assert_type(await session.chat("x", images=["photo.png"]), Completion)
     assert_type((await session.chat("x", n=k))[0].repetition, Repetition | None)
     assert_type(session.explain("r0").timeline[0].kind, PhaseKind)
     print(session.view.cache)  # pyright: ignore

@@ -170,13 +170,12 @@ def __getattr__(name: str) -> object:
 
 def _hint(name: str) -> str:
     """Return what may have been meant by a name that is not there, as the end of a sentence."""
-    from rekindle._src.core.names import nearest
+    from rekindle._src.core.foreign_calls import MODULE, of_module
     from rekindle._src.session.session import Session
 
-    if hasattr(Session, name):
+    if name not in MODULE and hasattr(Session, name):
         return f": it is a session's. Write session = await rekindle.open(…), then session.{name}"
-    close = nearest(name, __all__)
-    return f". Did you mean {close}?" if close else ""
+    return of_module(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from rekindle._src.core.foreign_calls import MODELS, missing
 from rekindle._src.evaluation.parity import ParityReport, TokenDifference, compare, deterministic_logprobs
 from rekindle._src.models.base import Graph, LoadedModel, Model, merge
 from rekindle._src.models.calibration import CalibrationProgress
@@ -85,3 +86,9 @@ def _weights_of(session: Session) -> LoadedModel:
 
 def __dir__() -> list[str]:
     return [*__all__]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise missing("module 'rekindle.models'", name, MODELS, __all__)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rekindle._src.calls.pictures import parts_of
 from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.core.contracts import ChatLike, TemplateLike
@@ -21,9 +22,21 @@ Messages = Sequence[Mapping[str, Any]]
 _VALUE = 16  # the cost of a value, in characters, about
 
 
-def messages_of(messages: Messages | str) -> Messages:
-    """Return the messages of a chat; a text is one of the user."""
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+def messages_of(messages: Messages | str, images: Any = None) -> Messages:
+    """Return the messages of a chat; a text is one of the user. `images` become parts of the last message.
+
+    Raise `InvalidRequest` for images where the last message is no text of the user.
+    """
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    if images is None:
+        return messages
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else {}
+    text = last.get("content") if isinstance(last, Mapping) and last.get("role") == "user" else None
+    if not isinstance(text, str):
+        fix = "Write them into a message: {'role': 'user', 'content': [{'type': 'image', 'image': picture}, …]}"
+        raise InvalidRequest("images", images, "are those of the last message, which is no text of the user", fix)
+    pictures = [*images] if isinstance(images, list | tuple) else [images]
+    return [*messages[:-1], {**last, "content": parts_of(text, pictures)}]
 
 
 def chat_prompt(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.pictures import of_messages, read_messages
-from rekindle._src.calls.requests import sampling_of, structured_text
+from rekindle._src.calls.requests import Images, sampling_of, structured_text
+from rekindle._src.core.foreign_calls import CHAT, ForeignParts
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
@@ -51,6 +52,7 @@ class ChatRequests:
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        images: Images = None,
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -71,6 +73,7 @@ class ChatRequests:
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        images: Images = None,
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -92,6 +95,7 @@ class ChatRequests:
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        images: Images = None,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
@@ -110,6 +114,7 @@ class ChatRequests:
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        images: Images = None,
         continue_final_message: bool = False,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
@@ -118,9 +123,10 @@ class ChatRequests:
     ) -> Any:
         """Request the model's answer to a conversation, through its chat template. Await it or iterate over it.
 
-        A message is a dict such as {"role": "user", "content": "Hello"}; a text alone is one message of the user. The
-        reply has `content`, the `reasoning` before it, and `tool_calls`; `reply.message` is the next message of the
-        conversation.
+        A message is a dict such as {"role": "user", "content": "Hello"}; a text alone is one message of the user.
+        `images` are the pictures of the last message, one or a list: each takes the place of one "<image>" in its text,
+        or they come first. The reply has `content`, the `reasoning` before it, and `tool_calls`; `reply.message` is the
+        next message of the conversation.
 
         Without a `Sampling`, answers are drawn as `session.chat_sampling` says: as the checkpoint asks, or at a
         temperature of 0.8. With temperature=0 they are greedy, and small models may repeat themselves
@@ -143,7 +149,7 @@ class ChatRequests:
         from rekindle._src.calls.tool_functions import tools_of
         from rekindle._src.calls.tool_loop import forcing, resolve_choice
 
-        messages, tools_ = messages_of(messages), tools_of(tools)
+        messages, tools_ = messages_of(messages, images), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
@@ -282,3 +288,8 @@ class ChatRequests:
         conversation = open_conversation(self, self._front, system=system, restore=restore, sampling=options, **present)
         self._front.expect_chat()
         return conversation
+
+
+if not TYPE_CHECKING:  # those who have used OpenAI's client write session.chat.completions.create(…)
+    for _name in CHAT:
+        setattr(ChatRequests.chat, _name, ForeignParts("session.chat", CHAT))

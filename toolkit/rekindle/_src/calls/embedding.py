@@ -32,16 +32,17 @@ from rekindle.errors import InvalidRequest, RekindleError
 T = TypeVar("T")
 log = logging.getLogger("rekindle.engine")
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+EMBEDS = "Qwen/Qwen3-Embedding-0.6B"  # its family opens, and its files say how to pool and which prompts there are
 
 
 @functools.cache
 def _say_untrained(model: str) -> None:
     log.warning(
         "%s is a chat model: the mean of its hidden states tells texts apart, but it was not trained to bring texts of "
-        'one meaning together. For a search open a model that embeds, such as "BAAI/bge-small-en-v1.5", in addition; '
-        'pooling="mean" says that the mean is meant',
-        model,
-    )
+        'one meaning together. For a search open a model that embeds, such as "%s", in addition; pooling="mean" says '
+        "that the mean is meant",
+        model, EMBEDS,
+    )  # fmt: skip
 
 
 class Embeddings(Call[T]):

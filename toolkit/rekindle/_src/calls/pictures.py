@@ -232,5 +232,5 @@ def _value(part: Mapping[str, Any]) -> Any:
 def _reader(front: Front, value: Any) -> PicturesLike:
     if front.pictures is None:
         problem = f"can't be read: {front.model or 'the model'} reads text alone"
-        raise InvalidRequest("images", value, problem, "Open a model that reads pictures")
+        raise InvalidRequest("images", value, problem, 'Open a model that reads pictures, such as "tiny-vision"')
     return front.pictures

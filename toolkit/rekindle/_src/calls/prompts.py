@@ -112,9 +112,15 @@ def _no_prompt(value: Any) -> InvalidRequest:
         shown = f"a table of {html.count(len(value), 'row')} and {html.count(len(value.columns), 'column')}"
         column = next(iter(map(str, value.columns)), "text")
         return InvalidRequest("prompt", shown, "is neither text nor token ids", f"Pass a column: frame[{column!r}]")
+    if isinstance(value, Mapping):
+        name = next((name for name in _PROMPTS if name in value), None)
+        if name is not None:
+            fix = f"Pass the entry alone, without its dict: inputs[{name!r}]"
+            return InvalidRequest("prompt", value, "is a dict, and neither text nor token ids", fix)
     return InvalidRequest("prompt", value, "is neither text nor token ids", PASS)
 
 
+_PROMPTS = ("prompt", "prompt_token_ids", "input_ids", "text", "inputs")  # of other libraries' dicts
 PASS = 'Pass a text such as "Once upon a time", a list of token ids, or a list of such prompts'
 CHAT = "Use session.chat(messages), or session.render(messages) for the text alone"
 

@@ -19,6 +19,20 @@ _NEW_TOKENS = Hint("max_tokens", "Use max_tokens with the same value: it counts 
 _STOP = Hint("stop", "Use stop with the same value: one string or a list of strings")
 _SEVERAL = Hint("n", "Use n with the same value")
 _IMAGES = Hint("", "Pass pictures as images=…: one, or a list with one for each <image> of the prompt")
+_FIRST = Hint(
+    "", "Pass the prompt first and without a name: session.generate(prompt), a text, token ids or a list of them"
+)
+_STREAM = Hint("", "Leave it out and write async for delta in session.stream(prompt), or in session.chat(messages)")
+_HIDDEN = Hint("capture", 'Use capture={"residual": True}, or the layers in its place; done.captured has the arrays')
+_SCORES = Hint("logprobs", "Use logprobs=5 for the most likely tokens of each position: done.logprobs has them")
+_NO_BEAMS = Hint("n", "Beam search is not implemented: n with a temperature above 0 draws several completions")
+_NO_MASK = Hint("", "Leave it out: nothing is padded, and prompts of any lengths run together")
+_ALWAYS = Hint("", "Leave it out: keys and values are always kept, and the result is always a Completion")
+_MIN_P = Hint("min_p", "It is not implemented. Use min_p=0.05 or top_p=0.95")
+_SAMPLING = Hint("", "Pass a rekindle.Sampling second and without a name, or its options as keywords")
+_CHAT = Hint("", "Use session.chat([{'role': 'system', 'content': …}, …]), or chat = session.conversation(system)")
+_TURNS = Hint("", "Pass all messages first and without a name, or use chat = session.conversation() and chat.say(text)")
+_QUIET = Hint("", "Leave it out here; open(…, quiet=True) shows no bars")
 _SCHEMA = Hint("schema", "Use schema with the JSON schema as a dict, or with a type")
 SAMPLING: dict[str, Hint] = {
     "max_new_tokens": _NEW_TOKENS,
@@ -58,13 +72,43 @@ SAMPLING: dict[str, Hint] = {
     "adapter_id": Hint("adapter", "Use adapter with the same name"),
     "lora": Hint("adapter", 'Use adapter with a name, or with names and weights: {"name": 0.5}'),
     "cache_salt": Hint("salt", "Use salt with the same value"),
-    "num_beams": Hint("n", "Beam search is not implemented: n with a temperature above 0 draws several completions"),
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "length_penalty", "early_stopping", "diversity_penalty", "use_beam_search"),
+        _NO_BEAMS),
+    **dict.fromkeys(
+        ("input_ids", "inputs", "inputs_embeds", "prompts", "prompt_token_ids", "text_inputs", "input", "text"),
+        _FIRST),
+    **dict.fromkeys(("attention_mask", "position_ids", "token_type_ids", "pad_token_id", "padding"), _NO_MASK),
+    **dict.fromkeys(("use_cache", "return_dict_in_generate", "cache_implementation", "past_key_values"), _ALWAYS),
+    **dict.fromkeys(("streamer", "stream_options"), _STREAM),
+    **dict.fromkeys(("output_hidden_states", "hidden_states"), _HIDDEN),
+    "output_attentions": Hint("", "Write await session.view.attention(prompt): the weights of all layers and heads"),
+    **dict.fromkeys(("output_scores", "output_logits", "return_logits"), _SCORES),
+    **dict.fromkeys(("sampling_params", "params", "generation_config", "gen_config", "generation_kwargs"), _SAMPLING),
+    **dict.fromkeys(("typical_p", "tfs_z", "top_a", "epsilon_cutoff", "eta_cutoff"), _MIN_P),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta"), _MIN_P),
+    **dict.fromkeys(("system", "system_prompt", "instructions"), _CHAT),
+    **dict.fromkeys(("history", "conversation", "chat_history"), _TURNS),
+    **dict.fromkeys(("use_tqdm", "verbose", "progress_bar", "show_progress"), _QUIET),
+    **dict.fromkeys(("num_generations", "group_size", "num_samples", "num_completions", "num_sequences"), _SEVERAL),
+    **dict.fromkeys(("max_completion_length", "max_gen_len", "max_gen_toks", "max_tokens_to_sample"), _NEW_TOKENS),
+    "no_repeat_ngram_size": Hint("repetition_penalty", "Use repetition_penalty=1.1, or frequency_penalty"),
+    "stopping_criteria": Hint("stop", "Use stop or stop_token_ids, or leave a loop over session.stream(prompt)"),
+    "assistant_model": Hint("", "Leave it out here; open(…, drafts=folder) takes a model that drafts"),
+    "echo": Hint("", "Leave it out: done.prompt and done.prompt_token_ids have the prompt; prompt_logprobs scores it"),
+    "options": Hint("", "Pass its entries as keywords: temperature=0.8, num_predict as max_tokens"),
+    "format": Hint("schema", "Use json=True for any JSON object, or schema with a JSON schema or a type"),
+    "keep_alive": Hint("", "Leave it out: a session stays open until session.aclose()"),
+    "num_ctx": Hint("", "Leave it out here; open(…, max_model_len=…) bounds prompt and completion together"),
+    "user": Hint("salt", "Leave it out; salt keeps the cached pages of one user apart from those of others"),
+    "skip_special_tokens": Hint("", "Leave it out: texts have none. session.tokenizer.decode(ids, False) keeps them"),
+    "suffix": Hint("", "Write prompt and suffix with the tokens by which the model fills in text"),
     "chat_template_kwargs": Hint("", "Use template_options with the same value, in session.chat"),
     "enable_thinking": Hint("", "Use template_options={'enable_thinking': …} in session.chat"),
     "tools": Hint("", "Use session.chat(messages, tools=[…])"),
     "functions": Hint("", "Use tools=[…] in session.chat: functions, or JSON schemas"),
     "auto_invoke": Hint("", "Use run_tools=True in session.chat"),
-    "stream": Hint("", "Leave it out and use session.stream(prompt)"),
+    "stream": _STREAM,
     "messages": Hint("", "Use session.chat(messages): pass them first and without a name"),
     "rows": Hint("", "Pass the rows first and without a name: session.map(rows, template)"),
     "template": Hint("", "Pass the template second and without a name: session.map(rows, template)"),
@@ -97,6 +141,12 @@ _FOUR_BITS = Hint("quantize", "Use quantize='int4'")
 _WHOLE_MODEL = Hint("", "Leave it out: the whole model runs on JAX's device")
 _KERNELS = Hint("kernels", "Leave it out, or name one of rekindle's implementations in kernels, such as kernels='xla'")
 _MODEL = Hint("", "Pass the folder, the hub id or 'tiny' as the first argument")
+_OWN_TOKENIZER = Hint("", "Leave it out: the tokenizer of the model's folder or file is used, as session.tokenizer")
+_REVISION = Hint("", "Pass the folder of huggingface_hub.snapshot_download(hub_id, revision=…) as the model")
+_TOKEN = Hint("", "Leave it out: the hub's client reads HF_TOKEN, or what `hf auth login` has stored")
+_SERVE = Hint("", "Leave it out here: server = await session.serve(port=8000), or `rekindle serve MODEL --port 8000`")
+_DRAFTS = Hint("drafts", "Use drafts with its folder, file or hub id")
+_CALLS = Hint("", "Leave it out here; each call of session.chat takes a template=… in its place")
 OPEN: dict[str, Hint] = {
     "torch_dtype": _DTYPE,
     "param_dtype": _DTYPE,
@@ -159,6 +209,18 @@ OPEN: dict[str, Hint] = {
     "verbose": Hint("quiet", "Use quiet=True for no progress bars, and log_every for a line every so many steps"),
     "logits_processor": Hint("processors", "Use processors with a list of rekindle.LogitsProcessor"),
     "logits_processors": Hint("processors", "Use processors with a list of rekindle.LogitsProcessor"),
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_name", "skip_tokenizer_init"), _OWN_TOKENIZER),
+    **dict.fromkeys(("revision", "code_revision", "variant", "subfolder"), _REVISION),
+    **dict.fromkeys(("token", "use_auth_token", "hf_token"), _TOKEN),
+    **dict.fromkeys(("host", "port", "api_key", "base_url", "served_model_name"), _SERVE),
+    **dict.fromkeys(("chat_template", "chat_format", "chat_handler"), _CALLS),
+    **dict.fromkeys(("low_cpu_mem_usage", "offload_folder", "max_memory", "use_mlock"), _WHOLE_MODEL),
+    **dict.fromkeys(("draft_model", "assistant_model", "speculative_model"), _DRAFTS),
+    **dict.fromkeys(("repo_id", "filename", "model_file"), _MODEL),
+    "num_ctx": _LENGTH,
+    "max_tokens_per_batch": _STEP,
+    "task": Hint("", "Leave it out: session.generate, chat, score and embed are calls of one session"),
+    "use_cache": Hint("", "Leave it out: keys and values are always kept"),
     "model_path": _MODEL,
     "model_name": _MODEL,
     "model_id": _MODEL,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
+from rekindle._src.core.foreign_calls import COMPLETION, ForeignNames
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.repetition import Repetition, repetition
@@ -499,8 +500,10 @@ class Timings(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(ForeignNames):
     """A finished sequence, the result of `await session.generate(prompt)`."""
+
+    _foreign: ClassVar[Mapping[str, str]] = COMPLETION
 
     id: str
     text: str
@@ -530,6 +533,11 @@ class Completion:
     image_runs: tuple[tuple[int, int], ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )  # their positions in the prompt, tile by tile
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: object) -> NoReturn:
+            raise TypeError(f"a completion has no items. {COMPLETION.get(name, 'Write done.text')}")
 
     @property
     def parsed(self) -> Any:

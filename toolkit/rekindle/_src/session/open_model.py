@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.embedding import EmbeddingMethods
 from rekindle._src.calls.rows import RowMapping
 from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.core.foreign_calls import SESSION, ForeignNames
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -31,7 +32,7 @@ def _named_as_called(kind: type) -> None:
                 entry.__qualname__ = name
 
 
-class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
+class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
     """An open model: requests to it, its name and tokenizer, servers that run alongside the cells that use it; its end.
 
     A session is one over an engine, a fleet one over its replicas.
@@ -40,6 +41,15 @@ class OpenModel(RowMapping, EmbeddingMethods, ScoreRequests):
     _host: Host
     _front: Front
     _servers: list[Server]
+    _foreign = SESSION
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *prompt: object, **options: object) -> NoReturn:
+            raise TypeError(
+                "a session is not called itself: write done = await session.generate(prompt), or "
+                "reply = await session.chat(messages)"
+            )
 
     @property
     def tokenizer(self) -> TokenizerLike:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.calls.call import Call
 from rekindle._src.core.activity import Activity, in_notebook
+from rekindle._src.core.cell_errors import explain_cell_errors
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
@@ -122,6 +123,7 @@ def open(
     if isinstance(model, str) and not model.strip():
         raise ConfigError("model", model, "is an empty name", "Pass a folder, a GGUF file, a hub id, or 'tiny'")
     note_opening()  # before an event loop is asked for anything
+    explain_cell_errors()
     given_up = threading.Event()
     request = OpenRequest.of(
         model,

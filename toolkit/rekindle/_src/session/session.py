@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, cast
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
@@ -335,7 +335,7 @@ class Session(OpenModel, RolloutRequests):
         return await client.swap_weights(partial(device.swap, weights), device.set_aside if keep else None)
 
     def trainable(
-        self,
+        self, **unknown: Never
     ) -> tuple[Callable[[Mapping[str, jax.Array], jax.typing.ArrayLike], jax.Array], dict[str, jax.Array]]:
         """Return a function for a trainer, and the parameters that it takes: a copy of the session's weights by path.
 
@@ -356,6 +356,9 @@ class Session(OpenModel, RolloutRequests):
 
         Integer weights, several devices, and an adapter that the session was opened to `merge` are refused.
         """
+        for name in unknown:
+            fix = "Leave it out: it gives all weights. rekindle.tiny.train_lora(texts, rank=8) trains an adapter"
+            raise InvalidRequest(name, unknown[name], "is not an option of trainable", fix)
         device, client = self._engine.device, self._client
         client.host.check()
         for refused, problem, fix in (

@@ -20,7 +20,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.stores.model_store import children
 from rekindle._src.text.tokenizer import read_json, special_tokens
-from rekindle.errors import CheckpointError, InvalidRequest
+from rekindle.errors import CheckpointError, InvalidRequest, abbreviated
 
 if TYPE_CHECKING:
     from rekindle._src.text.template_code import TemplateCode
@@ -192,11 +192,14 @@ class ChatTemplate:
                     f"{self.source}: chat template {name!r} uses {_words(error)}, which chat templates may not use. "
                     "Pass another one as template=..."
                 ) from error
+            other = next(filter(misnamed, scope["messages"]), None)
             raise InvalidRequest(
                 "messages",
                 scope["messages"],
                 f"refused by the chat template: {_words(error)}",
-                "Change roles or content" + (", or leave the tools out" if scope.get("tools") else ""),
+                "Change roles or content" + (", or leave the tools out" if scope.get("tools") else "")
+                if other is None
+                else _as_message(other),
             ) from error
 
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
@@ -242,7 +245,29 @@ def _read_template(path: Path) -> str:
         raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
 
 
+_CONTENT_ELSEWHERE = ("text", "message", "value", "parts", "body")  # names of a message's content in other libraries
 _NO_CONTENT = frozenset({"role", "name", "id", "tool_call_id"})  # fields of messages that say nothing by themselves
+
+
+def misnamed(message: Any) -> str:
+    """Return the name under which a message has its content in place of "content"; empty if it has none."""
+    if not isinstance(message, Mapping) or message.get("content") is not None or message.get("tool_calls"):
+        return ""
+    return next((name for name in _CONTENT_ELSEWHERE if message.get(name) is not None), "")
+
+
+def _as_message(value: Any) -> str:
+    """Return how a message of another library, or one without content, is written here."""
+    if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value):
+        return f"Pass {{'role': {value[0]!r}, 'content': ...}}"
+    if not isinstance(value, Mapping):
+        return "Pass {'role': ..., 'content': ...}"
+    role = value.get("role", value.get("from", "user"))
+    role = _FOREIGN_ROLES.get(role.lower(), role) if isinstance(role, str) else role
+    written = f"{{'role': {abbreviated(role)}, 'content': ...}}"
+    if name := misnamed(value):
+        return f"Write {written}: its {name!r} is 'content' here"
+    return f"Add it: {written}" if "role" in value else f"Pass {written}"
 
 
 def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]]:
@@ -257,11 +282,11 @@ def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]
     chat = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
-            raise InvalidRequest("messages", message, "is not a message", "Pass {'role': ..., 'content': ...}")
+            raise InvalidRequest("messages", message, "is not a message", _as_message(message))
         _check_role(message["role"], template)
-        if all(value is None or name in _NO_CONTENT for name, value in message.items()):
-            fix = f"Add it: {{'role': {message['role']!r}, 'content': ...}}"
-            raise InvalidRequest("messages", dict(message), "has no content", fix, index)
+        said = {name for name, value in message.items() if value is not None and name not in _NO_CONTENT}
+        if not said or (misnamed(message) and not any(map(template.reads_field, said))):
+            raise InvalidRequest("messages", dict(message), "has no content", _as_message(message), index)
         plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if key in plain), None)
         if reasoning is not None:

@@ -72,6 +72,10 @@ class TemplateCode:
         """True if it has this text as a string of its own."""
         return text in self._strings
 
+    def reads_field(self, name: str) -> bool:
+        """True if it reads a field with this name, of a message or of anything else."""
+        return name in self._fields or name in self._strings
+
     def writes(self, text: str) -> bool:
         """True if the text is in a string of it, or in what it writes."""
         return text in self._texts

@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import tokenizers
 
 from rekindle._src.core import html
+from rekindle._src.core.foreign_calls import TOKENIZER, ForeignNames
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf.files import is_file
@@ -51,12 +52,14 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-class Tokenizer:
+class Tokenizer(ForeignNames):
     """Encodes and decodes text, and knows which ids begin and end a sequence.
 
     The post-processor in tokenizer.json decides whether `encode` adds bos and eos. As in transformers 5,
     `add_bos_token` is ignored where that file exists.
     """
+
+    _foreign = TOKENIZER
 
     def __init__(
         self,
@@ -149,12 +152,24 @@ class Tokenizer:
         """The number of ids that have a token, added ones included. The model's own vocabulary may be larger."""
         return self._text.size
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    if not TYPE_CHECKING:
+
+        def __call__(self, *texts: object, **options: object) -> NoReturn:
+            raise TypeError(
+                "a tokenizer is not called itself: write ids = session.tokenizer.encode(text), a list, and "
+                "session.tokenizer.decode(ids)"
+            )
+
+    def encode(self, text: str, add_special_tokens: bool = True, **unknown: Never) -> list[int]:
         """Return the token ids of `text`. Special tokens written in it become their ids. Long texts release the GIL.
 
         Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking, and
         if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
         """
+        if unknown:
+            raise TypeError(
+                f"encode(…) has no {next(iter(unknown))}: it returns a list of ids. Write np.asarray(ids) for an array"
+            )
         backend = self._text
         if self._encoding_process is not None:
             try:

@@ -1,0 +1,284 @@
+"""Code as for transformers, vLLM, llama-cpp-python, Ollama or OpenAI's client is answered with what to write here."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers.small import TINY
+from rekindle import Session
+from rekindle._src.calls.embedding import EMBEDS, _say_untrained
+from rekindle._src.core import cell_errors
+from rekindle._src.core.foreign_calls import COMPLETION, MODULE, SESSION, TOKENIZER
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+
+OPEN, DONE, FIRST = "session = await rekindle.open(", "Write done.text", "Pass the prompt first and without a name"
+CHAT, SAMPLING, DEVICE = "reply = await session.chat(messages)", "rekindle.Sampling", "JAX's default device"
+TRAIN, ADAPTER, PADDED = "logits, params = session.trainable()", "await session.load_adapter(", "nothing is padded"
+ROLE = "[{'role': 'user', 'content': 'hi'}]"
+# What is written, and words of the answer that say what to write here.
+CELLS: dict[str, dict[str, str]] = {
+    "transformers": {
+        "rekindle.load('tiny')": OPEN,
+        "rekindle.from_pretrained('tiny')": OPEN,
+        "rekindle.AutoModel.from_pretrained('tiny')": OPEN,
+        "rekindle.AutoModelForCausalLM.from_pretrained('tiny')": OPEN,
+        "rekindle.LlamaForCausalLM": OPEN,
+        "rekindle.AutoTokenizer.from_pretrained('tiny')": "session.tokenizer, which has encode(text)",
+        "rekindle.AutoProcessor": "images=[picture]",
+        "rekindle.pipeline('text-generation', 'tiny')": "await session.generate(prompt)",
+        "rekindle.GenerationConfig(max_new_tokens=3)": SAMPLING,
+        "rekindle.TextStreamer": "async for delta in session.stream(prompt)",
+        "rekindle.models.from_pretrained('tiny')": "rekindle.models.load(folder)",
+        "rekindle.open('tiny', torch_dtype='float16')": "Use dtype with the same value",
+        "rekindle.open('tiny', device_map='auto')": DEVICE,
+        "rekindle.open('tiny', load_in_4bit=True)": "quantize='int4'",
+        "rekindle.open('tiny', trust_remote_code=True)": "Leave it out",
+        "rekindle.open('tiny', tokenizer='tiny')": "as session.tokenizer",
+        "rekindle.open('tiny', revision='main')": "snapshot_download(hub_id, revision=…)",
+        "rekindle.open('tiny', token='hf_x')": "HF_TOKEN",
+        "session('hi')": "done = await session.generate(prompt)",
+        "session.tokenizer('hi')": "ids = session.tokenizer.encode(text)",
+        "session.tokenizer.encode('hi', return_tensors='pt')": "np.asarray(ids)",
+        f"session.tokenizer.apply_chat_template({ROLE})": "session.render(messages)",
+        "session.tokenizer.batch_decode([[5, 6]])": "session.tokenizer.decode(ids) for ids in",
+        "session.tokenizer.convert_ids_to_tokens([5])": "session.tokenizer.token(id)",
+        "session.tokenizer.eos_token_id": "session.tokenizer.eos_ids",
+        "session.tokenizer.pad_token_id": PADDED,
+        "session.tokenizer.get_vocab()": "session.tokenizer.backend.get_vocab()",
+        "await session.generate(input_ids=[5, 6])": FIRST,
+        "await session.generate(**{'input_ids': [5, 6], 'attention_mask': [1, 1]})": FIRST,
+        "await session.generate({'input_ids': [5, 6], 'attention_mask': [1, 1]})": "inputs['input_ids']",
+        "await session.generate('hi', max_new_tokens=4)": "Use max_tokens",
+        "await session.generate('hi', do_sample=True)": "temperature=0",
+        "await session.generate('hi', num_beams=4)": "Beam search is not implemented",
+        "await session.generate('hi', streamer=print)": "async for delta in session.stream(prompt)",
+        "await session.generate('hi', output_hidden_states=True)": 'capture={"residual": True}',
+        "await session.generate('hi', output_attentions=True)": "session.view.attention(prompt)",
+        "await session.generate('hi', output_scores=True)": "logprobs=5",
+        "await session.generate('hi', return_dict_in_generate=True)": "Leave it out",
+        "await session.generate('hi', attention_mask=[1])": PADDED,
+        "await session.generate('hi', generation_config={'max_new_tokens': 3})": SAMPLING,
+        "(await session.generate('hi', max_tokens=2))[0]['generated_text']": DONE,
+        "(await session.generate('hi', max_tokens=2)).generated_text": DONE,
+        "session.to('cuda')": DEVICE,
+        "session.device": DEVICE,
+        "session.eval()": "Leave it out",
+        "session.forward('hi')": "capture=",
+        "session.state_dict()": TRAIN,
+        "session.save_pretrained('x')": "rekindle.models.export(model, folder)",
+        "session.generation_config": "session.sampling",
+        "session.encode('hi')": "session.tokenizer.encode(text)",
+    },
+    "vllm": {
+        "rekindle.LLM('tiny')": OPEN,
+        "rekindle.LLM(model='tiny').generate('hi')": OPEN,
+        "rekindle.SamplingParams(temperature=0.8)": "rekindle.Sampling(temperature=0.8)",
+        "rekindle.AsyncLLMEngine.from_engine_args(None)": OPEN,
+        "rekindle.LoRARequest('x', 1, 'y')": ADAPTER,
+        "rekindle.open('tiny', gpu_memory_utilization=0.9)": "device_memory",
+        "rekindle.open('tiny', tensor_parallel_size=2)": "Use mesh",
+        "rekindle.open('tiny', enforce_eager=True)": "precompile='lazy'",
+        "rekindle.open('tiny', max_num_seqs=4)": "Use max_requests",
+        "rekindle.open('tiny', served_model_name='x')": "await session.serve(port=8000)",
+        "await session.generate(['hi', 'you'], sampling_params=rekindle.Sampling())": "second and without a name",
+        "await session.generate('hi', use_tqdm=False)": "open(…, quiet=True)",
+        "await session.generate('hi', guided_json={'type': 'object'})": "Use schema",
+        "await session.generate('hi', lora_request='x')": "Use adapter",
+        "await session.generate(prompts=['hi'])": FIRST,
+        "await session.generate(prompt_token_ids=[5, 6])": FIRST,
+        "await session.generate({'prompt': 'hi'})": "inputs['prompt']",
+        "await session.generate([{'prompt_token_ids': [5]}])": "inputs['prompt_token_ids']",
+        "(await session.generate(['hi'], max_tokens=2))[0].outputs[0].text": DONE,
+        "session.get_tokenizer()": "Write session.tokenizer",
+        "session.reset_prefix_cache()": "await session.cache.clear()",
+        "session.shutdown()": "await session.aclose()",
+    },
+    "llama-cpp-python": {
+        "rekindle.Llama(model_path='x.gguf')": OPEN,
+        "rekindle.open(model_path='x.gguf')": "as the first argument",
+        "rekindle.open('tiny', n_ctx=64)": "Use max_model_len",
+        "rekindle.open('tiny', n_gpu_layers=-1)": "Leave it out",
+        "rekindle.open('tiny', chat_format='chatml')": "template=…",
+        f"session.create_chat_completion({ROLE})": CHAT,
+        "session.create_completion('hi')": "await session.generate(prompt)",
+        "session.create_embedding('hi')": "await session.embed(texts)",
+        "session.tokenize(b'hi')": "session.tokenizer.encode(text)",
+        "session.detokenize([5])": "session.tokenizer.decode(ids)",
+        "session.reset()": "await session.cache.clear()",
+        "await session.generate('hi', echo=True)": "done.prompt",
+        "await session.generate('hi', repeat_penalty=1.1)": "Use repetition_penalty",
+        "await session.generate('hi', mirostat_mode=2)": "Use min_p",
+        "await session.generate('hi', max_tokens=-1)": "Use a number such as 256",
+        "(await session.generate('hi', max_tokens=2))['choices'][0]['text']": DONE,
+        "for token in session.generate('hi', stream=True): pass": "async for delta in session.stream(prompt)",
+        "for token in session.stream('hi'): pass": "async for delta in session.stream(…)",
+    },
+    "ollama": {
+        f"rekindle.chat(model='tiny', messages={ROLE})": OPEN,
+        "rekindle.generate(model='tiny', prompt='hi')": OPEN,
+        "rekindle.embeddings(model='tiny', prompt='hi')": "await session.embed(texts)",
+        "rekindle.list()": "rekindle.local_models()",
+        "rekindle.pull('qwen3:0.6b')": "`rekindle pull NAME`",
+        "rekindle.Client(host='x')": OPEN,
+        "await session.generate('hi', options={'temperature': 0})": "Pass its entries as keywords",
+        "await session.generate('hi', format='json')": "Use json=True",
+        "await session.generate('hi', keep_alive='5m')": "Leave it out",
+        "await session.generate('hi', num_ctx=100)": "max_model_len",
+        "await session.generate('hi', num_predict=10)": "Use max_tokens",
+        "await session.generate('hi', system='You are a pirate')": "{'role': 'system', 'content': …}",
+        "(await session.generate('hi', max_tokens=2))['response']": DONE,
+        "(await session.generate('hi', max_tokens=2)).response": DONE,
+    },
+    "openai": {
+        "rekindle.OpenAI()": 'OpenAI(base_url=server.url + "/v1"',
+        "rekindle.ChatCompletion.create(model='tiny', messages=[])": OPEN,
+        f"session.chat.completions.create(model='tiny', messages={ROLE})": CHAT,
+        "session.completions.create(model='tiny', prompt='hi')": "await session.generate(prompt)",
+        "session.responses.create(model='tiny', input='hi')": "await session.generate(prompt)",
+        "session.embeddings.create(input='hi')": "await session.embed(texts)",
+        f"await session.chat(messages={ROLE})": "first and without a name",
+        "await session.chat([{'role': 'user', 'text': 'hi'}])": "Write {'role': 'user', 'content': ...}",
+        "await session.chat([{'from': 'human', 'value': 'hi'}])": "Write {'role': 'user', 'content': ...}",
+        "await session.chat([{'content': 'hi'}])": "Pass {'role': 'user', 'content': ...}",
+        "await session.chat({'role': 'user', 'content': 'hi'})": "[{'role': ..., 'content': ...}]",
+        "await session.chat([('user', 'hi')])": "Pass {'role': 'user', 'content': ...}",
+        "await session.chat('hi', 'there')": SAMPLING,
+        "await session.chat('hi', max_completion_tokens=3)": "Use max_tokens",
+        "await session.chat('hi', response_format={'type': 'json_object'})": "json=True",
+        "await session.chat('hi', stream=True)": "or in session.chat(messages)",
+        "await session.chat('hi', functions=[])": "tools=[…]",
+        "await session.chat('hi', history=[])": "session.conversation()",
+        "await session.chat('hi', image='x.png')": "images=…",
+        "(await session.chat('hi', max_tokens=2)).choices[0].message.content": "reply.content of a chat",
+        "await session.generate('hi', top_logprobs=3)": "logprobs=k",
+        "await session.generate('hi', user='me')": "salt",
+    },
+    "trainers": {
+        "session.trainable(lora=8)": "rekindle.tiny.train_lora(",
+        "session.train()": TRAIN,
+        "session.load_lora('x', 'y')": ADAPTER,
+        "await session.rollout(['hi'], num_generations=4)": "Use n with the same value",
+        "await session.rollout(['hi'], max_completion_length=4)": "Use max_tokens",
+    },
+    "cells": {
+        "session.generate('hi').text": "Write done = await session.generate(…)",
+        "rekindle.open('tiny').generate('hi')": OPEN,
+        "rekindle.Session('tiny')": OPEN,
+        "session.generates('hi')": "Did you mean generate?",
+        "session.tokenizer.encodes('hi')": "Did you mean encode?",
+        "rekindle.opens('tiny')": "Did you mean open?",
+        "await session.map('hi', '{text}')": "a list of dicts",
+        "await session.generate()": "Pass a text such as",
+        "await session.generate(5)": "Pass a text such as",
+    },
+}
+EVERY = [pytest.param(cell, words, id=f"{source}: {cell}") for source in CELLS for cell, words in CELLS[source].items()]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with rekindle.open_sync("tiny", **TINY) as made:
+        yield made
+
+
+def run(cell: str, session: Session) -> None:
+    """Run a cell as a notebook does, where it may contain `await`."""
+    names = {"rekindle": rekindle, "session": session, "np": np}
+    result = eval(compile(cell, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+
+    async def ended() -> None:
+        if inspect.isawaitable(result):
+            await result
+
+    asyncio.run(ended())
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(EVERY) >= 68 and len(CELLS) == 7
+
+
+@pytest.mark.parametrize(("cell", "words"), EVERY)
+def test_the_answer_says_what_to_write(cell: str, words: str, session: Session) -> None:
+    with pytest.raises(Exception) as caught:
+        run(cell, session)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_exist_are_in_no_table(session: Session) -> None:
+    done = session.generate_sync("hi", max_tokens=1)
+    for table, owner in ((MODULE, rekindle), (SESSION, Session), (TOKENIZER, Tokenizer), (COMPLETION, type(done))):
+        assert not [name for name in table if name in dir(owner)]
+        assert all(fix[0].isupper() and not fix.endswith(".") for fix in table.values())
+
+
+def test_tools_that_probe_an_object_learn_nothing_else(session: Session) -> None:
+    """Notebooks and array libraries ask for names of their own, which no object may seem to have."""
+    done = session.generate_sync("hi", max_tokens=1)
+    for one in (session, session.tokenizer, done):
+        for name in ("_ipython_display_", "__array__", "_repr_png_", "dtype", "shape", "columns", "to_numpy"):
+            assert not hasattr(one, name)
+        with pytest.raises(AttributeError, match=r"has no attribute '_x'$"):
+            getattr(one, "_x")  # noqa: B009
+    assert np.array([done], object)[0] is done
+
+
+def test_a_property_that_fails_keeps_its_own_error() -> None:
+    class Failing(Tokenizer):
+        @property
+        def broken(self) -> Any:
+            return self._nothing_there
+
+    with pytest.raises(AttributeError, match="_nothing_there"):
+        Failing(None).broken  # noqa: B018
+
+
+def test_a_cell_that_starts_an_event_loop_is_told_to_await(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactiveshell.InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    cells = {
+        "import asyncio, rekindle\nasyncio.run(rekindle.open('tiny'))": True,
+        "asyncio.get_running_loop().run_until_complete(rekindle.open('tiny'))": True,
+        "raise RuntimeError('something else')": False,
+        "1 + 1": False,
+    }
+    for cell, explained in cells.items():
+        result = asyncio.run(shell.run_cell_async(cell, transformed_cell=cell))
+        shell.events.trigger("post_run_cell", result)  # as the kernel does it
+        assert (cell_errors.HINT in capsys.readouterr().err) == explained, cell
+
+
+def test_a_chat_model_names_a_model_that_embeds_and_opens(caplog: pytest.LogCaptureFixture) -> None:
+    _say_untrained.__wrapped__("a model")
+    assert f'such as "{EMBEDS}"' in caplog.text and "embed" in EMBEDS.lower()
+    assert config_from_hf(QWEN3_EMBEDDING).model_type == "qwen3"
+    with pytest.raises(ValueError, match="bert"):
+        config_from_hf({**QWEN3_EMBEDDING, "model_type": "bert", "architectures": ["BertModel"]})
+
+
+# The config.json of Qwen/Qwen3-Embedding-0.6B.
+QWEN3_EMBEDDING: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "bos_token_id": 151643,
+    "eos_token_id": 151643, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 32768, "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151669,
+}  # fmt: skip
+
+
+def test_options_of_a_chat_keep_their_checks(session: Session) -> None:
+    with pytest.raises(InvalidRequest, match=r"images=.*Open a model that reads pictures, such as \"tiny-vision\""):
+        session.chat("What is this?", images=[np.zeros((4, 4, 3), np.uint8)])

@@ -1,0 +1,188 @@
+"""Names of functions, classes and attributes in other libraries, and what to write in their place.
+
+The names are those of transformers, vLLM, llama-cpp-python, and the clients of Ollama and OpenAI; those of options are
+in `foreign_names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+_OPEN = 'Write session = await rekindle.open(model), with a folder, a GGUF file, a hub id or "tiny" as the model'
+_PROMPT = f"{_OPEN}; then await session.generate(prompt), session.chat(messages) or session.embed(texts)"
+_CLIENT = (
+    f"{_OPEN}; then await session.chat(messages). OpenAI's own client takes a server's address: "
+    'server = await session.serve(), and OpenAI(base_url=server.url + "/v1", api_key="-")'
+)
+_SAMPLING = "Write rekindle.Sampling(temperature=0.8), or pass the same keywords to the call"
+_ADAPTER = 'Write await session.load_adapter("mine", folder), and adapter="mine" in calls'
+_TRAIN = "Write logits, params = session.trainable() for a loss, and await session.swap_weights(params) after a step"
+_TOKENIZER = "Write session.tokenizer, which has encode(text) and decode(ids)"
+MODULE: dict[str, str] = {
+    **dict.fromkeys(
+        ("load", "load_model", "from_pretrained", "LLM", "AsyncLLM", "LLMEngine", "AsyncLLMEngine", "Engine", "Llama",
+         "Model", "model", "init", "create", "PeftModel", "EngineArgs", "AsyncEngineArgs"), _OPEN),
+    **dict.fromkeys(("pipeline", "Pipeline", "TextGenerationPipeline", "run"), _PROMPT),
+    **dict.fromkeys(("OpenAI", "AsyncOpenAI", "Client", "AsyncClient", "ChatCompletion"), _CLIENT),
+    **dict.fromkeys(("SamplingParams", "GenerationConfig"), _SAMPLING),
+    **dict.fromkeys(("list", "ls", "list_models", "models_list"), "Write rekindle.local_models(), or `rekindle ls`"),
+    **dict.fromkeys(
+        ("pull", "download", "snapshot_download"),
+        "Write `rekindle pull NAME` in a terminal; rekindle.open(hub_id) downloads it, too"),
+    **dict.fromkeys(("LoRARequest", "LoraConfig", "get_peft_model"), _ADAPTER),
+    **dict.fromkeys(("Trainer", "SFTTrainer", "GRPOTrainer"), f"{_TRAIN}; rekindle.trl and rekindle.tunix have more"),
+    **dict.fromkeys(
+        ("TextStreamer", "TextIteratorStreamer"), "Write async for delta in session.stream(prompt): print(delta.text)"),
+    "RequestOutput": "The result of await session.generate(prompt) is a rekindle.Completion, with done.text",
+    "embeddings": "Write session = await rekindle.open(…), then await session.embed(texts)",
+}  # fmt: skip
+_LOAD = "Write rekindle.models.load(folder), or session = await rekindle.open(folder) to generate"
+MODELS: dict[str, str] = dict.fromkeys(
+    ("from_pretrained", "open", "read", "AutoModel", "AutoModelForCausalLM", "load_model", "get"), _LOAD
+)
+_CLASSES = (
+    (("Tokenizer", "TokenizerFast"), _TOKENIZER),
+    (("Processor", "FeatureExtractor"), "Pass pictures as they are: await session.generate(prompt, images=[picture])"),
+    (("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"), _OPEN),
+)
+
+_DEVICE = "Leave it out: the model is on JAX's default device; JAX_PLATFORMS or jax.default_device chooses another"
+_GENERATE = "Write done = await session.generate(prompt), and done.text"
+_CHAT = "Write reply = await session.chat(messages), and reply.content"
+_EMBED = "Write await session.embed(texts)"
+_STREAM = "Write async for delta in session.stream(prompt), and delta.text"
+_CLOSE = "Write await session.aclose(), or session.close() without an event loop"
+_CLEAR = "Write await session.cache.clear()"
+_ENCODE = "Write session.tokenizer.encode(text)"
+_CAPTURE = 'Write done = await session.generate(prompt, capture={"residual": True}), and done.captured'
+SESSION: dict[str, str] = {
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "half", "float", "bfloat16"), _DEVICE),
+    **dict.fromkeys(("eval", "compile", "warmup"), "Leave it out: a session is ready when it is open"),
+    **dict.fromkeys(("train", "fit", "parameters", "named_parameters", "state_dict", "finetune"), _TRAIN),
+    **dict.fromkeys(("load_state_dict", "update_weights"), "Write await session.swap_weights(arrays)"),
+    **dict.fromkeys(("forward", "logits"), f"{_CAPTURE}; session.trainable() has the logits as a function"),
+    "hidden_states": _CAPTURE,
+    **dict.fromkeys(
+        ("save_pretrained", "push_to_hub"), "Write rekindle.models.export(model, folder), or `rekindle export`"),
+    "generation_config": "Write session.sampling, or session.chat_sampling for chats",
+    **dict.fromkeys(("encode", "tokenize"), f"{_ENCODE} for ids, or await session.embed(text) for a vector"),
+    **dict.fromkeys(("decode", "detokenize", "batch_decode"), "Write session.tokenizer.decode(ids)"),
+    **dict.fromkeys(("get_tokenizer", "processor"), _TOKENIZER),
+    **dict.fromkeys(
+        ("completions", "responses", "create_completion", "complete", "completion", "predict", "invoke", "ainvoke",
+         "generate_text", "text_completion", "ask", "run", "prompt", "query"), _GENERATE),
+    **dict.fromkeys(
+        ("create_chat_completion", "chat_completion", "chat_completions", "messages", "create"), _CHAT),
+    **dict.fromkeys(("embeddings", "create_embedding", "embedding", "embed_documents", "embed_query"), _EMBED),
+    **dict.fromkeys(("generate_stream", "stream_generate", "astream", "iter"), _STREAM),
+    **dict.fromkeys(("stream_chat", "chat_stream"), "Write async for delta in session.chat(messages), and delta.text"),
+    **dict.fromkeys(("batch", "generate_batch", "batch_generate"), "Write await session.generate([prompt, prompt])"),
+    **dict.fromkeys(
+        ("load_lora", "load_lora_adapter", "load_lora_weights", "add_lora", "add_adapter", "set_adapter"), _ADAPTER),
+    **dict.fromkeys(("disable_adapter", "disable_adapters"), "Leave adapter=… out of a call for the model itself"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "Write with session.profile(folder): around what you measure"),
+    **dict.fromkeys(("reset", "reset_prefix_cache", "clear_cache", "empty_cache", "flush_cache"), _CLEAR),
+    **dict.fromkeys(("unload", "shutdown", "stop", "exit", "quit", "terminate", "release"), _CLOSE),
+    **dict.fromkeys(("launch", "run_server", "start_server"), "Write server = await session.serve(port=8000)"),
+    **dict.fromkeys(("n_ctx", "max_length", "context_length"), "Write session.config.max_model_len"),
+    **dict.fromkeys(("n_vocab", "vocab_size"), "Write session.tokenizer.vocab_size"),
+    "history": "Write chat = session.conversation(), await chat.say(text), and chat.messages",
+    "wake_up": "Write await session.wake()",
+}  # fmt: skip
+CHAT: dict[str, str] = {"completions": _CHAT, "create": _CHAT, "parse": f"{_CHAT}, or schema=… for reply.parsed"}
+
+_IDS = "Write ids = session.tokenizer.encode(text), a list"
+TOKENIZER: dict[str, str] = {
+    "apply_chat_template": "Write session.render(messages) for the text, or session.chat_tokens(messages) for ids",
+    "batch_decode": "Write [session.tokenizer.decode(ids) for ids in lists]",
+    **dict.fromkeys(
+        ("batch_encode_plus", "batch_encode", "encode_batch"),
+        "Write [session.tokenizer.encode(text) for text in texts]"),
+    **dict.fromkeys(("encode_plus", "input_ids"), _IDS),
+    "tokenize": "Write [session.tokenizer.token(id) for id in session.tokenizer.encode(text)]",
+    "convert_ids_to_tokens": "Write session.tokenizer.token(id)",
+    **dict.fromkeys(
+        ("convert_tokens_to_ids", "token_to_id"), "Write session.tokenizer.backend.token_to_id(token)"),
+    "convert_tokens_to_string": "Write session.tokenizer.decode(ids)",
+    **dict.fromkeys(("eos_token_id", "eos_id"), "Write session.tokenizer.eos_ids: there may be several"),
+    "bos_token_id": "Write session.tokenizer.bos_id",
+    **dict.fromkeys(
+        ("eos_token", "bos_token", "unk_token", "special_tokens_map", "all_special_tokens"),
+        'Write session.tokenizer.special, a dict such as {"eos_token": "</s>"}'),
+    **dict.fromkeys(
+        ("pad_token", "pad_token_id", "pad", "padding_side", "truncation_side"),
+        "Leave it out: nothing is padded, prompts of any lengths run together"),
+    "all_special_ids": "Write session.tokenizer.special_ids",
+    **dict.fromkeys(
+        ("vocab", "get_vocab"), "Write session.tokenizer.backend.get_vocab(), or session.tokenizer.vocab_size"),
+    "chat_template": "Write session.chat_template",
+    "model_max_length": "Write session.config.max_model_len",
+    "save_pretrained": "Write path.write_bytes(session.tokenizer.definition()), a tokenizer.json",
+}  # fmt: skip
+
+_TEXT = "Write done.text"
+COMPLETION: dict[str, str] = {
+    **dict.fromkeys(
+        ("generated_text", "response", "output", "output_text", "result", "answer", "completion", "sequences"), _TEXT),
+    "outputs": f"{_TEXT}; with n=… the result is a list of completions",
+    "choices": f"{_TEXT}, or reply.content of a chat; with n=… the result is a list of completions",
+    **dict.fromkeys(("tokens", "output_ids", "output_token_ids"), "Write done.token_ids, or done.token_texts"),
+    **dict.fromkeys(("input_ids", "prompt_ids"), "Write done.prompt_token_ids"),
+    **dict.fromkeys(("scores", "cumulative_logprob", "top_logprobs"), "Pass logprobs=5, and write done.logprobs"),
+    **dict.fromkeys(("hidden_states", "attentions", "logits"), 'Pass capture={"residual": True}: done.captured'),
+    **dict.fromkeys(("model_dump", "to_dict", "dict", "json"), "Write dataclasses.asdict(done.usage), or done.text"),
+    "think": "Write reply.reasoning",
+    "thinking": "Write reply.reasoning",
+}  # fmt: skip
+
+
+def of_module(name: str, known: Iterable[str]) -> str:
+    """Return what to write in place of a name that the module `rekindle` does not have, as the end of a sentence."""
+    fix = MODULE.get(name) or next((fix for endings, fix in _CLASSES if name.endswith(endings)), "")
+    if not fix and name.startswith("Auto"):
+        fix = _OPEN
+    return f". {fix}" if fix else _suggestion(name, known, 0.75)
+
+
+def missing(owner: str, name: str, table: Mapping[str, str], known: Iterable[str]) -> AttributeError:
+    """Return the error for a name that an object does not have. Those that begin with "_" are asked for by tools."""
+    text = f"{owner} has no attribute {name!r}"
+    if name.startswith("_"):
+        return AttributeError(text)
+    fix = table.get(name)
+    return AttributeError(f"{text}. {fix}" if fix else text + _suggestion(name, known, 0.6))
+
+
+def _suggestion(name: str, known: Iterable[str], likeness: float) -> str:
+    from rekindle._src.core.names import nearest  # difflib
+
+    close = nearest(name, [one for one in known if not one.startswith("_")], likeness)
+    return f". Did you mean {close}?" if close else ""
+
+
+class ForeignNames:
+    """Answers attributes that it does not have, and other libraries' objects have, with what to write."""
+
+    __slots__ = ()
+    _foreign: ClassVar[Mapping[str, str]] = {}
+
+    if not TYPE_CHECKING:  # a type checker marks these names itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self)
+            if hasattr(kind, name):  # a property raised AttributeError: again, for its message
+                object.__getattribute__(self, name)
+            raise missing(f"a {kind.__name__}", name, self._foreign, dir(kind))
+
+
+class ForeignParts:
+    """Stands where another library has an object with methods of its own."""
+
+    def __init__(self, owner: str, table: Mapping[str, str]) -> None:
+        self._owner, self._table = owner, table
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing(self._owner, name, self._table, ())
