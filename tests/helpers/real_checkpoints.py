@@ -73,7 +73,7 @@ def fetched(name: str, folder: Path) -> Path | str:
 
 
 SOURCE, PACKAGE = "REKINDLE_LLAMA_CPP", "llama-cpp-python==0.3.36"
-KEPT = ("models/", "conversion/", "gguf-py/", "convert_lora_to_gguf.py")
+KEPT = ("models/", "conversion/", "gguf-py/", "convert_lora_to_gguf.py", "tests/test-chat.cpp")
 
 
 def llama_cpp_source() -> Path:
@@ -84,7 +84,7 @@ def llama_cpp_source() -> Path:
     if not name:
         pytest.skip(f"${SOURCE} names no folder for the files")
     folder = Path(name)
-    if not any(folder.glob("*/vendor/llama.cpp")):
+    if not any(folder.glob(f"*/vendor/llama.cpp/{KEPT[-1]}")):
         with tempfile.TemporaryDirectory() as downloads:
             pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", downloads]
             done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True, check=False)

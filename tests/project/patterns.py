@@ -152,20 +152,26 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/detokenizer.py": {"_BYTE_TOKEN": STRANGER("a token", "LONGEST_TEXT")},
     "toolkit/rekindle/_src/text/gguf/reading.py": {"_WORD": STRANGER("a text to encode", "MAX_PROMPT")},
     "toolkit/rekindle/_src/text/gguf/writing.py": {"_BYTE": STRANGER("a token", "LONGEST_TEXT")},
-    "toolkit/rekindle/_src/text/replies/call_reader.py": {
+    "toolkit/rekindle/_src/text/replies/call_grammar.py": {r"[^\w\s]": US("a mark of a family", "a mark")},
+    "toolkit/rekindle/_src/text/replies/gemma_reader.py": {"_WORD": STRANGER("a reply's name", "MAX_NAME")},
+    "toolkit/rekindle/_src/text/replies/harmony.py": {
+        "_NO_ROLE": STRANGER("a reply", "_LONGEST"),
+        "_CHANNEL_OF": STRANGER("a reply's header", "_LONGEST", lambda: [_of("text.replies.harmony", "_CHANNEL_OF")]),
+        "_RECIPIENT": STRANGER("a reply's header", "_LONGEST"),
+    },
+    "toolkit/rekindle/_src/text/replies/json_reader.py": {
         "_STOPS": STRANGER("a reply", "max_model_len"),
         "_PLAIN": STRANGER("a reply", "max_model_len"),
         "_WORD": STRANGER("a reply", "max_model_len"),
         "_VALUE": STRANGER("a reply's number", "MAX_WORD"),
+    },
+    "toolkit/rekindle/_src/text/replies/python_reader.py": {
         "_NAME": STRANGER("a reply's name", "MAX_NAME"),
         "_INT": STRANGER("a reply's number", "MAX_WORD"),
         "_FLOAT": STRANGER("a reply's number", "MAX_WORD"),
         "plain": STRANGER("a reply", "max_model_len", lambda: [r"[^\"]+"]),
     },
-    "toolkit/rekindle/_src/text/replies/families.py": {
-        "_NO_ROLE": STRANGER("a reply", "_LONGEST"),
-        "_CHANNEL_OF": STRANGER("a reply's header", "_LONGEST", lambda: [_of("text.replies.families", "_CHANNEL_OF")]),
-        "_RECIPIENT": STRANGER("a reply's header", "_LONGEST"),
+    "toolkit/rekindle/_src/text/replies/readers.py": {
         "_MISTRAL_NAME": STRANGER("a character of a reply", "1 character"),
     },
     "toolkit/rekindle/_src/text/replies/scanner.py": {
@@ -173,6 +179,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
             "a reply", "max_model_len", lambda: [r"<|\[|\{", "(?!)"]
         ),
     },
+    "toolkit/rekindle/_src/text/replies/tag_reader.py": {"_LINE": STRANGER("a reply's name", "MAX_NAME")},
     "toolkit/rekindle/_src/text/tokenizer_limits.py": {
         "_LETTER_ESCAPES": STRANGER("a tokenizer", "MAX_FILE"),
     },
@@ -270,9 +277,10 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS"),
     },
     "toolkit/rekindle/_src/text/gguf/writing.py": {"json.loads": STRANGER("a tokenizer", "MAX_FILE")},
+    "toolkit/rekindle/_src/text/replies/arguments.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/rekindle/_src/text/replies/call.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
-    "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS")},
+    "toolkit/rekindle/_src/text/replies/json_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
     "toolkit/workshop/eagle.py": {
         "ast.parse": US("the standard library", "a file"),
         "json.loads": US("what the model said", "a line"),

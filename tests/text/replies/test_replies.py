@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.replies import CONTENT, EXAMPLES, THINK, TOOLS, Example, said
+from helpers.replies import CONTENT, EXAMPLES, TOOLS, Example, said
 from rekindle._src.text.replies import (
     ContentDelta,
     ReasoningDelta,
@@ -24,7 +24,8 @@ from rekindle._src.text.replies import (
 )
 from rekindle._src.text.replies.families import SYNTAXES
 
-FORMATS = {name: ReplyFormat(syntax, THINK) for name, syntax in SYNTAXES.items()}
+FORMATS = {name: ReplyFormat.of_family(name) for name in SYNTAXES}
+MARKS = sorted({mark for format in FORMATS.values() for mark in format.markers(tools=True)})
 WHOLE = [*EXAMPLES, *(Example(family, text, text) for family, text in CONTENT)]
 
 
@@ -86,6 +87,7 @@ def check_order(events: Sequence[ReplyEvent]) -> None:
             st.sampled_from(
                 [*"{}[]()\"',:\\ \n<>=", "<tool_call>", "</tool_call>", "<think>", "</think>", "functools"]
             ),
+            st.sampled_from(MARKS),
             st.text(max_size=8),
         ),
         max_size=6,
@@ -114,7 +116,8 @@ def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: 
     # Nothing but tags, calls and whitespace next to them is missing: what is emitted follows the text's order.
     emitted = "".join(event.text for event in events if isinstance(event, ContentDelta | ReasoningDelta))
     assert is_within("".join(emitted.split()), "".join(text.split()))
-    if not whole.tool_calls and not opened and "think>" not in text and "<|channel|>" not in text:
+    left_out = (*(format.reasoning or ()), *format.marks.texts(), "<response>", "</response>", "<|channel|>", " to=")
+    if not whole.tool_calls and not opened and not any(mark in text for mark in left_out):
         assert whole.content == text
 
 

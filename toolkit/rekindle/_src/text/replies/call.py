@@ -139,8 +139,11 @@ def capture(source: TextSource, reading: Reading[None]) -> Reading[str]:
 
 
 _DECODER = json.JSONDecoder(strict=False)  # takes raw line breaks inside strings
+NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters", "args")
 MAX_NAME = 256
+
+_DEFINITIONS = ("$defs", "definitions")
 
 Known = Mapping[str, Mapping[str, Any]]  # names of tools, and for each its parameters' names and schemas
 
@@ -151,9 +154,10 @@ class ReplyCall(NamedTuple):
     name: str
     arguments: Mapping[str, Any]
     text: str
+    id: str = ""  # as the model wrote it, for families whose templates repeat it
 
     @classmethod
-    def of(cls, name: object, arguments: object, text: str | None = None) -> ReplyCall:
+    def of(cls, name: object, arguments: object, text: str | None = None, *, id: str = "") -> ReplyCall:
         """Return the call; raises `MalformedCall` if the name is no name or the arguments are no object."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise MalformedCall
@@ -161,7 +165,7 @@ class ReplyCall(NamedTuple):
             raise MalformedCall
         as_json(name)
         plain = as_json(arguments)
-        return cls(name, arguments, plain if text is None else text)
+        return cls(name, arguments, plain if text is None else text, id)
 
 
 def as_json(value: object) -> str:
@@ -204,6 +208,12 @@ def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
         function = inner if isinstance(inner, Mapping) else tool
         parameters = function.get("parameters", function.get("input_schema"))
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        shared = {key: parameters[key] for key in _DEFINITIONS if key in parameters} if properties else {}
+        if isinstance(properties, Mapping) and shared:
+            properties = {
+                key: {**schema, **shared} if isinstance(schema, Mapping) else schema
+                for key, schema in properties.items()
+            }
         if isinstance(function.get("name"), str):
             tools_by_name[function["name"]] = properties if isinstance(properties, Mapping) else {}
     return tools_by_name
@@ -220,10 +230,10 @@ def json_call(text: str, *, complete: bool = False) -> ReplyCall:
         raise MalformedCall from None
 
 
-def named_call(name: str, text: str) -> ReplyCall:
+def named_call(name: str, text: str, id: str = "") -> ReplyCall:
     """Return the call whose arguments are the JSON object `text`."""
     try:
-        return _with_text(name, _DECODER.decode(text), text)
+        return _with_text(name, _DECODER.decode(text), text)._replace(id=id)
     except (ValueError, RecursionError):
         raise MalformedCall from None
 
@@ -232,12 +242,12 @@ def _call(text: str, complete: bool) -> ReplyCall:
     if not text.startswith("{"):
         raise MalformedCall
     members = _members(text)
-    if "name" not in members and "function" in members:
+    if not any(key in members for key in NAMES) and "function" in members:
         inner, raw = members["function"]
         if isinstance(inner, dict):
             return _call(raw, complete)
         members["name"] = (inner, raw)
-    name, _ = members.get("name", (None, ""))
+    name = next((members[key][0] for key in NAMES if key in members), None)
     pair = next((members[key] for key in ARGUMENTS if key in members), None)
     if pair is None and complete:
         raise MalformedCall
@@ -284,11 +294,16 @@ class Calls(Protocol):
     def source(self) -> TextSource: ...
     @property
     def known(self) -> Known: ...
+    @property
+    def has_content(self) -> bool:
+        """True if there was text before."""
+        ...
+
     def streams(self, name: str) -> bool:
         """True if a call of `name` is emitted while it arrives."""
         ...
 
-    def begin(self, name: str) -> Callable[[str], None] | None:
+    def begin(self, name: str, id: str = "") -> Callable[[str], None] | None:
         """Start a call of `name`, and return a function that takes its arguments' JSON text in pieces.
 
         None if the call is emitted once it is complete. `emit` ends it either way.
@@ -297,6 +312,9 @@ class Calls(Protocol):
 
     def emit(self, *calls: ReplyCall) -> None:
         """Emit complete calls. Text read until now belongs to them; the text that follows may still be malformed."""
+
+    def keep(self) -> None:
+        """Say that the text read until now belongs to calls that were emitted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,16 +326,28 @@ class Opener:
     bare: bool = False  # it is part of the call already, and counts at the beginning of a line only
 
 
+class TagForm(NamedTuple):
+    """The parts of rules around an argument in tags, and the text that ends it."""
+
+    before: str
+    after: str
+    text_ends: str  # up to the first marker that is a token
+    rest: str  # a part of a rule after that
+
+
 class CallForm(NamedTuple):
     """How a model that must call a tool writes its calls: parts of rules in Lark's notation, as llguidance reads it."""
 
-    call: Callable[[str], tuple[str, ...]]  # by the tool's name; `OBJECT` and `KEYWORDS` stand for its arguments
+    call: Callable[[str], tuple[str, ...]]  # by the tool's name; `OBJECT`, `KEYWORDS`, `TAGGED` stand for its arguments
     begins: str = ""
     between: str = ""
     ends: str = ""
+    tag: Callable[[str, bool], TagForm] | None = None  # around an argument, by its name; True for a text
+    between_tags: str = ""
 
 
-OBJECT, KEYWORDS = "@args", "@keywords"  # arguments as a JSON object, and as `a=1, b="x"`
+# Arguments as a JSON object, as `a=1, b="x"`, and each in tags of its own.
+OBJECT, KEYWORDS, TAGGED = "@args", "@keywords", "@tagged"
 NamedArguments = tuple[str, Mapping[str, Any]]  # a tool's name and the arguments of a call
 Token = Callable[[str], int | None]  # from a marker to its id, if it is a single token
 
@@ -330,7 +360,7 @@ class CallSyntax:
     openers: tuple[Opener, ...]
     form: Callable[[Token], CallForm]
     write: Callable[[Sequence[NamedArguments]], str]  # calls of an earlier reply, as the model wrote them
-    signs: tuple[str, ...]  # texts in a template that describes or repeats calls
+    signs: tuple[str | tuple[str, ...], ...]  # texts in a template that describes or repeats calls; of a tuple, all
     markers: tuple[str, ...] = ()  # texts that may be special tokens, which detokenizing leaves out by default
     id_length: int = 0  # of a call's id, where the family's template insists on one
     several: bool = True  # its template takes several calls in a message

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rekindle._src.text.replies.call import KEYWORDS, OBJECT, CallSyntax, Token
+from rekindle._src.text.replies.arguments import kinds_of
+from rekindle._src.text.replies.call import KEYWORDS, OBJECT, TAGGED, CallForm, CallSyntax, Token
 
 Schema = Mapping[str, Any]
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
-    """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
+def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool, before: str = "") -> str:
+    """Return the grammar of one call of these tools, or of `several`, in the syntax of a family.
+
+    `before` is a part of a rule for the text before the first call.
+    """
     form = syntax.form(token)
     rules = []
     for index, tool in enumerate(tools):
         function = tool.get("function", tool)
         call = form.call(function["name"])
         schema = _closed(function.get("parameters") or function.get("input_schema") or {})
-        names = {OBJECT: f"args_{index}", KEYWORDS: f"keywords_{index}"}
+        names = {OBJECT: f"args_{index}", KEYWORDS: f"values_{index}", TAGGED: f"values_{index}"}
         rules.append(f"call_{index}: " + " ".join(names.get(part, part) for part in call))
-        rules += _keywords(index, schema) if KEYWORDS in call else [f"args_{index}: {_json(schema)}"]
+        if OBJECT in call:
+            rules.append(f"args_{index}: {_json(schema)}")
+        else:
+            rules += _values(index, schema, form, tagged=TAGGED in call)
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     more = f"({form.between} call)*" if several and syntax.several else ""
-    return "\n".join([f"start: {form.begins} call {more} {form.ends}".rstrip(), *rules])
+    return "\n".join([f"start: {before} {form.begins} call {more} {form.ends}".rstrip(), *rules])
 
 
 def literal(text: str) -> str:
@@ -44,8 +52,8 @@ def object_call(key: str, name: str) -> tuple[str, ...]:
     return (literal(f'{{"name": {json.dumps(name)}, "{key}": '), OBJECT, literal("}"))
 
 
-def _keywords(index: int, schema: Schema) -> list[str]:
-    """Return rules for `a=1, b="x"`: the required arguments in their order, then any of the others."""
+def _values(index: int, schema: Schema, form: CallForm, *, tagged: bool) -> list[str]:
+    """Return rules for `a=1, b="x"`, or for values in tags: the required ones in their order, then any others."""
     properties: Schema = schema.get("properties") or {}
     required = [name for name in properties if name in schema.get("required", ())]
     optional = [name for name in properties if name not in required]
@@ -53,20 +61,46 @@ def _keywords(index: int, schema: Schema) -> list[str]:
     rules = []
     for place, name in enumerate([*required, *optional]):
         inner = properties[name]
-        value = _json({**(inner if isinstance(inner, Mapping) else {}), **shared})
-        rules.append(f"value_{index}_{place}: {value}")
-        rules.append(f"item_{index}_{place}: {literal(name + '=')} value_{index}_{place}")
-    comma = literal(", ")
+        value = {**(inner if isinstance(inner, Mapping) else {}), **shared}
+        if tagged:
+            rules += _tagged(f"{index}_{place}", name, value, form)
+        else:
+            rules.append(f"value_{index}_{place}: {_json(value)}")
+            rules.append(f"item_{index}_{place}: {literal(name + '=')} value_{index}_{place}")
+    comma = form.between_tags if tagged else literal(", ")
     parts = [f"item_{index}_{place}" for place in range(len(required))]
     places = range(len(required), len(required) + len(optional))
     if required:
         parts = [f" {comma} ".join(parts), *(f"({comma} item_{index}_{place})?" for place in places)]
-        return [*rules, f"keywords_{index}: " + " ".join(parts)]
+        return [*rules, f"values_{index}: " + " ".join(parts)]
     choices = [
         " ".join([f"item_{index}_{first}", *(f"({comma} item_{index}_{place})?" for place in places if place > first)])
         for first in places
     ]
-    return [*rules, f"keywords_{index}: " + " | ".join([*choices, '""'])]
+    return [*rules, f"values_{index}: " + " | ".join([*choices, '""'])]
+
+
+def _tagged(place: str, name: str, schema: Schema, form: CallForm) -> list[str]:
+    """Return rules for a value in tags: a text up to its closing tag, or JSON if the schema allows no text."""
+    assert form.tag is not None, "the form of a syntax with tags has them"
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    kinds = kinds_of(schema)
+    is_text = kinds is None or "string" in kinds
+    if isinstance(choices, list) and is_text:
+        alternatives = []
+        for choice in choices:
+            tag = form.tag(name, isinstance(choice, str))
+            text = choice if isinstance(choice, str) else json.dumps(choice)
+            alternatives.append(f"{tag.before} {literal(text) if text else ''} {tag.after}")
+        return [f"item_{place}: " + " | ".join(alternatives)]
+    tag = form.tag(name, is_text)
+    if not is_text:
+        return [f"value_{place}: {_json(schema)}", f"item_{place}: {tag.before} value_{place} {tag.after}"]
+    if tag.rest:
+        end = re.sub(r"[^\w\s]", r"\\\g<0>", tag.text_ends)
+        return [f"value_{place}: /(?s:.*){end}/", f"item_{place}: {tag.before} value_{place} {tag.rest}"]
+    value = f"value_{place}[suffix={literal(tag.text_ends)}]: /(?s:.*)/"
+    return [value, f"item_{place}: {tag.before} value_{place}"]
 
 
 def _closed(schema: Schema) -> Schema:

@@ -1,322 +1,33 @@
-"""The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi, OLMo and gpt-oss.
+"""The syntaxes of calls by family, and how a family is recognized by its chat template.
 
-A reader begins after its opener (a bare one is still unread), reads whole calls, and raises `MalformedCall` where there
-is none; text read since the last whole call is then part of the answer.
-
-Replies of gpt-oss are in harmony: messages, each with a channel, and perhaps a tool as its recipient.
-
-    <|channel|>analysis<|message|>…<|end|>                                                 reasoning
-    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>    a call
-    <|start|>assistant<|channel|>final<|message|>…<|return|>                               the answer
-
-A prompt ends with `<|start|>assistant`, or within a message that the reply goes on with. What a model says to the user
-between calls, on the channel "commentary" without a recipient, is part of the answer. Text without channels is, too.
+A syntax is data: the marks at which calls begin, each with a reader of what follows, and the text of calls as the
+family writes them. A family adds the marks of its reasoning and of its answers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallStarted
+from rekindle._src.text.replies import readers as read
+from rekindle._src.text.replies.blocks import CallBlock, CallText
 from rekindle._src.text.replies.call import (
     KEYWORDS,
-    MAX_NAME,
     OBJECT,
+    TAGGED,
     CallForm,
-    Calls,
     CallSyntax,
-    Known,
-    MalformedCall,
     NamedArguments,
     Opener,
-    Reading,
     Token,
-    ahead,
-    close,
-    named_call,
-    peek,
-    skip_space,
-    take,
 )
 from rekindle._src.text.replies.call_grammar import literal, mark, object_call
-from rekindle._src.text.replies.call_reader import read_arguments, read_call, read_function, read_json_call
-from rekindle._src.text.replies.scanner import ReplyScanner
-
-START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-CLOSES = ("<|end|>", "<|call|>", "<|return|>")
-NAMESPACE = "functions."
-_HEADER_BEGINS = (CHANNEL, " to=", CONSTRAIN, MESSAGE)
-_HEADER_ENDS = (MESSAGE, START, *CLOSES)
-_BODY_ENDS = (START, CHANNEL, *CLOSES)
-_LONGEST = 400  # characters of a header
-_NO_ROLE = re.compile(r"[^\w.]")
-_CHANNEL_OF = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_BETWEEN = "\n\n"  # two messages of one kind
-
-Kind = type[ContentDelta] | type[ReasoningDelta]
-
-
-class _Message(NamedTuple):
-    """A message by its header: the kind of its text, and the tool that it calls."""
-
-    kind: Kind = ContentDelta
-    call: str = ""  # a tool's name
-
-
-class HarmonyScanner(ReplyScanner):
-    """Reads one reply. `calls` says that messages to tools are calls; otherwise their channel decides."""
-
-    def __init__(self, *, calls: bool, known: Known, new_id: Callable[[int], str], pieces: bool = False) -> None:
-        super().__init__(syntax=None, tags=None, reasoning_open=False, known=known, new_id=new_id, pieces=pieces)
-        self._reads_calls = calls
-        self._said: set[Kind] = set()
-        self._fresh = True  # nothing of this message was emitted
-
-    def go_on_from(self, prompt: str, continued: str) -> None:
-        """Take the text before the reply: the prompt from its last message on. Its events count for an open call."""
-        before = prompt if prompt.endswith(continued) else prompt + continued
-        events = self.feed(before[before.rfind(START) :] if START in before else continued)
-        self._said.clear()
-        if self._writing:
-            first = max(at for at, event in enumerate(events) if isinstance(event, ToolCallStarted))
-            self._events = events[first:]
-
-    def _read(self) -> Reading[None]:
-        marker = START if (yield from self._comes(START)) else ""
-        self.source.at += len(marker)
-        while True:
-            message = _Message()
-            if marker == START:
-                yield from self._role()
-            if marker == CHANNEL:
-                message = yield from self._header(CHANNEL)
-            elif marker in (START, "") and (yield from self._header_comes()):
-                message = yield from self._header("")
-            self._fresh = True
-            if message.call and (yield from ahead(self.source, "{")):
-                yield from self._call(message.call)
-            marker = yield from self._body(message.kind)
-            if not marker:
-                return
-
-    def _role(self) -> Reading[None]:
-        """Read the role after the beginning of a message, unless it is part of a text."""
-        source = self.source
-        while (match := _NO_ROLE.search(source.text, source.at)) is None and not source.ended:
-            if len(source.text) - source.at > _LONGEST:
-                return
-            yield
-        if match is not None and match.end() - source.at > _LONGEST:
-            return
-        role = source.text[source.at : None if match is None else match.start()]
-        if role == "assistant" or (yield from self._header_comes(len(role))):
-            source.at += len(role)
-
-    def _comes(self, *literals: str, after: int = 0) -> Reading[bool]:
-        """True if one of these texts comes next, or `after` so many characters."""
-        source = self.source
-        while True:
-            if source.text.startswith(literals, source.at + after):
-                return True
-            rest = source.text[source.at + after : source.at + after + _LONGEST]
-            if source.ended or not any(literal.startswith(rest) for literal in literals):
-                return False
-            yield
-
-    def _header_comes(self, after: int = 0) -> Reading[bool]:
-        return self._comes(*_HEADER_BEGINS, after=after)
-
-    def _header(self, begin: str) -> Reading[_Message]:
-        """Read a header up to its message. One that is cut is dropped, and what is none is left unread."""
-        source = self.source
-        while (match := self._first(_HEADER_ENDS)) is None:
-            if source.ended and (begin or "<|" in source.text[source.at :]):
-                source.at = len(source.text)
-                return _Message()
-            if source.ended or len(source.text) - source.at > _LONGEST:
-                return _Message()
-            yield
-        if match[0] + len(match[1]) - source.at > _LONGEST:
-            return _Message()
-        header = begin + source.text[source.at : match[0]]
-        source.at = match[0] + (len(MESSAGE) if match[1] == MESSAGE else 0)
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL_OF.search(header)
-        if recipient is not None and self._reads_calls:
-            return _Message(call=recipient[1].removeprefix(NAMESPACE))
-        return _Message(ReasoningDelta if channel is not None and channel[1] == "analysis" else ContentDelta)
-
-    def _call(self, name: str) -> Reading[None]:
-        """Read the arguments of a call. Text that is no JSON object is content."""
-        self.source.mark()
-        try:
-            self.emit(named_call(name, (yield from read_arguments(self, name))))
-        except MalformedCall:
-            self._give_back(self.source.since_mark())
-            self._said.add(ContentDelta)
-            self._fresh = False
-
-    def _body(self, kind: Kind) -> Reading[str]:
-        """Emit the text of a message; return the marker that ends it, which is read, or "" at the end."""
-        source = self.source
-        while (yield from peek(source)):
-            source.mark()
-            match = self._first(_BODY_ENDS)
-            end = len(source.text) - self._undecided(_BODY_ENDS) if match is None else match[0]
-            self._write_message(kind, source.text[source.at : end])
-            source.at = end
-            if match is not None:
-                source.at += len(match[1])
-                return match[1]
-            if not source.ended:
-                yield
-        return ""
-
-    def _write_message(self, kind: Kind, text: str) -> None:
-        if text:
-            self._emit(kind, _BETWEEN + text if self._fresh and kind in self._said else text)
-            self._said.add(kind)
-            self._fresh = False
-
-
-_MISTRAL_NAME = re.compile(r"[\w./-]")
-
-
-def _objects(calls: Calls) -> Reading[None]:
-    """Read one JSON object, or an array of them whose end may be missing; each is a call as soon as it is whole."""
-    source = calls.source
-    if not (yield from take(source, "[")):
-        calls.emit((yield from read_json_call(calls)))
-        return
-    while True:
-        calls.emit((yield from read_json_call(calls)))
-        more = yield from take(source, ",")
-        if (yield from take(source, "]")) or not more:
-            return
-
-
-def _tagged(calls: Calls) -> Reading[None]:
-    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>` or an array of objects; its end may be missing."""
-    if (yield from take(calls.source, "<function=")):
-        calls.emit((yield from read_function(calls, only_known=False)))
-    else:
-        yield from _objects(calls)
-    yield from close(calls.source, "</tool_call>")
-
-
-def _untagged(calls: Calls) -> Reading[None]:
-    """Read `<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
-    calls.emit((yield from read_function(calls, only_known=True)))
-    yield from close(calls.source, "</tool_call>")
-
-
-def _bare_json(calls: Calls) -> Reading[None]:
-    """Read `{"name": …, "parameters": {…}}` at the beginning of a line, several separated by `;` or nothing.
-
-    Without a marker, only an object that names one of the tools and has arguments is a call.
-    """
-    while True:
-        call = yield from read_json_call(calls, complete=True)
-        if call.name not in calls.known:
-            raise MalformedCall
-        calls.emit(call)
-        if not (yield from _another(calls)):
-            return
-
-
-def _marked_json(calls: Calls) -> Reading[None]:
-    """Read JSON objects after `<|python_tag|>`, where any name counts."""
-    while True:
-        calls.emit((yield from read_json_call(calls)))
-        if not (yield from _another(calls)):
-            return
-
-
-def _another(calls: Calls) -> Reading[bool]:
-    """True if another object follows; its separator is read."""
-    for between in ((";",), (",",), ("<|python_tag|>",), ()):
-        length = yield from ahead(calls.source, *between, "{")
-        if length:
-            calls.source.at += length - 1
-            return True
-    return False
-
-
-def _mistral(calls: Calls) -> Reading[None]:
-    """Read `[TOOL_CALLS]` with a JSON array, or with `name[ARGS]{…}` as newer models write it."""
-    source = calls.source
-    yield from skip_space(source)
-    char = yield from peek(source)
-    if char in ("[", "{"):
-        yield from _objects(calls)
-        return
-    name = yield from _mistral_name(calls)
-    if (yield from take(source, "[CALL_ID]")):
-        yield from _mistral_name(calls)
-    yield from take(source, "[ARGS]")
-    calls.emit(named_call(name, (yield from read_arguments(calls, name))))
-
-
-def _mistral_name(calls: Calls) -> Reading[str]:
-    name = ""
-    yield from skip_space(calls.source)
-    while (char := (yield from peek(calls.source))) and _MISTRAL_NAME.match(char):
-        if len(name) == MAX_NAME:
-            raise MalformedCall
-        name += char
-        calls.source.at += 1
-    return name
-
-
-def _phi(calls: Calls) -> Reading[None]:
-    """Read `functools[{"name": …, "arguments": {…}}]`, or such an array in `<|tool_call|>` and `<|/tool_call|>`."""
-    yield from _objects(calls)
-    yield from close(calls.source, "<|/tool_call|>")
-
-
-def _bare_list(calls: Calls) -> Reading[None]:
-    """Read `[name(key="value"), …]` at the beginning of a line, where the first name is a tool's."""
-    calls.source.at += 1
-    yield from _python_list(calls, only_known=True)
-
-
-def _python_list(calls: Calls, *, only_known: bool) -> Reading[None]:
-    while True:
-        calls.emit((yield from read_call(calls, only_known=only_known)))
-        only_known = False
-        more = yield from take(calls.source, ",")
-        if (yield from take(calls.source, "]")) or not more:
-            return
-
-
-def _python_block(calls: Calls) -> Reading[None]:
-    """Read a list between `<|python_start|>` and `<|python_end|>`, or JSON there: Llama 4 writes both."""
-    if (yield from take(calls.source, "[")):
-        yield from _python_list(calls, only_known=False)
-    elif (yield from ahead(calls.source, "{")):
-        yield from _marked_json(calls)
-    else:
-        calls.emit((yield from read_call(calls, only_known=False)))
-    yield from close(calls.source, "<|python_end|>")
-
-
-def _function_calls(calls: Calls) -> Reading[None]:
-    """Read `<function_calls>` with one call in Python's notation on each line, and `</function_calls>`."""
-    while True:
-        calls.emit((yield from read_call(calls, only_known=False)))
-        yield from take(calls.source, ",")
-        if (yield from close(calls.source, "</function_calls>")):
-            return
-        yield from skip_space(calls.source)
-        if (yield from peek(calls.source)) == "":
-            return
-
-
-# How calls are asked for, and how those of earlier replies are repeated.
+from rekindle._src.text.replies.harmony import HARMONY, MUSE
+from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags
+from rekindle._src.text.replies.tag_reader import CallTags
 
 
 def _in_object(key: str, call: NamedArguments) -> str:
@@ -329,14 +40,8 @@ def _in_python(call: NamedArguments) -> str:
     return f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
 
 
-def _in_list(calls: Sequence[NamedArguments]) -> str:
+def _object_list(calls: Sequence[NamedArguments]) -> str:
     return f"[{', '.join(_in_object('arguments', call) for call in calls)}]"
-
-
-def _in_message(call: NamedArguments) -> str:
-    name, arguments = call
-    header = f"{CHANNEL}commentary to={NAMESPACE}{name} {CONSTRAIN}json{MESSAGE}"
-    return f"{header}{json.dumps(dict(arguments), ensure_ascii=False)}<|call|>"
 
 
 def _hermes_form(token: Token) -> CallForm:
@@ -373,45 +78,34 @@ def _olmo_form(token: Token) -> CallForm:
     return CallForm(lambda name: (literal(f"{name}("), KEYWORDS, literal(")")), begins, newline, ends)
 
 
-def _harmony_form(token: Token) -> CallForm:
-    channel, constrain, message = (mark(marker, token) for marker in (CHANNEL, CONSTRAIN, MESSAGE))
-    to = f"commentary to={NAMESPACE}"
-    return CallForm(lambda name: (channel, literal(f"{to}{name} "), constrain, literal("json"), message, OBJECT))
-
-
 # Templates show the signs of several: the most particular comes first.
-HARMONY = CallSyntax(
-    "harmony", (), _harmony_form,
-    lambda calls: f"{START}assistant".join(map(_in_message, calls)),
-    signs=(CHANNEL,), markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSES), several=False, in_channels=True,
-)  # fmt: skip
 MISTRAL = CallSyntax(
-    "mistral", (Opener("[TOOL_CALLS]", _mistral),), _mistral_form,
-    lambda calls: f"[TOOL_CALLS]{_in_list(calls)}",
+    "mistral", (Opener("[TOOL_CALLS]", read.mistral),), _mistral_form,
+    lambda calls: f"[TOOL_CALLS]{_object_list(calls)}",
     signs=("[TOOL_CALLS]",), markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9,
 )  # fmt: skip
 HERMES = CallSyntax(
-    "hermes", (Opener("<tool_call>", _tagged), Opener("<function=", _untagged)), _hermes_form,
+    "hermes", (Opener("<tool_call>", read.hermes), Opener("<function=", read.untagged)), _hermes_form,
     lambda calls: "\n".join(f"<tool_call>\n{_in_object('arguments', call)}\n</tool_call>" for call in calls),
     signs=("<tool_call>", "<function="), markers=("<tool_call>", "</tool_call>"),
 )  # fmt: skip
 PHI4MINI = CallSyntax(
-    "phi4mini", (Opener("<|tool_call|>", _phi), Opener("functools", _phi)), _phi_form,
-    lambda calls: f"<|tool_call|>{_in_list(calls)}<|/tool_call|>",
+    "phi4mini", (Opener("<|tool_call|>", read.phi), Opener("functools", read.phi)), _phi_form,
+    lambda calls: f"<|tool_call|>{_object_list(calls)}<|/tool_call|>",
     signs=("<|tool_call|>", "<|tool|>", "functools["), markers=("<|tool_call|>", "<|/tool_call|>"),
 )  # fmt: skip
 OLMO = CallSyntax(
-    "olmo", (Opener("<function_calls>", _function_calls),), _olmo_form,
+    "olmo", (Opener("<function_calls>", read.function_calls),), _olmo_form,
     lambda calls: "\n".join(["<function_calls>", *map(_in_python, calls), "</function_calls>"]),
     signs=("<function_calls>",), markers=("<function_calls>", "</function_calls>"),
 )  # fmt: skip
 PYTHONIC = CallSyntax(
     "pythonic",
     (
-        Opener("<|python_start|>", _python_block),
-        Opener("<|python_tag|>", _python_block),
-        Opener("[", _bare_list, bare=True),
-        Opener("{", _bare_json, bare=True),
+        Opener("<|python_start|>", read.python_block),
+        Opener("<|python_tag|>", read.python_block),
+        Opener("[", read.bare_list, bare=True),
+        Opener("{", read.bare_json, bare=True),
     ),
     _bare_form,
     lambda calls: f"[{', '.join(map(_in_python, calls))}]",
@@ -419,8 +113,328 @@ PYTHONIC = CallSyntax(
     markers=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
 )
 LLAMA3_JSON = CallSyntax(
-    "llama3_json", (Opener("<|python_tag|>", _marked_json), Opener("{", _bare_json, bare=True)), _bare_form,
+    "llama3_json", (Opener("<|python_tag|>", read.marked_json), Opener("{", read.bare_json, bare=True)), _bare_form,
     lambda calls: "; ".join(_in_object("parameters", call) for call in calls),
     signs=("<|python_tag|>", '"parameters": dictionary'), markers=("<|python_tag|>",), several=False,
 )  # fmt: skip
-SYNTAXES = {syntax.name: syntax for syntax in (HARMONY, MISTRAL, HERMES, PHI4MINI, OLMO, PYTHONIC, LLAMA3_JSON)}
+
+
+def _syntax(
+    name: str,
+    text: CallText,
+    *blocks: CallBlock,
+    signs: tuple[str | tuple[str, ...], ...],
+    markers: tuple[str, ...] = (),
+    openers: tuple[Opener, ...] = (),
+    several: bool = True,
+) -> CallSyntax:
+    """Return a syntax whose openers are those of its blocks, then `openers`."""
+    of_blocks = [opener for block in blocks for opener in block.openers()]
+    form = partial(text.form, markers)
+    return CallSyntax(name, (*of_blocks, *openers), form, text.write, signs, markers, several=several)
+
+
+def _in_list(begins: str, ends: str, name: str = "name", arguments: str = "arguments") -> CallText:
+    return CallText(f'{{"{name}": "{{name}}", "{arguments}": ', "}", f"{begins}[", ", ", f"]{ends}")
+
+
+def _in_tags(call: CallText, before: str, after: str, between: str = "", text: str | None = None) -> CallText:
+    around = None if text is None else (text, after)
+    return dataclasses.replace(call, arguments=TAGGED, value=(before, after), text_value=around, between_values=between)
+
+
+_DSML = "｜DSML｜"
+_NS = "]<]minimax[>["
+_DSML_TAGS = CallTags('"', f'<{_DSML}parameter name="', '"', f"</{_DSML}parameter>", f"</{_DSML}invoke>", ">")
+_GLM_TAGS = CallTags("", "<arg_key>", "</arg_key>", "</arg_value>", "</tool_call>", value="<arg_value>")
+_INVOKE_TAGS = CallTags('"', '<parameter name="', '"', "</parameter>", "</invoke>", ">")
+_KIMI_TAGS = CallTags('"', '<|open|>argument key="', '"', "<|close|>argument<|sep|>", "<|close|>call<|sep|>", "<|sep|>")
+_HY = ":opensource"
+_HY_TAGS = CallTags(
+    f"<tool_sep{_HY}>", f"<arg_key{_HY}>", f"</arg_key{_HY}>", f"</arg_value{_HY}>", f"</tool_call{_HY}>",
+    value=f"<arg_value{_HY}>",
+)  # fmt: skip
+
+
+def _dsml(name: str, block: str, *signs: str) -> CallSyntax:
+    begins, ends = f"<{_DSML}{block}>", f"</{_DSML}{block}>"
+    call = CallText(f'<{_DSML}invoke name="{{name}}">\n', f"\n</{_DSML}invoke>", f"{begins}\n", "\n", f"\n{ends}")
+    value = f'<{_DSML}parameter name="{{key}}" string="{{}}">'
+    text = _in_tags(call, value.replace("{}", "false"), f"</{_DSML}parameter>", "\n", text=value.replace("{}", "true"))
+    opener = CallBlock(read.tagged(_DSML_TAGS), begins, f'<{_DSML}invoke name="', "", ends, alone=True)
+    return _syntax(name, text, opener, signs=((_DSML, *signs),), markers=(_DSML,))
+
+
+KIMI_K3 = _syntax(
+    "kimi_k3",
+    _in_tags(
+        CallText(
+            '<|open|>call tool="{name}" index="{index}"<|sep|>', "<|close|>call<|sep|>", "<|open|>tools<|sep|>",
+            ends="<|close|>tools<|sep|>",
+        ),
+        '<|open|>argument key="{key}" type="number"<|sep|>', "<|close|>argument<|sep|>",
+        text='<|open|>argument key="{key}" type="string"<|sep|>',
+    ),
+    CallBlock(
+        read.tagged(_KIMI_TAGS), "<|open|>tools<|sep|>", '<|open|>call tool="', "", "<|close|>tools<|sep|>"
+    ),
+    signs=("<|open|>",), markers=("<|open|>", "<|close|>", "<|sep|>"),
+)  # fmt: skip
+GEMMA4 = _syntax(
+    "gemma4",
+    CallText(
+        "<|tool_call>call:{name}{", "}<tool_call|>", arguments=TAGGED, value=("{key}:", ""),
+        text_value=('{key}:<|"|>', '<|"|>'), between_values=",",
+    ),
+    CallBlock(read.gemma, call="<|tool_call>", call_ends="<tool_call|>"),
+    signs=("<|tool_call>",), markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+)  # fmt: skip
+MINIMAX_M3 = _syntax(
+    "minimax_m3",
+    _in_tags(
+        CallText(
+            f'{_NS}<invoke name="{{name}}">', f"{_NS}</invoke>\n", f"{_NS}<tool_call>\n", ends=f"{_NS}</tool_call>"
+        ),
+        f"{_NS}<{{key}}>", f"{_NS}</{{key}}>",
+    ),
+    CallBlock(read.elements(_NS), f"{_NS}<tool_call>", f'{_NS}<invoke name="', "", f"{_NS}</tool_call>"),
+    signs=(_NS,), markers=(_NS, "<tool_call>", "</tool_call>"),
+)  # fmt: skip
+MINIMAX_M2 = _syntax(
+    "minimax_m2",
+    _in_tags(
+        CallText(
+            '<invoke name="{name}">\n', "\n</invoke>", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"
+        ),
+        '<parameter name="{key}">', "</parameter>", "\n",
+    ),
+    CallBlock(
+        read.tagged(_INVOKE_TAGS), "<minimax:tool_call>", '<invoke name="', "", "</minimax:tool_call>", alone=True
+    ),
+    signs=("<minimax:tool_call>",), markers=("<minimax:tool_call>", "</minimax:tool_call>"),
+)  # fmt: skip
+SEED_OSS = _syntax(
+    "seed_oss",
+    _in_tags(
+        CallText("<seed:tool_call>\n<function={name}>\n", "\n</function>\n</seed:tool_call>", between="\n"),
+        "<parameter={key}>", "</parameter>", "\n",
+    ),
+    CallBlock(
+        read.tagged(read.QWEN_TAGS._replace(trims=False)), "<seed:tool_call>", "<function=", "", "</seed:tool_call>",
+        alone=True,
+    ),
+    signs=("<seed:tool_call>",), markers=("<seed:tool_call>", "</seed:tool_call>"),
+)  # fmt: skip
+GLM = _syntax(
+    "glm",
+    _in_tags(
+        CallText("<tool_call>{name}\n", "\n</tool_call>", between="\n"),
+        "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n",
+    ),
+    CallBlock(read.tagged(_GLM_TAGS), call="<tool_call>"),
+    signs=("<arg_key>",),
+    markers=(
+        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    ),
+)  # fmt: skip
+HUNYUAN3 = _syntax(
+    "hunyuan3",
+    _in_tags(
+        CallText(
+            f"<tool_call{_HY}>{{name}}<tool_sep{_HY}>\n", f"\n</tool_call{_HY}>", f"<tool_calls{_HY}>\n", "\n",
+            f"\n</tool_calls{_HY}>",
+        ),
+        f"<arg_key{_HY}>{{key}}</arg_key{_HY}>\n<arg_value{_HY}>", f"</arg_value{_HY}>", "\n",
+    ),
+    CallBlock(read.tagged(_HY_TAGS), f"<tool_calls{_HY}>", f"<tool_call{_HY}>", "", f"</tool_calls{_HY}>", alone=True),
+    signs=("<tool_calls{}>", f"<tool_calls{_HY}>"),
+    markers=tuple(
+        f"<{tag}{_HY}>"
+        for name in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+        for tag in (name, f"/{name}")
+    ),
+)  # fmt: skip
+DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls", "function_calls")
+DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
+_DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+)  # fmt: skip
+_DEEPSEEK = CallBlock(
+    read.deepseek, _DEEPSEEK_MARKS[0], _DEEPSEEK_MARKS[1], _DEEPSEEK_MARKS[3], _DEEPSEEK_MARKS[4], alone=True
+)
+DEEPSEEK_R1 = _syntax(
+    "deepseek_r1",
+    CallText(
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>",
+    ),
+    _DEEPSEEK, signs=(("<｜tool▁sep｜>", "```json"),), markers=_DEEPSEEK_MARKS,
+)  # fmt: skip
+DEEPSEEK_V31 = _syntax(
+    "deepseek_v31",
+    CallText(
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>",
+        ends="<｜tool▁calls▁end｜>",
+    ),
+    _DEEPSEEK, signs=("<｜tool▁sep｜>",), markers=_DEEPSEEK_MARKS,
+)  # fmt: skip
+KIMI_K2 = _syntax(
+    "kimi_k2",
+    CallText(
+        "<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>", ends="<|tool_calls_section_end|>",
+    ),
+    CallBlock(
+        read.kimi, "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_end|>", alone=True,
+    ),
+    signs=("<|tool_calls_section_begin|>",),
+    markers=(
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
+)  # fmt: skip
+COHERE = _syntax(
+    "cohere",
+    CallText(
+        '{"tool_call_id": "{index}", "tool_name": "{name}", "parameters": ', "}", "<|START_ACTION|>[", ", ",
+        "]<|END_ACTION|>",
+    ),
+    CallBlock(read.objects, "<|START_ACTION|>", ends="<|END_ACTION|>"),
+    signs=("<|START_ACTION|>",), markers=("<|START_ACTION|>", "<|END_ACTION|>"),
+)  # fmt: skip
+COMMAND_R = _syntax(
+    "command_r", _in_list("Action:\n```json\n", "\n```", "tool_name", "parameters"),
+    openers=(Opener("Action:", read.command),), signs=("Action:\n```json", "Write 'Action:'"),
+)  # fmt: skip
+NEMOTRON_V2 = _syntax(
+    "nemotron_v2", _in_list("<TOOLCALL>", "</TOOLCALL>"),
+    CallBlock(read.objects, "<TOOLCALL>", ends="</TOOLCALL>"),
+    signs=("<TOOLCALL>",), markers=("<TOOLCALL>", "</TOOLCALL>"),
+)  # fmt: skip
+HUNYUAN = _syntax(
+    "hunyuan", _in_list("<tool_calls>", "</tool_calls>"),
+    CallBlock(read.objects, "<tool_calls>", ends="</tool_calls>"),
+    signs=("<tool_calls>",), markers=("<tool_calls>", "</tool_calls>"),
+)  # fmt: skip
+APERTUS = _syntax(
+    "apertus", CallText('{"{name}": ', "}", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
+    CallBlock(read.keyed_objects, "<|tools_prefix|>", ends="<|tools_suffix|>"),
+    signs=("<|tools_prefix|>",), markers=("<|tools_prefix|>", "<|tools_suffix|>"),
+)  # fmt: skip
+LFM2 = _syntax(
+    "lfm2",
+    CallText("{name}(", ")", "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", KEYWORDS),
+    CallBlock(read.python_list, "<|tool_call_start|>", ends="<|tool_call_end|>"),
+    openers=(Opener("[", read.bare_list, bare=True),),
+    signs=("<|tool_call_start|>", "<|tool_list_start|>", "List of tools: ["),
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+)  # fmt: skip
+SOLAR = _syntax(
+    "solar",
+    CallText(
+        "<|tool_call:begin|>{index}<|tool_call:name|>{name}<|tool_call:args|>", "<|tool_call:end|>",
+        "<|tool_calls|>", ends="<|calls|>",
+    ),
+    CallBlock(
+        read.named("<|tool_call:name|>", "<|tool_call:args|>"), "<|tool_calls|>", "<|tool_call:begin|>",
+        "<|tool_call:end|>", "<|calls|>", alone=True,
+    ),
+    signs=("<|tool_call:name|>",),
+    markers=(
+        "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
+)  # fmt: skip
+MINICPM5 = _syntax(
+    "minicpm5",
+    _in_tags(
+        CallText('<function name="{name}">', "</function>", between="\n"), '<param name="{key}">', "</param>"
+    ),
+    CallBlock(
+        read.tagged(CallTags('"', '<param name="', '"', "</param>", "</function>", ">")), call='<function name="'
+    ),
+    signs=('<function name="',), markers=("<function", "</function>", "<param", "</param>"),
+)  # fmt: skip
+FUNCTIONARY31 = _syntax(
+    "functionary31", CallText("<function={name}>", "</function>"),
+    CallBlock(read.tagged(read.QWEN_TAGS), call="<function="),
+    signs=("<{start_tag}={function_name}>",),
+)  # fmt: skip
+FUNCTIONARY32 = _syntax(
+    "functionary32", CallText(">>>{name}\n", ""), openers=(Opener(">>>", read.recipient),), signs=(">>>all",)
+)
+GIGACHAT = _syntax(
+    "gigachat", CallText('<|function_call|>{"name": "{name}", "arguments": ', "}"),
+    CallBlock(read.objects, "<|function_call|>"),
+    signs=("<|function_call|>",), markers=("<|function_call|>",), several=False,
+)  # fmt: skip
+GIGACHAT3 = _syntax(
+    "gigachat3",
+    CallText('<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "{name}", "arguments": ', "}"),
+    openers=(Opener("<|message_sep|>", read.gigachat),),
+    signs=(("function call", "<|role_sep|>"),), markers=("<|message_sep|>", "<|role_sep|>"), several=False,
+)  # fmt: skip
+
+
+class ReplyFamily(NamedTuple):
+    """A family's calls, the tags of its reasoning (by default those in its template), and its other marks."""
+
+    calls: CallSyntax
+    reasoning: Tags | None = None
+    marks: ReplyMarks = NO_MARKS
+    wraps: tuple[Tags, ...] = ()  # plain tags around an answer, where its template has them
+
+    def writes(self, has: Callable[[str], bool]) -> bool:
+        """True if a template is of this family, by the texts that it has."""
+        return any(has(sign) if isinstance(sign, str) else all(map(has, sign)) for sign in self.calls.signs)
+
+
+_CALLS_END_REASONING = ReplyMarks(ended_by_calls=True)
+_COHERE_MARKS = ReplyMarks(
+    noise=("<|END_RESPONSE|>", "<|END_TEXT|>", "<|END_OF_TURN_TOKEN|>"),
+    text_begins=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+)
+_RESPONSE = (("<response>", "</response>"),)  # ERNIE 4.5, Granite 3.3
+FAMILIES = (
+    ReplyFamily(HARMONY),
+    ReplyFamily(MUSE),
+    ReplyFamily(KIMI_K3, ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), ReplyMarks(
+        noise=("<|close|>response<|sep|>", "<|close|>message<|sep|>"), text_begins=("<|open|>response<|sep|>",),
+        ended_by_calls=True, tokens=KIMI_K3.markers,
+    )),
+    ReplyFamily(GEMMA4, ("<|channel>", "<channel|>"), ReplyMarks(
+        noise=("<turn|>", "<|tool_response>"), header="thought", anywhere=True,
+    )),
+    ReplyFamily(MINIMAX_M3, ("<mm:think>", "</mm:think>")),
+    ReplyFamily(MINIMAX_M2),
+    ReplyFamily(SEED_OSS, ("<seed:think>", "</seed:think>"), ReplyMarks(tokens=("<seed:cot_budget_reflect>",))),
+    ReplyFamily(GLM, None, _CALLS_END_REASONING),
+    ReplyFamily(HUNYUAN3, (f"<think{_HY}>", f"</think{_HY}>")),
+    ReplyFamily(DEEPSEEK_V32, None, _CALLS_END_REASONING),
+    ReplyFamily(DEEPSEEK_V4, None, _CALLS_END_REASONING),
+    ReplyFamily(DEEPSEEK_R1),
+    ReplyFamily(DEEPSEEK_V31),
+    ReplyFamily(KIMI_K2, None, _CALLS_END_REASONING),
+    ReplyFamily(COHERE, ("<|START_THINKING|>", "<|END_THINKING|>"), _COHERE_MARKS),
+    ReplyFamily(COMMAND_R, None, ReplyMarks(noise=("<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>"))),
+    ReplyFamily(NEMOTRON_V2),
+    ReplyFamily(APERTUS, ("<|inner_prefix|>", "<|inner_suffix|>")),
+    ReplyFamily(LFM2),
+    ReplyFamily(SOLAR, ("<|think|>", "<|end|>"), ReplyMarks(
+        noise=("<|begin|>assistant", "<|end|>"), text_begins=("<|content|>",), tokens=("<|begin|>",),
+    )),
+    ReplyFamily(MINICPM5),
+    ReplyFamily(FUNCTIONARY31),
+    ReplyFamily(FUNCTIONARY32, None, ReplyMarks(noise=(">>>all\n",), prefixes=(">>>",))),
+    ReplyFamily(GIGACHAT),
+    ReplyFamily(GIGACHAT3),
+    ReplyFamily(MISTRAL),
+    ReplyFamily(HUNYUAN, wraps=(("<answer>", "</answer>"),)),
+    ReplyFamily(HERMES, wraps=_RESPONSE),
+    ReplyFamily(PHI4MINI, wraps=_RESPONSE),
+    ReplyFamily(OLMO),
+    ReplyFamily(PYTHONIC),
+    ReplyFamily(LLAMA3_JSON),
+)  # fmt: skip
+SYNTAXES = {family.calls.name: family.calls for family in FAMILIES}

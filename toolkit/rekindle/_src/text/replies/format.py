@@ -17,10 +17,14 @@ from typing import Any
 from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
 from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, check_arguments, known_tools
-from rekindle._src.text.replies.families import HERMES, SYNTAXES, HarmonyScanner
-from rekindle._src.text.replies.scanner import ReplyScanner, Tags
+from rekindle._src.text.replies.families import FAMILIES, HERMES
+from rekindle._src.text.replies.harmony import SCANNERS, HarmonyScanner
+from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags
+from rekindle._src.text.replies.scanner import ReplyScanner
+from rekindle.errors import InvalidRequest
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+SPELLED_ENDS = ("<|role_end|>",)  # of a turn, which models write as text where it is one token
 _LETTERS = string.ascii_letters + string.digits
 Message = Mapping[str, Any]
 
@@ -31,15 +35,31 @@ class ReplyFormat:
 
     calls: CallSyntax | None = None
     reasoning: Tags | None = None
+    marks: ReplyMarks = NO_MARKS
 
     @classmethod
     def of_template(cls, template: TemplateLike) -> ReplyFormat:
         """Return the format that a chat template implies; hermes for one that takes tools and shows no syntax."""
-        calls = next((syntax for syntax in SYNTAXES.values() if any(map(template.writes, syntax.signs))), None)
-        if calls is None and template.takes_tools:
-            calls = HERMES
+        family = next((family for family in FAMILIES if family.writes(template.writes)), None)
         tags = next((tags for tags in TAGS if any(map(template.writes, tags))), None)
-        return cls(calls, tags)
+        if family is None:
+            return cls(HERMES if template.takes_tools else None, tags)
+        marks = family.marks
+        wraps = tuple(wrap for wrap in family.wraps if template.writes(wrap[1]))
+        noise = tuple(mark for mark in SPELLED_ENDS if template.writes(mark))
+        if wraps or noise:
+            marks = dataclasses.replace(marks, wraps=wraps, noise=marks.noise + noise)
+        return cls(family.calls, family.reasoning or tags, marks)
+
+    @classmethod
+    def of_family(cls, name: str) -> ReplyFormat:
+        """Return the format of a family by the name of its calls' syntax. Raise `InvalidRequest` for an unknown one."""
+        family = next((family for family in FAMILIES if family.calls.name == name), None)
+        if family is None:
+            names = ", ".join(sorted(family.calls.name for family in FAMILIES))
+            raise InvalidRequest("reply_format", name, "is no known format of replies", f"Use one of {names}")
+        marks = dataclasses.replace(family.marks, wraps=family.wraps)
+        return cls(family.calls, family.reasoning or TAGS[name == "mistral"], marks)
 
     @property
     def in_channels(self) -> bool:
@@ -49,18 +69,23 @@ class ReplyFormat:
     @property
     def has_parts(self) -> bool:
         """True if a reply may have parts where there are no tools."""
-        return self.reasoning is not None or self.in_channels
+        return self.reasoning is not None or self.in_channels or not self.marks.is_empty
 
     def markers(self, *, tools: bool) -> frozenset[str]:
         """Return the texts that a scanner has to see even where they are special tokens."""
-        markers: set[str] = set(self.reasoning or ())
+        markers: set[str] = {*(self.reasoning or ()), *self.marks.texts()}
         if self.calls is not None and (tools or self.in_channels):
             markers.update(self.calls.markers)
         return frozenset(markers)
 
     def opens_reasoning(self, prompt: str) -> bool:
         """True if a prompt ends inside of reasoning, because its template opens the tag for the model."""
-        return self.reasoning is not None and prompt.rstrip(SPACE).endswith(self.reasoning[0])
+        if self.reasoning is None:
+            return False
+        end = prompt.rstrip(SPACE)
+        if self.marks.header:
+            end = end.removesuffix(self.marks.header)
+        return end.endswith(self.reasoning[0].rstrip(SPACE))
 
     def scanner(
         self,
@@ -76,9 +101,9 @@ class ReplyFormat:
         ends inside of reasoning. Ids of calls follow from `seed`; None draws one.
         """
         calls = self.calls if tools else None
-        if self.in_channels:
-            return HarmonyScanner(
-                calls=calls is not None, known=known_tools(tools), new_id=call_ids(seed), pieces=pieces
+        if self.calls is not None and self.calls.in_channels:
+            return SCANNERS[self.calls.name](
+                calls=bool(tools), known=known_tools(tools), new_id=call_ids(seed), pieces=pieces
             )
         return ReplyScanner(
             syntax=calls,
@@ -87,6 +112,7 @@ class ReplyFormat:
             known=known_tools(tools),
             new_id=call_ids(seed, 0 if calls is None else calls.id_length),
             pieces=pieces,
+            marks=self.marks,
         )
 
     def parse(
@@ -138,7 +164,11 @@ class ReplyPlan:
             reasoning_open = format.reasoning is not None and is_open(self.continued, *format.reasoning)
             if self.continued.strip() and not reasoning_open:
                 format = dataclasses.replace(format, reasoning=None)  # the place for reasoning is past
-        return format.scanner(tools=self.tools, reasoning_open=reasoning_open, seed=key.digest(), pieces=self.pieces)
+        reader = format.scanner(tools=self.tools, reasoning_open=reasoning_open, seed=key.digest(), pieces=self.pieces)
+        prefix = next((prefix for prefix in format.marks.prefixes if prompt.endswith(prefix)), None)
+        if prefix is not None and self.continued is None:
+            reader.begin_with(prefix)
+        return reader
 
 
 def is_open(text: str, opening: str, closing: str) -> bool:

@@ -20,6 +20,7 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.text.replies.call import (
     SPACE,
+    Calls,
     CallSyntax,
     Known,
     MalformedCall,
@@ -27,12 +28,12 @@ from rekindle._src.text.replies.call import (
     Reading,
     ReplyCall,
     TextSource,
+    ahead,
     peek,
     skip_space,
     take,
 )
-
-Tags = tuple[str, str]
+from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags
 
 
 class ReplyScanner:
@@ -47,11 +48,18 @@ class ReplyScanner:
         known: Known,
         new_id: Callable[[int], str],
         pieces: bool = False,
+        marks: ReplyMarks = NO_MARKS,
     ) -> None:
         self.source: TextSource = TextSource()
         self.known: Known = known
-        self._openers: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
+        of_calls: tuple[Opener, ...] = syntax.openers if syntax is not None else ()
+        self._openers = (*of_calls, *_openers_of(marks, tags))
         self._marked = {opener.text: opener for opener in self._openers if not opener.bare}
+        self._call_openers = {opener.text: opener for opener in of_calls if not opener.bare}
+        self._marks = marks
+        self._prefix = ""  # text before the reply that was fed, and is no part of it
+        self._ids: set[str] = set()
+        self._held: list[str] = []  # texts of calls inside of reasoning
         self._begins = _first_characters([opener.text for opener in self._openers])
         self._tags, self._open = tags, reasoning_open
         self._new_id = new_id
@@ -66,6 +74,7 @@ class ReplyScanner:
         self._has_content = False  # content was emitted
         self._after_marker = False  # the last thing read is a tag or a call
         self._blank = True  # nothing but whitespace stands in this line so far
+        self._thoughts_again = tags[0] if tags is not None and marks.anywhere else None
         self._reading: Generator[None, None, None] | None = self._read()
 
     def feed(self, text: str) -> list[ReplyEvent]:
@@ -78,19 +87,35 @@ class ReplyScanner:
         self.source.ended = True
         return self._go_on()
 
+    def begin_with(self, prefix: str) -> None:
+        """Take the end of the prompt, with which the reply's syntax begins."""
+        self.source.push(prefix)
+        self._prefix = prefix
+
     # For the readers of a family's syntax.
+
+    @property
+    def has_content(self) -> bool:
+        """True if content was emitted."""
+        return self._has_content
 
     def streams(self, name: str) -> bool:
         """True if a call of `name` is emitted while it arrives."""
         return self._pieces and self._pending_calls is None and name in self.known
 
-    def begin(self, name: str) -> Callable[[str], None] | None:
+    def begin(self, name: str, id: str = "") -> Callable[[str], None] | None:
         """Start a call if it is emitted while it arrives; return the function that takes its arguments in pieces."""
         if not self.streams(name):
             return None
         self._writing = True
-        self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), name))
+        self._start(name, id)
         return self._write
+
+    def _start(self, name: str, id: str) -> None:
+        if not id or id in self._ids:
+            id = self._new_id(self._calls)
+        self._ids.add(id)
+        self._events.append(ToolCallStarted(self._calls, id, name))
 
     def _write(self, text: str) -> None:
         if text:
@@ -100,14 +125,23 @@ class ReplyScanner:
         """Emit complete calls, or the end of the one that has started."""
         if self._pending_calls is not None:
             self._pending_calls += calls
+            self.keep()
             return
         for call in calls:
             if not self._writing:
-                self._events.append(ToolCallStarted(self._calls, self._new_id(self._calls), call.name))
+                self._start(call.name, call.id)
                 self._write(call.text)
             self._writing = False
             self._calls += 1
-        self._after_marker = True
+        self.keep()
+
+    def keep(self) -> None:
+        """Say that the text read until now belongs to calls that were emitted, or to marks."""
+        if self._pending_calls is not None:
+            self._held.append(self.source.since_mark())
+        else:
+            self._after_marker = True
+            self._prefix = ""
         self.source.mark()
 
     def _go_on(self) -> list[ReplyEvent]:
@@ -130,11 +164,14 @@ class ReplyScanner:
                 self.source.at += len(opener.text)
             try:
                 yield from opener.read(self)
+                if opener.text == self._thoughts_again:
+                    self._gap.clear()
+                    yield from self._read_thoughts()
                 self._blank = True
             except MalformedCall:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
-                self._give_back(self._sayable(self.source.since_mark()))
+                self._give_back(self._sayable(self._without_prefix(self.source.since_mark())))
         if not self._after_marker:
             self._emit(ContentDelta, "".join(self._gap))
 
@@ -157,10 +194,21 @@ class ReplyScanner:
         self._after_marker = self._open or repeated or (yield from take(source, closing))
         if self._after_marker:
             self._gap.clear()
-        if not (repeated or self._open):
-            return
+        if repeated or self._open:
+            yield from self._read_thoughts()
+
+    def _read_thoughts(self) -> Reading[None]:
+        """Read reasoning whose opening tag has been read, to its end."""
+        source, marks = self.source, self._marks
+        assert self._tags is not None, "the reply has reasoning"
+        opening, closing = self._tags
+        while marks.anywhere and (yield from take(source, opening)):
+            pass
+        if marks.header:
+            yield from self._skip_header(marks.header)
         yield from skip_space(source)
-        openers, ends = self._marked, (closing, *self._marked)
+        last = (closing, *marks.text_begins)
+        ends = (*last, *self._call_openers)
         begins = _first_characters(ends)
         while (yield from peek(source)):
             source.mark()
@@ -174,36 +222,60 @@ class ReplyScanner:
                 if not source.ended:
                     yield
                 continue
-            source.mark()
-            source.at += len(match[1])
-            if match[1] == closing:
-                self._gap.clear()
-                return
-            if (yield from self._ends_with_calls(openers[match[1]])):
-                return
-            self._think(source.since_mark())
+            if match[1] in last:
+                source.at += len(match[1])
+                while (yield from take(source, closing)):
+                    pass
+            elif not marks.ended_by_calls:
+                source.mark()
+                source.at += len(match[1])
+                if not (yield from self._ends_with_calls(self._call_openers[match[1]])):
+                    continue
+            self._gap.clear()
+            self._after_marker = True
+            return
         self._emit(ReasoningDelta, "".join(self._gap))
         self._gap.clear()
+
+    def _skip_header(self, header: str) -> Reading[None]:
+        source = self.source
+        length = yield from ahead(source, header)
+        while length and source.at + length == len(source.text) and not source.ended:
+            yield
+            length = yield from ahead(source, header)
+        if length and source.text[source.at + length : source.at + length + 1] in ("", "<", *SPACE):
+            source.at += length
 
     def _ends_with_calls(self, opener: Opener) -> Reading[bool]:
         """True if calls inside of reasoning are meant as calls: only if the reply ends with them.
 
-        A model may think about a call, and may also forget to close its reasoning before one.
+        A model may think about a call, and may also forget to close its reasoning before one. The last call may be
+        cut, if there is a whole one before it. Calls that are not meant are part of the reasoning.
         """
-        held: list[ReplyCall] = []
+        source, held = self.source, list[ReplyCall]()
         self._pending_calls = held
+        self._held.clear()
+        cut = False
         try:
             yield from opener.read(self)
-            while (yield from take(self.source, opener.text)):
+            while (yield from take(source, opener.text)):
                 yield from opener.read(self)
-            yield from skip_space(self.source)
-            complete = (yield from peek(self.source)) == ""
+            self.keep()
+            yield from skip_space(source)
+            complete = (yield from peek(source)) == ""
         except MalformedCall:
-            complete = False
+            cut = complete = bool(held) and source.ended and source.at >= len(source.text)
         self._pending_calls = None
+        rest = source.since_mark()
         if complete:
             self._gap.clear()
+            source.mark()
             self.emit(*held)
+            if cut:
+                self._give_back(self._sayable(rest))
+        else:
+            self._think("".join(self._held) + rest)
+        self._held.clear()
         return complete
 
     def _think(self, text: str) -> None:
@@ -257,7 +329,12 @@ class ReplyScanner:
         return 0
 
     def _say(self, text: str) -> None:
-        self._emit(ContentDelta, self._sayable(text))
+        if text:
+            self._emit(ContentDelta, self._sayable(self._without_prefix(text)))
+
+    def _without_prefix(self, text: str) -> str:
+        text, self._prefix = text.removeprefix(self._prefix), ""
+        return text
 
     def _sayable(self, text: str) -> str:
         """Return the content to emit; whitespace at its end waits, and next to tags and calls it is dropped."""
@@ -286,6 +363,36 @@ class ReplyScanner:
     def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
         if text:
             self._events.append(kind(text))
+
+
+def _openers_of(marks: ReplyMarks, tags: Tags | None) -> list[Opener]:
+    """Return the openers of marks that are no calls."""
+    dropped = [*marks.noise, *marks.text_begins, *(tags if tags is not None and marks.anywhere else ())]
+    openers = [Opener(text, _drop) for text in dropped]
+    for begin, end in marks.wraps:
+        openers += [Opener(begin, _begin_wrap), Opener(end, _end_wrap)]
+    return openers
+
+
+def _drop(calls: Calls) -> Reading[None]:
+    """Leave a mark out."""
+    calls.keep()
+    yield from ()
+
+
+def _begin_wrap(calls: Calls) -> Reading[None]:
+    """Leave a tag out that stands before all content."""
+    if calls.has_content:
+        raise MalformedCall
+    yield from _drop(calls)
+
+
+def _end_wrap(calls: Calls) -> Reading[None]:
+    """Leave a tag out that ends the reply."""
+    yield from skip_space(calls.source)
+    if (yield from peek(calls.source)):
+        raise MalformedCall
+    calls.keep()
 
 
 def _first_characters(literals: Sequence[str]) -> re.Pattern[str]:

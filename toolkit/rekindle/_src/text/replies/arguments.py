@@ -1,0 +1,117 @@
+"""Arguments of a call as they are read, one by one, and the type of one that was written as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rekindle._src.text.replies.call import MalformedCall, ReplyCall, as_json
+
+_MAX_DEPTH = 8  # levels of alternatives in a schema
+_TYPES: tuple[tuple[type, frozenset[str]], ...] = (
+    (bool, frozenset({"boolean"})),
+    (int, frozenset({"integer", "number"})),
+    (float, frozenset({"number"})),
+    (list, frozenset({"array"})),
+    (dict, frozenset({"object"})),
+    (type(None), frozenset({"null"})),
+)
+_NAMES_OF_PYTHON = {
+    "str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object",
+    "None": "null",
+}  # fmt: skip
+_KNOWN = frozenset().union(*(names for _, names in _TYPES), {"string"})
+
+
+class Arguments:
+    """Takes arguments in their order; `tell` receives each of them as a part of one JSON object."""
+
+    def __init__(self, tell: Callable[[str], None] | None) -> None:
+        self._tell = tell
+        self._values: dict[str, Any] = {}
+        if tell is not None:
+            tell("{")
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, name: str, value: Any) -> None:
+        """Add an argument; raises `MalformedCall` for a name that is there already."""
+        if name in self._values:
+            raise MalformedCall
+        if self._tell is not None:
+            self._tell(f"{', ' if self._values else ''}{as_json(name)}: {as_json(value)}")
+        self._values[name] = value
+
+    def call(self, name: str, id: str = "") -> ReplyCall:
+        """Return the call of `name`, once all arguments are there."""
+        call = ReplyCall.of(name, self._values, id=id)
+        if self._tell is not None:
+            self._tell("}")
+        return call
+
+
+def typed(text: str, schema: object, literal: Callable[[str], Any]) -> Any:
+    """Return the value that a text stands for, by the argument's schema.
+
+    It is a text if the schema says nothing else; of a union with strings, a value of another type counts if the
+    schema names that type. Without types in the schema, a text of JSON is its value. `literal` reads a text of a
+    value, and raises `MalformedCall` if it is none.
+    """
+    kinds = kinds_of(schema)
+    if kinds is not None and not kinds - {"string"}:
+        return text
+    try:
+        value = json_value(text) if kinds is None else literal(text)
+    except MalformedCall:
+        return text
+    if kinds is None:
+        return text if isinstance(value, str) else value
+    return text if "string" in kinds and not _fits(value, kinds) else value
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text; raises `MalformedCall` if it has none."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise MalformedCall from None
+
+
+def kinds_of(schema: object, definitions: object = None, depth: int = 0) -> frozenset[str] | None:
+    """Return the types that a schema allows; None if it does not say. It may have definitions of its own."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    definitions = schema.get("$defs", schema.get("definitions", definitions))
+    if isinstance(reference := schema.get("$ref"), str):
+        inner = definitions.get(reference.rpartition("/")[2]) if isinstance(definitions, Mapping) else None
+        return kinds_of(inner, definitions, depth + 1)
+    if (kinds := schema.get("type")) is not None:
+        listed = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+        names = frozenset([_NAMES_OF_PYTHON.get(name, name) for name in listed if isinstance(name, str)])
+        if not names or not names <= _KNOWN:
+            return None
+        return names | {"null"} if schema.get("nullable") is True else names
+    if isinstance(schema.get("enum"), list):
+        return frozenset().union(*map(_kind, schema["enum"])) or None
+    if "const" in schema:
+        return _kind(schema["const"])
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            parts = [kinds_of(part, definitions, depth + 1) for part in schema[key]]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if known and len(known) == len(parts) else None
+    return None
+
+
+def _kind(value: Any) -> frozenset[str]:
+    return next((names for kind, names in _TYPES if isinstance(value, kind)), frozenset({"string"}))
+
+
+def _fits(value: Any, kinds: frozenset[str]) -> bool:
+    return not isinstance(value, str) and bool(_kind(value) & kinds)
+
+
+def _refuse(word: str) -> Any:
+    raise ValueError(word)
