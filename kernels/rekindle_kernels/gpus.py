@@ -12,7 +12,7 @@ from rekindle_kernels import tuning
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """NVIDIA's GPUs from one compute capability up to that of the next row."""
+    """NVIDIA GPUs from one compute capability up to the next row's."""
 
     capability: float
     examples: str

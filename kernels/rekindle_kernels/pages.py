@@ -20,7 +20,7 @@ _HELD = {"uint16": "bfloat16", "uint8": "float8_e4m3fn"}  # the dtypes whose bit
 
 
 class LayerKV(NamedTuple):
-    """One layer's keys and values; a pytree whose leaves the step donates.
+    """One layer's keys and values; a pytree. A step donates its leaves.
 
     `pages[p, 0]` holds keys and `pages[p, 1]` values, head-major; latent pages hold keys alone. They share an array
     because then one scatter writes both (2 rows, 30 layers, XLA:CPU: 0.31 ms instead of 0.43) and a step donates half
@@ -56,7 +56,7 @@ class LayerKV(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """The width of the stored vectors: at least that of the keys that are written."""
+        """The width of the stored vectors, at least as large as the head dimension of the keys written to them."""
         return self.pages.shape[4]
 
 
@@ -77,7 +77,7 @@ def stored_head_dim(head_dim: int, platform: str) -> int:
 
 
 def needs_scales(dtype: DTypeLike) -> bool:
-    """True if pages of this dtype carry a scale per token and head: those of one byte per number do."""
+    """True if pages of this dtype, one byte per number, carry a scale per token and head."""
     return jnp.dtype(dtype).itemsize == 1
 
 

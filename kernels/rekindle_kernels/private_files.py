@@ -129,7 +129,7 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
 
 
 def touch(path: Path) -> None:
-    """Note that an entry of a cache is used now, for the order in which entries are removed. A read-only one stays."""
+    """Mark an entry of a cache as used now, which delays its removal. A read-only entry is left as it is."""
     with contextlib.suppress(OSError):
         os.utime(path)
 

@@ -1,4 +1,4 @@
-"""Attention whose keys come block after block, as a native call."""
+"""Attention over blocks of keys, added one after another, as a native call."""
 
 from __future__ import annotations
 

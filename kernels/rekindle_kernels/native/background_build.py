@@ -52,8 +52,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 def begun(names: Iterable[str]) -> BackgroundBuild | None:
-    """Processes that compile what is missing of these kernels; those of another session, if they do. None if all are
-    there."""
+    """Start compiling the missing kernels, or join another session that already does; None if no kernel is missing."""
     global _latest
     with _lock:
         absent = missing(names)
@@ -79,7 +78,7 @@ class BackgroundBuild:
         _all.append(self)
 
     def _begin(self) -> None:
-        """Start processes for what is missing, unless those of another program are at work."""
+        """Start processes for the missing kernels, unless another program is compiling."""
         with self._lock, _claimed() as claim:
             if claim is None or not self._elsewhere:
                 return
@@ -101,10 +100,11 @@ class BackgroundBuild:
         return tuple(name for name in self.names if not build.is_there(name))
 
     def wait(self, stopped: Callable[[], bool] = lambda: False, *, longest: float = math.inf) -> bool:
-        """Wait until all are done, or `stopped()`; whether they are. A kernel that failed is refused from then on.
+        """Wait until all kernels are compiled or `stopped()` is True, and return True in the first case. A kernel that
+        failed is refused from then on.
 
-        `longest` seconds after they were begun, this process does without those that are left, until its end; they go
-        on being compiled, for the next one.
+        `longest` seconds after the build began, this process does without the remaining kernels until it ends; they go
+        on being compiled for the next one.
         """
         while self.running:
             if stopped():
@@ -144,9 +144,10 @@ def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None
 
 @contextlib.contextmanager
 def _claimed() -> Iterator[Sequence[int] | None]:
-    """A descriptor with which processes keep those of other programs waiting; None if others have one.
+    """Take the lock that keeps other programs waiting, and yield its descriptor; None if another program has it.
 
-    The lock is that of the folder, and ends with the last process that has the descriptor. Empty where there are none.
+    The lock belongs to the folder and is released when the last process with the descriptor ends. Yields an empty
+    sequence where locks are not available.
     """
     try:
         private_files.make_folder(kernel_files.folder())

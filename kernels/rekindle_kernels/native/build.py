@@ -227,7 +227,7 @@ def _machine(llvm: Any) -> Any:
 
 
 def _target(llvm: Any) -> tuple[str, str]:
-    """LLVM's names for the processor and its features: exactly this one's, or those of the level that masks it."""
+    """Return LLVM's name and features for this processor, or for the level that masks it."""
     level = next(iter(cpu.levels()), None)
     if cpu.mask() is None:
         name, found = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()

@@ -83,7 +83,7 @@ _WINDOW = 16 << 20  # bytes that packing sees at once: all of a library, which u
 
 
 class ObjectFolder(NamedTuple):
-    """The object files of a level's kernels, in a folder which has those of other sources and compilers, too."""
+    """The object files of one level's kernels. Their folder may also have files from other sources and compilers."""
 
     folder: Path
     level: cpu.Level
@@ -122,8 +122,10 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 
 
 def likely_kernels() -> list[str]:
-    """Return those that an installation waits for: pages of float32 and int8 for the commonest heads, none of
-    float16. Those of adapters and of states are compiled where a session has some."""
+    """Return the kernels that an installation compiles: float32 and int8 pages for the commonest head sizes.
+
+    Kernels for float16, adapters and states are compiled by the sessions that need them.
+    """
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
@@ -233,7 +235,7 @@ def build(
 
 
 def without_copies(objects: Mapping[cpu.Level, Path]) -> dict[cpu.Level, Path]:
-    """Return the object files of a kernel without those that equal the one which would be found in their place.
+    """Drop the object files of a kernel that equal the one a processor would find at a lower level.
 
     A processor takes a kernel from the best of its levels that has it. Some processors also have a level between two
     others, with features that the better one does not ask for: its kernel has to be equal, too.
@@ -253,7 +255,7 @@ def without_copies(objects: Mapping[cpu.Level, Path]) -> dict[cpu.Level, Path]:
 
 
 def _without_level(level: cpu.Level, path: Path) -> bytes:
-    """Return an object file whose symbols name no level."""
+    """Return the bytes of an object file with the level's name removed from its symbols."""
     return path.read_bytes().replace(library.level_name(level).encode(), b"")
 
 
@@ -273,7 +275,7 @@ def tuned(level: cpu.Level) -> dict[str, Any] | None:
 
 
 def reads_weights(name: str) -> bool:
-    """True if the kernel is of those whose prefetching `tuning` measures."""
+    """True if `tuning` measures how this kernel prefetches."""
     return name.partition("_")[0] in {kernel_table.MATVEC.kind, kernel_table.INT4.kind}
 
 

@@ -52,7 +52,7 @@ class Shapes:
                 raise ValueError(f"{what} has {size} where axis {axis} has {known}: its axes are [{', '.join(axes)}]")
 
     def of(self, result: Result) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of a result; it has the dtype of the operand whose memory it takes."""
+        """Return the shape and dtype of a result; a result stored in an operand's memory has that operand's dtype."""
         shape = tuple(int(axis) if axis.isdigit() else self.sizes[axis] for axis in result.axes.split())
         dtype = self._dtypes.get(result.into or "", self.variant.dtype_of(result))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -64,9 +64,10 @@ def call(
     settings: Mapping[str, float] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> tuple[Array, ...]:
-    """Return the results of a kernel. Operands and settings are those of its table; an optional operand may be None
-    or left out. `sizes` are those of the results' axes that no operand has. Raises ValueError for an operand of
-    another dtype, rank or size than the table says."""
+    """Call a kernel and return its results. Operands and settings are named in its table; an optional operand may be
+    None or left out. `sizes` has the axes of results that no operand has. Raises ValueError if an operand's dtype, rank
+    or size differs from the table.
+    """
     spec, shapes, present = kernel.spec, Shapes(kernel, sizes or {}), 0
     unknown = set(operands) - {operand.name for operand in spec.operands}
     assert not unknown, f"kernel {kernel.name} has no operand {', '.join(sorted(unknown))}"

@@ -114,7 +114,7 @@ class Operation:
         return self.kernel.spec
 
     def has(self, operand: str) -> bool:
-        """True if it is a native call whose table has that operand."""
+        """True for a native call with this operand in its table."""
         return self.kernel is not None and self.kernel.spec.has(operand)
 
     @property
@@ -192,7 +192,7 @@ def _flattened(jaxpr: Jaxpr, inputs: Sequence[Value]) -> tuple[list[Operation], 
 
 
 def _with_joined_body(loop: JaxprEqn) -> JaxprEqn:
-    """Return a loop in whose body runs of native calls are one call each."""
+    """Return a loop with the runs of native calls in its body joined, each into one call."""
     from jax.extend.core import jaxpr_as_fun  # it imports Pallas, which only tracing can afford
 
     body = loop.params["body_jaxpr"]
@@ -318,7 +318,7 @@ def _stepping_over(gap: Value, product: Operation) -> Operation:
 
 
 def _prefetching_adapters(run: Sequence[Operation]) -> list[Operation]:
-    """Return a run in which products to which adapters are added prefetch their rows of rank."""
+    """Return a run with its products changed to prefetch the rows of rank of the adapters added to them."""
     changed, maker = list(run), dict[Value, int]()  # the call that makes a value, under whatever shape
     for index, operation in enumerate(run):
         if operation.kernel is None:
@@ -334,7 +334,7 @@ def _prefetching_adapters(run: Sequence[Operation]) -> list[Operation]:
 
 
 def _is_gemm(operation: Operation) -> bool:
-    """True for products of several rows whose settings are known."""
+    """True for products of several rows with known settings."""
     return operation.kernel is not None and operation.kernel.spec is GEMM and operation.setting("present") is not None
 
 

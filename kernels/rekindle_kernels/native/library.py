@@ -69,7 +69,7 @@ def platform_tag(machine: str = "", system: str = sys.platform) -> str:
 
 
 def sources() -> list[Path]:
-    """Return the files that machine code depends on: those that `compiling` imports."""
+    """Return the files that machine code depends on: the modules that `compiling` imports."""
     folder = Path(__file__).parent
     found = [*folder.glob("kernels/*.py"), *folder.glob("language/*.py"), folder.parent / "int4_format.py"]
     return sorted([*found, *(folder / f"{name}.py" for name in _SOURCES)])

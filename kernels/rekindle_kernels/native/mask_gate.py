@@ -44,7 +44,7 @@ class MaskGate:
 
     @property
     def missed(self) -> bool:
-        """True if a program went on without the masks; what it gives has to be thrown away."""
+        """True if a program went on without the masks; its results have to be discarded."""
         return bool(self._words[MASK_GATE.index("missed")])
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class MaskGate:
 
 
 def has_mask_gates(implementation: str | None = None, *, platform: str | None = None) -> bool:
-    """True if `gated_masks` can be called in programs whose operations run with `implementation`."""
+    """True if `gated_masks` can be called in programs that run their operations with `implementation`."""
     supported = implementation in (None, "native") and (platform or current_platform()) == "cpu"
     return supported and unavailable_reason() is None and builds(GATE.variant().name)
 

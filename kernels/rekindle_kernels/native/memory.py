@@ -17,7 +17,7 @@ from rekindle_kernels.ops.registry import Implementation
 
 
 def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Array]:
-    """Implement `ops.memory.zeros`, whose pages the system makes zero at first touch."""
+    """Implement `ops.memory.zeros`: the system zeroes these pages at first touch."""
     sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
     made: Sequence[Array] = jax.ffi.ffi_call(build.ensure(python_handlers.ZEROS), leaves)(sizes)
     return made

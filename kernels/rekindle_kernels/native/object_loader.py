@@ -1,4 +1,4 @@
-"""Object code of native kernels, brought into memory without LLVM, whose library alone takes 46 MiB.
+"""Loads the object code of native kernels without LLVM, a library of 46 MiB by itself.
 
 Kernels are compiled so that they may lie anywhere: what is left to fill in are absolute addresses, of their own
 sections and of a few functions of the C library. That is done here for ELF on x86-64. Other object code, and anything

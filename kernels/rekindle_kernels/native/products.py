@@ -112,7 +112,7 @@ def multiply_int4(
 ) -> Array:
     """x [R, K] · a matrix [N, K] of four, six or eight bits in groups, or of a codebook, + residual -> float32 [R, N].
 
-    Norm, gate and `expert` are those of `multiply`.
+    Norm, gate and `expert` work as in `multiply`.
 
     Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
     rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results after
@@ -174,13 +174,17 @@ def multiply(
     deterministic: bool = False,
     values: str | None = None,
 ) -> Array:
-    """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
-    eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
-    rounded to bfloat16 where the weight is, unless they are multiplied in float32; where it is int8, with
-    `quantize_rows`, they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on
-    the number of rows, to the last bit. Results after the first `count` rows are undefined. With `expert`, weight and
-    scale have an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a
-    copy; 16-bit weights may then be the bits of `values`, as uint16."""
+    """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N].
+
+    With `norm`, x is `rms_norm(x, norm, eps)` first; `gated` results are silu of the first half of the outputs times
+    the other, [R, N / 2]. Many rows are rounded to bfloat16 if the weight is bfloat16, unless they are multiplied in
+    float32; with an int8 weight and `quantize_rows`, each row becomes int8 with its own scale. With `deterministic`, a
+    row's results do not depend on the number of rows, to the last bit. Results after the first `count` rows are
+    undefined.
+
+    With `expert`, weight and scale are stacks, with one more axis in front. `expert` chooses a matrix as
+    `jax.lax.dynamic_index_in_dim` does, without a copy; 16-bit weights may then be the bits of `values`, as uint16.
+    """
     R, (N, K) = x.shape[0], weight.shape[-2:]
     one = jax.ShapeDtypeStruct((N, K), jnp.dtype(values or weight.dtype))
     kernel = _kernel(R, one, quantize_rows, deterministic)
@@ -260,10 +264,14 @@ def add_adapters(
     gated: bool,
     eps: float = 0.0,
 ) -> Array:
-    """Return y [T, N] plus x [T, K] times the rows of `down` [L · B, K] of each token's adapter, times those of `up`
-    [B, N]. `order` [T] and `slots` [T] are the tokens by their adapters, and these in that order; `outputs` are those
-    of each of L modules. Where it is gated, return silu of the first half of that times the other. With `norm`, x is
-    `rms_norm(x, norm, eps)` first. A row's results do not depend on the others, to the last bit."""
+    """Return y [T, N] plus x [T, K] times the rows of `down` [L · B, K] of each token's adapter, times their rows of
+    `up` [B, N].
+
+    `order` [T] and `slots` [T] are the tokens sorted by adapter, and their adapters in that order; `outputs` has the
+    number of outputs of each of the L modules. If `gated`, return silu of the first half of the sum times the other
+    half. With `norm`, x is `rms_norm(x, norm, eps)` first. A row's results do not depend on the others, to the last
+    bit.
+    """
     T, spans = y.shape[0], np.cumsum(outputs).astype(np.int32)
     assert order.shape == slots.shape == (T,), f"{T} tokens, and an order {order.shape} of slots {slots.shape}"
     assert down.shape[0] == len(spans) * up.shape[0], f"{len(spans)} modules of {up.shape[0]} rows in {down.shape}"
@@ -360,7 +368,7 @@ def _rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None
 
 
 def _norms(wanted: NormCall) -> str | None:
-    """Why a norm can't be native: it takes two-dimensional float32 whose rows are whole vectors."""
+    """Say why a norm can't be native, which takes float32 [T, whole vectors]."""
     text = f"{wanted.x.dtype.name} {list(wanted.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
     return unavailable(wanted) or (None if norms(like(wanted.x)) else text)
 
@@ -381,8 +389,11 @@ def _gates_rows(wanted: GatedCall) -> str | None:
 
 
 def _adds(wanted: AdapterCall) -> str | None:
-    """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32, of which
-    a norm takes two at a time, in units of whole groups of rows, with silu as a gate of one module or of two alike."""
+    """Say why adapters can't be native, or can't include their norm or gate.
+
+    Native adapters add whole vectors of float32, two at a time with a norm, in units of whole groups of rows. The gate
+    is silu, of one module or of two of equal size.
+    """
     shapes = f"{wanted.x.dtype.name} {list(wanted.x.shape)} and {list(wanted.outputs)}"
     text = f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
     return unavailable(wanted) or (None if adds(wanted) else text)

@@ -19,9 +19,10 @@ def largest_index(logits: Array) -> Array:
 
 
 def draw(logits: Array, choice: Choice, block: int, masks: Array | None = None) -> Array:
-    """Return tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; `block` is how
-    many tokens the first of a draw's two uniforms does not tell apart. Where a bit of `masks` int32 [R, mask_words(V)]
-    is 0, the logit counts as minus infinity."""
+    """Return tokens [R] drawn from logits [R, V]; rows with temperature 0 get `largest_index`. The first of a draw's
+    two uniforms chooses a block of `block` tokens. Where a bit of `masks` int32 [R, mask_words(V)] is 0, the logit
+    counts as minus infinity.
+    """
     if masks is not None:
         assert block % 32 == 0, f"a block of {block} tokens is not made of whole words of a mask"
         words = mask_words(logits.shape[1])

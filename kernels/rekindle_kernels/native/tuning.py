@@ -176,7 +176,7 @@ def _rates(bits: int, addresses: list[int]) -> list[list[float]]:
 
 
 def main(level: cpu.Level) -> None:
-    """Print what is chosen as JSON, for the manifest of a library; null where it can't be measured."""
+    """Print the chosen prefetching as JSON, for the manifest of a library; null where it can't be measured."""
     found = chosen(level)
     if found is None:
         print("null")

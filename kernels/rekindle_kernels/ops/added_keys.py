@@ -1,4 +1,4 @@
-"""Attention whose keys come block after block: `add_keys(sums, q, k, v, starts, stops, scale)`, in both directions.
+"""Attention that takes keys block by block: `add_keys(sums, q, k, v, starts, stops, scale)`, in both directions.
 
 The values that queries attend to are summed over blocks of keys: memory does not grow with the square of their number,
 and a long row of patches can be attended to in steps of a bounded size.
@@ -36,7 +36,7 @@ class AttentionSums(NamedTuple):
 
     @property
     def result(self) -> Array:
-        """The values that queries attend to [H, M, D]; 0 for those that attend to nothing."""
+        """The attended values [H, M, D]; 0 for queries that attend to nothing."""
         return self.weighed / jnp.maximum(self.total, 1e-30)
 
 

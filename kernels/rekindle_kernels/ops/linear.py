@@ -37,7 +37,9 @@ class Operands(NamedTuple):
     expert: Array | None = None
 
     def with_one_matrix(self, values: str | None) -> Operands:
-        """Return them with the matrix of `expert` in place of a stack; `values` are those of `LinearOptions`."""
+        """Return the operands with the matrix of `expert` in place of a stack; `values` is the option of
+        `LinearOptions`.
+        """
         if self.expert is None:
             return self
         weight, scale, minimum = matrix_of_expert(self.expert, self.weight, self.scale, self.minimum, values)
@@ -140,7 +142,7 @@ def linear(
 def matrix_of_expert(
     expert: Array, weight: Array, scale: Array | None, minimum: Array | None, values: str | None
 ) -> tuple[Array, Array | None, Array | None]:
-    """Return one matrix of a stack, its scale and its minimum; `values` are those of `LinearOptions`."""
+    """Return one matrix of a stack, its scale and its minimum; `values` is the option of `LinearOptions`."""
 
     def one(stack: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)

@@ -52,7 +52,7 @@ def fill_pages(
 
 
 def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
-    """Stop using the implementation of `zeros` with which a program has just failed.
+    """Stop using the implementation of `zeros` that a failed program used.
 
     `error` is logged. Return False where no implementation could be given up, so the error has another cause.
     """

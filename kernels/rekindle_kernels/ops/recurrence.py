@@ -61,7 +61,7 @@ class RaggedBatch:
         return self.sequences - self.decode_rows
 
     def prefill_lengths(self) -> Array:
-        """Return the tokens of each prefill sequence in this step [N-R], 0 for those that are not real."""
+        """Return the tokens of each prefill sequence in this step [N-R], 0 for padding."""
         lengths = self.cu_lengths[1:] - self.cu_lengths[:-1]
         return jnp.where(jnp.arange(self.prefills) < self.num_prefills, lengths, 0)
 
@@ -71,13 +71,13 @@ class RaggedBatch:
         return self.lengths - counts
 
     def begins(self) -> Array:
-        """Return True for sequences whose first position is in this step [N]: their states begin as zeros."""
+        """Return True for sequences [N] that begin in this step: their states begin as zeros."""
         return self.starts() <= 0
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionOptions:
-    """The static options of a convolution; columns are those of x."""
+    """The static options of a convolution; columns refer to x."""
 
     first: int = 0  # the column where the channels begin
     silu: bool = False  # results are silu of the sums
@@ -96,7 +96,7 @@ class DeltaWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """The static options of a gated delta rule; columns are those of `projected`."""
+    """The static options of a gated delta rule; columns refer to `projected`."""
 
     key_heads: int
     gate: int  # the column where the gates [H · V] begin

@@ -87,7 +87,7 @@ def draw(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> Array:
-    """Draw tokens int32 [N] from logits [N, V]. Rows with temperature 0 are greedy. `masks` are those of `greedy`."""
+    """Draw tokens int32 [N] from logits [N, V]. Rows with temperature 0 are greedy. `masks` are as in `greedy`."""
     _check(logits, masks)
     tokens: Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted, masks)
     return tokens

@@ -204,7 +204,7 @@ def address_space_limit() -> int | None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have at most `more` bytes of addresses in addition to those that it has, where that is known."""
+    """Limit this process to `more` bytes of addresses in addition to its current ones, where these are known."""
     with contextlib.suppress(OSError, ValueError):
         now = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
         _lower(resource.RLIMIT_AS, now + more)
@@ -258,7 +258,7 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> int:
 
 
 def reuse_address(listening: socket.socket) -> None:
-    """Let a socket listen at an address whose last listener has just ended, but not at another one's."""
+    """Let a socket listen at an address right after its last listener ended, but never at an address in use."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 

@@ -261,7 +261,7 @@ def address_space_limit() -> int | None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have at most `more` bytes in addition to those that it has; a job that it joins says so."""
+    """Limit this process to `more` bytes in addition to its current ones, by adding it to a job with that limit."""
     kernel = _kernel32()
     limits = _JobLimits(flags=_MEMORY_LIMIT, process_memory=peak_memory() + more)
     job = kernel.CreateJobObjectW(None, None)  # ends with the process
@@ -315,7 +315,7 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> int:
 
 
 def reuse_address(listening: socket.socket) -> None:
-    """Let a socket listen at an address whose last listener has just ended, but not at another one's."""
+    """Let a socket listen at an address right after its last listener ended, but never at an address in use."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)  # SO_REUSEADDR would take another one's
 
 

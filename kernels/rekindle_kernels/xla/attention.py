@@ -97,8 +97,11 @@ def read_block(
     value_size: int | None = None,
     since: Array | None = None,
 ) -> KeyBlock:
-    """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all), but for
-    the first since[c], whose pages it may have given back (≤ 0 or None: all of them)."""
+    """Return the keys and values on `pages` [C, L/S].
+
+    Row c owns the first left[c] of them (≤ 0: none; ≥ L: all), except the first since[c], because it may have given
+    those pages back (≤ 0 or None: it owns them too).
+    """
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
     parts = kv.pages.shape[1]  # keys and values, or keys that are also values
@@ -256,7 +259,7 @@ def longest_first(lens: Array) -> tuple[Array, Array]:
 
 
 def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
-    """Attend with one query per row, those of the decode rows -> float32 [R, H, V].
+    """Attend with the decode rows' queries, one per row -> float32 [R, H, V].
 
     V is the size of values, D but for latent pages.
     """
@@ -311,8 +314,8 @@ def prefill(
 ) -> Array:
     """Attend with chunks of prompts.
 
-    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V]. `blocks` and `read` are
-    the sizes of an iteration, and how it reads its keys and values, by default those of this module.
+    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V]. `blocks` has the sizes
+    of an iteration, and `read` reads its keys and values; both default to this module's.
     """
     blocks, read = blocks or BLOCKS, read or read_block
     R, kv, cu_q_lens, num_prefills = options.decode_rows, inputs.kv, inputs.cu_q_lens, inputs.num_prefills

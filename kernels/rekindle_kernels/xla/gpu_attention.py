@@ -39,7 +39,7 @@ def widths(pages: int, page_size: int) -> tuple[int, ...]:
 
 
 def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
-    """Attend with one query per row, those of the decode rows -> float32 [R, H, V]."""
+    """Attend with the decode rows' queries, one per row -> float32 [R, H, V]."""
     rows, kv, window = options.decode_rows, inputs.kv, options.sliding_window
     lens, table, size = inputs.kv_lens[:rows], inputs.page_table[:rows], kv.page_size
     _, heads, head_dim = inputs.q.shape
@@ -81,8 +81,8 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
 
 
 def _keys_and_values(kv: LayerKV, ids: Array, narrow: DTypeLike) -> list[tuple[Array, Array | None]]:
-    """Return keys and values on pages [R, W], each as [R, L, K, D] and its scales [R, L, K]; those of one byte become
-    `narrow`.
+    """Return keys and values on pages [R, W], each as [R, L, K, D] and its scales [R, L, K]; one-byte numbers are
+    converted to `narrow`.
 
     Tokens come before heads, unlike in the pages: XLA sums over neighbouring dimensions in one kernel.
     """
@@ -109,7 +109,9 @@ def read_block(
     *,
     narrow: DTypeLike,
 ) -> KeyBlock:
-    """Return keys and values as `attention.read_block` does, by one gather; those of one byte become `narrow`."""
+    """Return keys and values as `attention.read_block` does, by one gather; one-byte numbers are converted to
+    `narrow`.
+    """
     count, size, parts = pages.shape[1], kv.page_size, kv.pages.shape[1]
     at = jnp.arange(count * size)
     seen = at < left[:, None]

@@ -49,7 +49,9 @@ def attention(
     extra: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to those of `tuning`."""
+    """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to the values in
+    `tuning`.
+    """
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
     paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)
@@ -182,7 +184,7 @@ def prefill(
     config: GpuPrefill,
     interpret: bool = False,
 ) -> Array:
-    """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
+    """Compute attention of the prefill tokens: [T, H, D], with the first R tokens taken from `out`."""
     q = inputs.q
     kv_heads = paged.pages.shape[2]
     group = q.shape[1] // kv_heads

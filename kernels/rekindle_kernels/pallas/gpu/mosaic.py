@@ -1,4 +1,4 @@
-"""GPU attention whose chunked prefill is written in Pallas' Mosaic GPU, for Hopper. Decode uses the Triton kernel.
+"""GPU attention with its chunked prefill in Pallas' Mosaic GPU, for Hopper. Decode uses the Triton kernel.
 
 No GPU has run it yet, so it is used only by its name. One warpgroup copies paged keys and values, two multiply.
 
@@ -339,7 +339,7 @@ def prefill(
     config: GpuMosaicPrefill,
     interpret: Any = None,
 ) -> Array:
-    """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
+    """Compute attention of the prefill tokens: [T, H, D], with the first R tokens taken from `out`."""
     q = inputs.q
     _, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size
@@ -396,7 +396,7 @@ def attention(
     prefill_config: tuning.GpuMosaicPrefill | None = None,
     interpret: Any = False,  # True, or JAX's InterpretGPUParams
 ) -> Array:
-    """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
+    """Compute `ops.attention.paged_attention`. Block sizes default to the values in `tuning`."""
     q, kv, rows, emulated = inputs.q, inputs.kv, options.decode_rows, bool(interpret)
     paged, scoring = triton.paged_and_scoring(inputs, options, interpret=emulated)
     out = triton.decode_rows(inputs, paged, scoring, rows, interpret=emulated) if rows else None

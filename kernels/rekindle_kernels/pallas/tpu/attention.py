@@ -75,7 +75,7 @@ def attention(
     config: tuning.Tpu | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
-    """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
+    """Compute `ops.attention.paged_attention`. Block sizes default to the values in `tuning`."""
     q, kv, sinks, decode_rows = inputs.q, inputs.kv, inputs.sinks, options.decode_rows
     tokens, heads, head_dim = q.shape
     group = heads // kv.kv_heads
