@@ -24,7 +24,7 @@ class CachedPath(NamedTuple):
 
 
 def cached_path(cache: PrefixCache, keys: Sequence[int], prefix: Prefix) -> CachedPath:
-    """Return the cached pages of a prompt whose pages have `keys`.
+    """Return the cached pages of a prompt, found by the `keys` of its pages.
 
     As at its admission, pages on disk are read if that is quicker than computing them, and so are copies from host
     memory made.

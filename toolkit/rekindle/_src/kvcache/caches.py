@@ -42,7 +42,7 @@ class PrefixCaches:
 
     @property
     def roots(self) -> list[Node]:
-        """The roots of all trees, those of namespaces included."""
+        """The roots of all trees, including the roots of namespaces."""
         return [root for tree in self.shards for root in tree.roots]
 
     def has(self, node: Node) -> bool:
@@ -88,8 +88,8 @@ def trees(cache: AnyCache) -> tuple[PrefixCache, ...]:
 def distinct(cache: AnyCache) -> Iterator[Node]:
     """Yield the nodes, parents first, one for each distinct prefix.
 
-    Of several nodes with the same prefix, the first one whose payload exists in some tier is taken, so that no page is
-    missed that one shard has.
+    Of several nodes with the same prefix, the first one with a payload in some tier is taken, so that no page is missed
+    that one shard has.
     """
     if isinstance(cache, PrefixCache):
         yield from cache

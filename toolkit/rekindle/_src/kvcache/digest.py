@@ -24,7 +24,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def root_digest(*parts: str) -> bytes:
-    """Return the root of a tree whose pages are equal only if all `parts` are: fingerprint, KV dtype, layout, …"""
+    """Return the root of a tree of pages; pages are equal only if all `parts` are: fingerprint, KV dtype, layout, …"""
     state = blake2b(digest_size=DIGEST_SIZE)
     for part in parts:
         text = part.encode()

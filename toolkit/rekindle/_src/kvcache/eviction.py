@@ -48,7 +48,7 @@ class EvictionQueue:
             self._compact()
 
     def pop(self) -> Node | None:
-        """Return the node whose page to evict next, or None if every cached page is held."""
+        """Return the node to evict next, or None if every cached page is held."""
         while self._heap:
             score, last_use, _, node = heapq.heappop(self._heap)
             if self._evictable(node) and (node.score, node.last_use) == (score, last_use):

@@ -53,7 +53,7 @@ class KeptCaptures:
 
     def __init__(self, budget: int, page_size: int, root_key: bytes) -> None:
         self.budget, self.page_size, self.root_key = budget, page_size, root_key
-        self.stored: StoredLike | None = None  # those of earlier sessions, for a session that restores their pages
+        self.stored: StoredLike | None = None  # by earlier sessions, for a session that restores their pages
         self.version = 0  # changes whenever an answer of `missing` may change
         self.nbytes = self._reused = self._dropped = 0
         self._pages: OrderedDict[bytes, dict[Key, _Lines]] = OrderedDict()
@@ -71,12 +71,13 @@ class KeptCaptures:
         """Return the first position from this one on that is wanted and not kept, of the pages `names` of a prompt."""
         room = 0 if self.stored is None else self.budget
         while (reached := self._walk(names, keys, tapped, position, room)) < 0:
-            room = 0  # look again: what was read may have taken the place of other lines of this prompt
+            room = 0  # look again: lines just read may have replaced other lines of this prompt
         return reached
 
     def _walk(self, names: Sequence[bytes], keys: Sequence[Key], tapped: RequestTaps, position: int, room: int) -> int:
-        """Do the same. While the prompt's lines fill less than `room` bytes, read from disk what is missing; return -1
-        if any was there."""
+        """Do the same, and read missing lines from disk while the prompt's lines fill less than `room` bytes; return -1
+        if any were read.
+        """
         position, size, read = tapped.next_wanted(position), self.page_size, False
         while position < len(names) * size:
             page = position // size
@@ -105,7 +106,9 @@ class KeptCaptures:
         return bool(found)
 
     def whole(self, names: Iterable[bytes]) -> dict[Key, dict[bytes, NDArray[Any]]]:
-        """Return the lines of those of the pages that have them at all their tokens, by site and layer."""
+        """Return the complete lines of these pages, by site and layer. A line is complete if it has all tokens of its
+        page.
+        """
         found: dict[Key, dict[bytes, NDArray[Any]]] = {}
         for name in names:
             for key, (mask, array) in self._pages.get(name, {}).items():
@@ -114,7 +117,9 @@ class KeptCaptures:
         return found
 
     def missing(self, name: bytes, keys: Iterable[Key], offsets: Sequence[int]) -> int | None:
-        """Return the first of the tokens `offsets` of a page at which not all of `keys` are kept; None if all are."""
+        """Return the first token of a page among `offsets` for which some of `keys` are not kept; None if all are
+        kept.
+        """
         lines, wanted = self._pages.get(name, {}), _mask(offsets)
         for key in keys:
             wanted &= lines[key].mask if key in lines else 0
@@ -159,7 +164,7 @@ class KeptCaptures:
         return KeptStatistics(len(self._pages), self.nbytes, self.budget, self._reused, self._dropped)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the bytes are those of the lines, and within the budget."""
+        """Raise AssertionError unless the byte count matches the lines and is within the budget."""
         lines = [line for page in self._pages.values() for line in page.values()]
         assert self.nbytes == sum(line.array.nbytes for line in lines), "the bytes of kept captures drifted"
         assert self.nbytes <= self.budget, "kept captures are beyond their budget"
@@ -167,7 +172,7 @@ class KeptCaptures:
 
 
 def parts_by_page(part: CapturedPart, page_size: int) -> Iterable[tuple[int, CapturedPart]]:
-    """Yield copies of what was captured, by the page of their tokens."""
+    """Yield copies of the captured lines, by the page of their tokens."""
     pages = part.positions // page_size
     for page in np.unique(pages).tolist():
         first, last = np.searchsorted(pages, (page, page + 1))

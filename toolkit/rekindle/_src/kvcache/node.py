@@ -86,11 +86,13 @@ class NodeTable:
         return root
 
     def roots(self) -> list[Node]:
-        """Return every root that is in use, that of the namespace which all share first."""
+        """Return every root in use, the root of the shared namespace first."""
         return [self.root, *self._namespaces.values()]
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
-        """Return the known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""
+        """Return the known nodes for `tokens` after `parent`, found by the `keys` of their pages. Tokens are compared
+        exactly.
+        """
         nodes: list[Node] = []
         get = self._nodes.get
         for key in keys:
@@ -320,7 +322,7 @@ class OffloadedNodes:
         return PageMove(node.page, digest)
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """End the departure of pages whose step was committed or has failed. From then on the tier decides."""
+        """End the departure of pages once their step was committed or has failed. From then on the tier decides."""
         self._departing.difference_update(move.digest for move in moves)
 
     def on_disk(self, node: Node) -> bool:
@@ -332,7 +334,7 @@ class OffloadedNodes:
         return self._tier is not None and self._table.digest_of(node) in self._tier
 
     def forget(self, node: Node) -> None:
-        """Remove `node` if it is a leaf whose payload is in no tier, then its parent likewise, and so on upwards."""
+        """Remove `node` if it is a leaf and no tier has its payload, then its parent likewise, and so on upwards."""
         while node in self._table and not (node.page or node.children or node.pins or self._has_payload(node)):
             assert node.parent is not None, "the root is not in the table"
             self._table.remove(node)
@@ -341,7 +343,7 @@ class OffloadedNodes:
             node = node.parent
 
     def sweep(self) -> None:
-        """Look up the next two nodes in the tier, and remove those whose payload is gone."""
+        """Look up the next two nodes in the tier, and remove them if their payloads are gone."""
         for _ in range(min(2, len(self._nodes))):
             node, _none = self._nodes.popitem(last=False)
             if node in self._table and not node.page:

@@ -3,7 +3,7 @@
 Every page is in exactly one of three states, so `free + held + cached == total` at all times. A page carries one
 reference per sequence that reads it, and one more while the prefix cache keeps it.
 
-A page whose references were miscounted is put in quarantine: it counts as held, and is never handed out again.
+A page with miscounted references is put in quarantine: it counts as held, and is never handed out again.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PagePool:
             self._free.append(page)
 
     def miscounted(self, pages: Pages) -> list[int]:
-        """Return which of `pages`, each of which a sequence holds, have fewer references than that."""
+        """Return the pages among `pages` with fewer references than their holders; a sequence holds each of them."""
         index = np.unique(np.asarray(pages, np.int32))
         return [int(page) for page in index[self._refs[index] - 1 < self._kept[index]]]
 

@@ -199,7 +199,7 @@ class PageSource:
         self.close()
 
 
-CONNECTIONS = 32  # at once, of those that know the secret; further ones are refused
+CONNECTIONS = 32  # at once, by peers that know the secret; further ones are refused
 GREETINGS = 32  # connections at once that have not shown yet that they know it
 # Read from the device between two steps, and sent together. Larger pieces delay steps, smaller ones move less.
 PIECE_BYTES = 16 << 20
@@ -628,7 +628,9 @@ class Puller:
 
 
 def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:
-    """Return lookup keys by digest, of pages whose parents come before them, in the process with this `secret`."""
+    """Return lookup keys by digest, in the process with this `secret`. Parents come before their children in
+    `pages`.
+    """
     keys: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
     for page in pages:
         if page.parent not in keys and is_namespace(page.parent, identity.root):

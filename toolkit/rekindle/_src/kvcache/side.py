@@ -72,7 +72,7 @@ class SidePlan:
     slots: int  # on the device; the first one is scratch
     first: int  # the first slot that nodes can have: those before are scratch, and of sequences alone
     spare: int = 0  # slots right before it, which sequences take for the entries after their drafts
-    step: int  # tokens; nodes whose ends are multiples of it can have an entry
+    step: int  # tokens; a node can have an entry if its end is a multiple of it
     edge: int = 1  # prompts are cut at multiples of so many tokens
     span: int = 1  # how many such nodes in a row a prompt needs that continues after the last one
     window: int = 0  # tokens that a row reads of a run of pages, where entries are pages
@@ -273,7 +273,7 @@ class SideCache:
             self._free.append(slot)
 
     def owner(self, slot: int) -> Node | None:
-        """Return the node whose entry is in a slot."""
+        """Return the node that owns the entry in a slot."""
         return self._owners.get(slot)
 
     def moves(self) -> Moves:
@@ -316,7 +316,7 @@ class SideCache:
         return node.depth > 0 and node.depth % self._pages == 0
 
     def _evictable(self) -> int:
-        """Return the slot whose entry leaves next; 0 if there is none."""
+        """Return the slot that will be evicted next; 0 if there is none."""
         leaving = itertools.chain(self._cold, self._idle)
         return next((slot for slot in leaving if not self._keeps(self._owners[slot])), 0)
 
@@ -334,7 +334,7 @@ class SideCache:
 
 
 class SidePages(SideCache):
-    """A side cache whose entries are pages. Of a pinned path, the pages stay that its end needs, if there is room."""
+    """A side cache of pages. Of a pinned path, the pages that its end needs stay if there is room."""
 
     def __init__(self, plan: SidePlan, tier: TierLike | None = None, number: int = 0) -> None:
         super().__init__(plan, tier, number)
@@ -393,9 +393,9 @@ class SideCaches:
         return max((cache.reach for cache in self._caches), default=0)
 
     def deepest(self, nodes: Sequence[Node], test: Callable[[SideCache, Node], bool]) -> int:
-        """Return how many of `nodes`, a path from the root, lead to the deepest one after which a prompt can continue.
+        """Return how many of `nodes`, a path from the root, lead to the deepest node after which a prompt can continue.
 
-        What it needs of each side cache passes `test` there.
+        The entries that it needs from each side cache pass `test` there.
         """
         return self.deepest_of(len(nodes), lambda cache, index: test(cache, nodes[index]))
 

@@ -1,4 +1,4 @@
-"""The texts that a prefix tree has pages of, such as those of a restored snapshot."""
+"""The texts that a prefix tree has cached pages for, such as the texts of a restored snapshot."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
     to_fetch                       pages that have to be read from disk before a match can use them
 
 For snapshots: iterating gives the nodes, parents first, with `key, parent, page, visits, last_use`; `tokens_of`
-and `digest_of` describe one; `graft` makes a prefix known whose payloads a lower tier has.
+and `digest_of` describe one; `graft` adds a prefix with payloads in a lower tier.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rekindle._src.kvcache.node import least_copied as least_of
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.side import SideCache, SideCaches
 
-MAX_ASIDE = 4  # roots whose nodes are kept while other weights are in use
+MAX_ASIDE = 4  # roots that keep their nodes while other weights are in use
 
 
 class PrefixMatch(NamedTuple):
@@ -114,7 +114,7 @@ class PrefixCache:
         self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[6:]}
         self._leaves = EvictionQueue(pool)
         self._altered: dict[str, set[bytes]] = {}  # roots by what changes their pages
-        self._aside: dict[bytes, tuple[NodeTable, OffloadedNodes]] = {}  # by root, those of other weights
+        self._aside: dict[bytes, tuple[NodeTable, OffloadedNodes]] = {}  # by the roots of other weights
         self._table, self._offloaded = self._empty()
         self._beginnings = Beginnings(self.least_copied)
 
@@ -130,7 +130,7 @@ class PrefixCache:
 
     @property
     def roots(self) -> list[Node]:
-        """The root and those of the namespaces in use."""
+        """The root, and the roots of namespaces in use."""
         return self._table.roots()
 
     def root_of(self, namespace: PageNamespace) -> Node:
@@ -231,9 +231,10 @@ class PrefixCache:
         return PrefixMatch(nodes[:count], min(on_device, count), usable)
 
     def beginning(self, key: int, tokens: IntArray) -> tuple[Node | None, int]:
-        """Return a page on the device that follows the one with this key and has the first of `tokens`, and how many.
+        """Return a page on the device that follows the page with this key and begins like `tokens`, and the number of
+        common tokens.
 
-        None and 0 if there is none from which a copy is worth it. The tokens before the page are not compared.
+        None and 0 if no page is worth copying from. The tokens before the page are not compared.
         """
         node = self._beginnings.find(key, tokens)
         return (None, 0) if node is None else (node, common(self._table.tokens_of(node), tokens))
@@ -256,7 +257,9 @@ class PrefixCache:
         return digests, in_host
 
     def sides_to_fetch(self, keys: Sequence[int], prefix: Prefix) -> list[tuple[SideCache, list[bytes]]]:
-        """Return what each side cache has to fetch from disk, so that a prompt continues where `to_fetch` ends."""
+        """Return the entries that each side cache has to fetch from disk, so that a prompt continues where `to_fetch`
+        ends.
+        """
         if not self.sides:
             return []
         nodes = self.continuable(self._known(keys, prefix))
@@ -266,7 +269,9 @@ class PrefixCache:
         ]
 
     def continuable(self, nodes: list[Node]) -> list[Node]:
-        """Return `nodes` up to the deepest one for which side caches have what a prompt needs there, in any tier."""
+        """Return `nodes` up to the deepest one after which a prompt can continue with entries of side caches in any
+        tier.
+        """
         return nodes[: self.sides.deepest(nodes, SideCache.kept)] if self.sides else nodes
 
     def lock(self, match: PrefixMatch) -> list[int]:
@@ -341,7 +346,7 @@ class PrefixCache:
     def graft(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
         """Make every full page of `tokens` known, following `after` or the root; lower tiers may have the payloads.
 
-        Return the nodes, of which new ones have a `last_use` of 0; None if a key is taken by another prefix.
+        Return the nodes, with a `last_use` of 0 for new ones; None if a key is taken by another prefix.
         """
         parent = self.root if after is None else after
         keys = page_keys(tokens, self.page_size, first=parent.depth, previous=parent.key)
@@ -358,7 +363,7 @@ class PrefixCache:
     # -- releasing
 
     def unreference(self, node: Node) -> None:
-        """Note that a sequence has released its pages, the deepest of which is that of `node`."""
+        """Note that a sequence has released its pages, with `node` as the deepest."""
         # It was in use until now. Its ancestors may keep an older time, since they leave after it in any case.
         self._leaves.record_use(node, self.clock())
         while not node.page and node.parent is not None:  # taken off the device meanwhile: a restore has failed
@@ -366,13 +371,13 @@ class PrefixCache:
         self._leaves.offer(node)
 
     def offer(self, key: int, page: int) -> None:
-        """Note that a page has one holder less, which is that of the node with this key if it is in the tree."""
+        """Note that a page has one holder less. Its node is the one with this key, if it is in the tree."""
         node = self._table.get(key)
         if node is not None and node.page == page:
             self._leaves.offer(node)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
-        """Free up to `count` device pages; returns those whose content has to be read out before it is overwritten."""
+        """Free up to `count` device pages; returns the pages to read out before they are overwritten."""
         moves = []
         for _ in range(count):
             node = self._leaves.pop()
@@ -390,20 +395,24 @@ class PrefixCache:
         return moves
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """End the read-out of pages whose step was committed or has failed: the host tier decides from now on."""
+        """End the read-out of pages once their step was committed or has failed: the host tier decides from now on."""
         self._offloaded.offload_done(moves)
         self.version += bool(moves)
         if self.host_tier is not None:
             self.host_tier.trim()
 
     def restore_done(self, moves: Sequence[PageMove]) -> None:
-        """End the restore of pages whose step was committed or has failed: the host tier may drop their payloads."""
+        """End the restore of pages once their step was committed or has failed: the host tier may drop their
+        payloads.
+        """
         if self.host_tier is not None:
             for move in moves:
                 self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
-        """Take pages whose restore failed, or which are in quarantine, and all below them off the device."""
+        """Take pages off the device, with all pages below them, after a failed restore or because they are in
+        quarantine.
+        """
         broken = {move.page for move in moves}
         detached = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
         for node in reversed(detached):

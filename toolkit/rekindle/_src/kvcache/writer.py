@@ -113,7 +113,7 @@ class RestartLike(Protocol):
 
 
 class CachedEngine(Protocol):
-    """The engine whose pages are cached: its scheduler has the tree, and its runner reads pages of the device."""
+    """The engine with the cached pages: its scheduler has the tree, and its runner reads pages of the device."""
 
     @property
     def scheduler(self) -> SchedulerLike: ...
@@ -124,7 +124,7 @@ class CachedEngine(Protocol):
 
 
 class PageRecord(NamedTuple):
-    """A page whose payload is to be read."""
+    """A page and the place to read its payload from."""
 
     node: Node
     page: Page
@@ -221,7 +221,7 @@ class CacheWriter:
         self._jobs.put((lambda: None, Future()))
 
     def rest(self, seconds: float) -> None:
-        """Save nothing more in the background, and wait for what is being saved; jobs are done as before."""
+        """Save nothing more in the background, and wait for the current save; jobs are done as before."""
         self._leaving = True
         if self._at_work.acquire(timeout=seconds):
             self._at_work.release()
@@ -393,7 +393,7 @@ class CacheWriter:
         return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds, states)
 
     def _snapshot_captures(self, name: str, pages: Sequence[Page]) -> None:
-        """Save what was captured of `pages` with `keep`."""
+        """Save the captures of `pages` that were kept with `keep`."""
         kept = None if self.cache is None else self.cache.kept
         if kept is None or self._disk is None:
             return
@@ -449,7 +449,7 @@ class CacheWriter:
         return self.page_record(node)._replace(on_device=side.cache.slot(node))
 
     def _entries(self, side: SideStore, records: Sequence[PageRecord]) -> list[tuple[Page, Payload]]:
-        """Return the entries of nodes, from host memory, disk or the device, without those that are gone by now."""
+        """Return the entries of nodes, from host memory, disk or the device, without entries that are gone by now."""
         pairs: list[tuple[Page, Payload]] = []
         on_device: list[PageRecord] = []
         for record in records:
@@ -484,7 +484,7 @@ class CacheWriter:
         return [pair for part in parts for pair in self._entries(side, part)]
 
     def _snapshot_sides(self, name: str, pages: Sequence[Page]) -> int:
-        """Save entries, and list those of `pages` under `name`. Return how many are listed."""
+        """Save entries, and list the entries of `pages` under `name`. Return how many are listed."""
         self._save_sides()
         count = 0
         for side in self.sides:
@@ -637,7 +637,7 @@ _registered: list[bool] = []
 
 
 def _rest_at_exit(writer: CacheWriter) -> None:
-    """Have the interpreter's exit wait for what the writer saves.
+    """Make the interpreter's exit wait for the writer to finish saving.
 
     A thread that is ended inside XLA aborts the process, and Orbax, which stores programs, needs thread pools: they
     take no more work once threading's own exit functions have run, the last registered first.

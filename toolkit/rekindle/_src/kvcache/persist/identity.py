@@ -21,7 +21,7 @@ _SHOWN = 200  # characters of what an index says
 
 
 def mark(what: str) -> str:
-    """Return what follows in a layout after that of pages, where something is stored that belongs to them."""
+    """Return the mark that follows a pages' layout and names data stored with pages, such as captures."""
     assert what.isalpha(), f"{what!r} is not a word"
     return f", {what} of "
 
@@ -45,7 +45,7 @@ class Identity:
 
     @property
     def beside_pages(self) -> bool:
-        """True if it is that of something that belongs to pages: see `mark`."""
+        """True if this identifies data stored with pages; see `mark`."""
         parts = (part.partition(" of ") for part in self.layout.split(", ")[1:])
         return any(of and what.isalpha() for what, of, _ in parts)
 

@@ -85,14 +85,14 @@ def read(path: Path, identity: Identity, *, sides: Sequence[Identity] = ()) -> t
 
 
 def _fits(data: bytes, at: int, identity: Identity) -> bool:
-    """True if the index that begins at `at` is that of `identity`, and not that of a later side cache."""
+    """True if the index at `at` belongs to `identity`, and not to a later side cache."""
     start = at + _LENGTH
     header, _ = decode(data[start : start + int.from_bytes(data[at:start], "little")])
     return identity.mismatch(Identity.stored_in(header)) is None
 
 
 def _read(path: Path, data: bytes, at: int, identity: Identity, *, chained: bool) -> tuple[Pairs, int]:
-    """Read the pages whose index begins at `at`. Return them, and where they end."""
+    """Read the pages of the index that begins at `at`. Return them, and the offset where they end."""
     start = at + _LENGTH
     end = start + int.from_bytes(data[at:start], "little")
     try:

@@ -177,7 +177,7 @@ def pages_of_snapshot(folder: Path, identity: Identity, name: str) -> list[Page]
 
 
 def touch(folder: Path, name: str, identity: Identity) -> None:
-    """Note that the snapshot of this name and identity is used, for the order in which entries are removed."""
+    """Mark the snapshot with this name and identity as used now, which delays its removal."""
     for path in _versions(folder, name):
         if f"-{_tag(identity)}-" in path.name:
             private_files.touch(path)
@@ -219,10 +219,10 @@ def protected(folder: Path) -> dict[str, set[bytes]]:
 
 
 def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
-    """Make verified pages known to the tree, each run without branches at once.
+    """Add verified pages to the tree, each run without branches at once.
 
-    Returns how many can be reached from the root, or from that of a namespace. The tree computes digests from the
-    tokens by itself, so that a page which was not verified would not be found under any payload.
+    Returns how many of them can be reached from the root or from a namespace's root. The tree computes digests from the
+    tokens itself, so an unverified page would not be found under any payload.
     """
     below: dict[bytes, list[Page]] = {}
     for page in pages:
@@ -253,7 +253,9 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
 
 
 def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
-    """Apply `graft` to the trees of all data shards, any of which may restore the pages. Returns the largest count."""
+    """Apply `graft` to the trees of all data shards, because any of them may restore the pages. Returns the largest
+    count.
+    """
     return max(graft(tree, pages) for tree in trees(cache))
 
 
@@ -271,7 +273,7 @@ def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
 def fetch_shared(folder: Path, name: str, identity: Identity, limit: int) -> None:
     """Fetch snapshot `name` from the shared cache before a restore, and up to `limit` bytes of its pages.
 
-    Both are verified as those of this machine are.
+    Both are verified like local ones.
     """
     backing = read_through.backing_of(folder)
     if backing is None:

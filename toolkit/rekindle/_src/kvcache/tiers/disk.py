@@ -93,7 +93,7 @@ class DiskTier:
         self.folder, self.budget = folder, budget
         # Segments used more recently make no room for others: a tree larger than the budget would be written for ever.
         self.fresh_seconds = FRESH_SECONDS
-        self.identity = identity  # whose pages are written from now on; changes with the weights
+        self.identity = identity  # of the pages written from now on; changes with the weights
         self.written = self.read = self.damaged = 0
         self._lock = threading.Lock()
         self._index: dict[bytes, tuple[Segment, int]] = {}
@@ -124,7 +124,7 @@ class DiskTier:
     # -- reading
 
     def scan(self) -> int:
-        """Take in new segments of this identity, from any process, and forget those that are gone.
+        """Take in new segments of this identity, written by any process, and forget removed ones.
 
         Return how many pages are known.
         """
@@ -197,12 +197,12 @@ class DiskTier:
         return runs
 
     def load_run(self, run: Run, memory: Memory) -> list[tuple[bytes, Payload]]:
-        """Read a run of pages as `load` does, skipping those that are missing, damaged or can't be read now."""
+        """Read a run of pages as `load` does, skipping missing, damaged and currently unreadable pages."""
         pairs = zip(run.digests, self._read(run, memory), strict=False)
         return [(digest, payload) for digest, payload in pairs if not isinstance(payload, StoreError)]
 
     def _read(self, run: Run, memory: Memory = fresh) -> list[Payload | StoreError]:
-        """Read a run; empty if the segment is gone. Forgets damaged pages, not those that can't be read now."""
+        """Read a run; empty if the segment is gone. Forgets damaged pages, but keeps pages that can't be read now."""
         segment = run.segment
         try:
             payloads = segment.read_run(run.first, len(run.digests), memory)
@@ -307,7 +307,7 @@ class DiskTier:
         return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
 
     def other_models(self) -> set[str]:
-        """Return the root keys, in hex, of the other models whose pages are kept here."""
+        """Return the root keys, in hex, of the other models with pages here."""
         return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
 
     def log_once(self, topic: str, text: str) -> None:
@@ -448,7 +448,7 @@ class DividedDiskTier(DiskTier):
 def part_identity(identity: Identity, heads: Sequence[Sequence[int]], leaves: Sequence[LeafSpec]) -> Identity:
     """Return the identity of the parts of pages with these kv heads, which are never taken for whole pages.
 
-    `heads` are those of each array of a page.
+    `heads` lists the heads in each array of a page.
     """
     different = ", ".join(dict.fromkeys(str(list(own)) for own in heads))
     return dataclasses.replace(identity, layout=f"{identity.layout} heads {different}", leaves=tuple(leaves))
@@ -457,7 +457,7 @@ def part_identity(identity: Identity, heads: Sequence[Sequence[int]], leaves: Se
 class StoredCaptures:
     """Kept captures on disk, in the folder and the budget of a session's pages; any thread may call it.
 
-    They are segments next to those of pages, with an identity for each site and layer. They are written with a
+    They are segments next to the segments of pages, with an identity for each site and layer. They are written with a
     snapshot, and read when a request of a later session captures the same of restored pages. A page is stored only if
     all of its tokens were captured.
     """
@@ -468,7 +468,7 @@ class StoredCaptures:
         self._lock = threading.Lock()
 
     def read(self, key: Key, digest: bytes) -> NDArray[Any] | None:
-        """Return what was captured at all tokens of a page; None if that is not stored, or can't be read."""
+        """Return the captures of a page at all its tokens; None if they are not stored, or can't be read."""
         disk = self._disk(key)
         if digest not in disk:
             return None
@@ -479,9 +479,9 @@ class StoredCaptures:
         return array if len(array) == disk.identity.page_size else None
 
     def save(self, name: str, pages: Sequence[Page], lines: Mapping[Key, Mapping[bytes, NDArray[Any]]]) -> int:
-        """Write lines of a site and layer by page, and list those of `pages` under `name`. Return how many are new.
+        """Write lines of a site and layer by page, and list these `pages` under `name`. Return the number of new lines.
 
-        Raises StoreError. Those that find no room are left out: they can be computed again.
+        Raises StoreError. Lines beyond the budget are left out: they can be computed again.
         """
         written = 0
         for key, by_page in lines.items():

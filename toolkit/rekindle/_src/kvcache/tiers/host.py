@@ -278,7 +278,7 @@ class OtherHosts(Protocol):
 
 
 class DividedHostTier(HostTier):
-    """A host tier of parts, whose `put` takes and whose `peek` returns whole pages."""
+    """A host tier that stores parts of pages; `put` takes whole pages and `peek` returns whole pages."""
 
     def __init__(self, budget: int, others: OtherHosts) -> None:
         super().__init__(budget)

@@ -88,7 +88,7 @@ def likeliest(pages: Sequence[Page], limit: int = 4096) -> list[bytes]:
 def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[LostPage]], *, page_bytes: int) -> int:
     """Bring pages from host memory to free pages of the device, none before its parent; returns how many.
 
-    `fill` copies them, and returns those that failed. From then on they are cached like any others, and leave the
+    `fill` copies them, and returns the failed ones. From then on they are cached like any others, and leave the
     device when pages are short. No step may be in flight, and no other thread use the tree.
     """
     limit = min(cache.pool.free // SHARE, MAX_BYTES // max(1, page_bytes))

@@ -14,7 +14,7 @@ from rekindle._src.kvcache.tiers.tiers import CostModel, Tiers
 
 
 def open_sides(plans: Sequence[SidePlan], pages: Tiers | None) -> tuple[SideCache, ...]:
-    """Open the side caches of a session whose pages have the tiers `pages`, in the order of their plans."""
+    """Open the side caches of a session, in the order of their plans, next to the tiers of its `pages`."""
     return tuple(plan.cache(side_tiers(plan, pages), number=number) for number, plan in enumerate(plans))
 
 
@@ -51,5 +51,5 @@ def stores_of(sides: Sequence[SideCache]) -> tuple[SideStore, ...]:
 
 
 def side_stores(cache: AnyCache | None) -> tuple[SideStore, ...]:
-    """Return those of a prefix cache."""
+    """Return the side stores of a prefix cache."""
     return () if cache is None else tuple(store for tree in trees(cache) for store in stores_of(tuple(tree.sides)))

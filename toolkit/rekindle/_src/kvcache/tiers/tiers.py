@@ -2,8 +2,8 @@
 
 `Tiers` satisfies `TierLike`; `CostModel` decides what to copy and what to compute.
 
-tree        looks up payloads in host memory and on disk, holds those that a plan relies on
-runner      puts payloads that left the device, gets those that return
+tree        looks up payloads in host memory and on disk, holds the payloads that a plan relies on
+runner      puts payloads that left the device, gets returning ones
 scheduler   has pages fetched from disk before it admits the request that needs them
 """
 
@@ -48,7 +48,7 @@ class DiskFetch(HostHold):
 
     @property
     def over(self) -> bool:
-        """True if nobody should wait for it any longer: it is finished, or the disk hangs."""
+        """True if waiting for it should end: it is finished, or the disk hangs."""
         return self.finished or self._hangs()
 
 
@@ -151,7 +151,7 @@ class Tiers:
         return fetch
 
     def hangs(self) -> bool:
-        """True if the disk is being read and no page has come for `HANG_SECONDS`. What it has is computed meanwhile."""
+        """True if the disk is being read and no page has come for `HANG_SECONDS`. Its pages are computed meanwhile."""
         progress = self._progress
         if progress is None or time.monotonic() - progress < HANG_SECONDS:
             return False
@@ -197,7 +197,7 @@ class Tiers:
                 self._serve(fetch, readers)
 
     def _serve(self, fetch: DiskFetch, readers: ThreadPoolExecutor) -> None:
-        """Read the pages of a fetch, and of those that come within `TOGETHER_SECONDS`."""
+        """Read the pages of a fetch, and of other fetches that arrive within `TOGETHER_SECONDS`."""
         start, fetches = time.perf_counter(), [fetch]
         pages = len(self._bring(fetch.digests, readers))
         while time.perf_counter() - start < TOGETHER_SECONDS and (following := self._waiting_fetch()) is not None:
@@ -242,8 +242,9 @@ class Tiers:
     def _bring(
         self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, speculative: bool = False
     ) -> list[bytes]:
-        """Read pages into host memory and return those that were read. The others are computed; the disk tier has
-        reported the reason."""
+        """Read pages into host memory and return the digests that succeeded. The others are computed; the disk tier has
+        reported the reason.
+        """
         assert self.disk is not None
         disk, host = self.disk, self.host
         brought: list[bytes] = []
@@ -340,7 +341,7 @@ class CostModel:
         self._load.record(pages, seconds)
 
     def fetch_seconds(self, pages: int, *, from_disk: int = 0) -> float:
-        """Return the seconds to bring `pages` to the device, `from_disk` of which are not in host memory yet."""
+        """Return the seconds to bring `pages` to the device, when `from_disk` of them are not in host memory yet."""
         return pages * (self._copy.value or 0.0) + from_disk * (self._load.value or 0.0)
 
     def compute_seconds(self, pages: int) -> float | None:
