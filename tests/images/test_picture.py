@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from images.files import encoded, noise, ordinary, with_orientation
+from images.files import chunk, encoded, noise, ordinary, plain_tiff, png, with_orientation
 from rekindle._src.images import EncodedPicture, Picture, PictureLimits, open_bytes, open_picture, open_pictures
 from rekindle._src.images.headers import read_header
 from rekindle.errors import InvalidRequest, MissingExtra
@@ -255,6 +255,52 @@ def test_bounds_are_checked_before_decoding(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequest, match=r"images\[2\]='bytes': makes 3,600 pixels in all; at most 3,000"):
         open_pictures(many, limits=PictureLimits(total_pixels=3000))
     assert [picture.width for picture in open_pictures(many)] == [40] * 5
+
+
+def sized(data: bytes, width: int, height: int, scans: int | None = None) -> bytes:
+    """Return a JPEG that says it has this size, and so many scans: as many more of its last one."""
+    at = next(at for kind in (b"\xff\xc0", b"\xff\xc2") if (at := data.find(kind)) >= 0) + 5
+    data = data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
+    if scans is not None:
+        last = data[data.rindex(b"\xff\xda") : -2]
+        data = data[:-2] + last * (scans - data.count(b"\xff\xda")) + data[-2:]
+    return data
+
+
+def test_scans_times_pixels_are_bounded_as_one() -> None:
+    """33 megapixels in 63 scans, 200 kB, kept a decoder busy for five seconds; either alone is a small part of that."""
+    plain = encoded(Image.fromarray(noise(40, 30)), "JPEG", progressive=True)
+    cmyk = encoded(Image.fromarray(noise(40, 30, 4), "CMYK"), "JPEG", progressive=True)
+    assert plain.count(b"\xff\xda") == 10 and cmyk.count(b"\xff\xda") == 18
+    assert read_header(plain).passes == 10 * 64 * 32, "in whole blocks"
+    assert read_header(sized(plain, 1, 65_535)).passes == 10 * 32 * 65_536
+    for data, size in ((plain, (8192, 8192)), (cmyk, (8192, 8192)), (plain, (11_000, 6000))):
+        opened = open_picture(sized(data, *size))
+        assert opened.weight == size[0] * size[1], "what encoders write of the largest pictures counts as its pixels"
+    slow = sized(plain, 8192, 4096, 63)
+    problem = "has 8,192 × 4,096 pixels, but 2,113,929,216 pixels in all of its scans or parts; at most 1,207,959,552"
+    with pytest.raises(InvalidRequest, match=problem):
+        open_picture(slow)
+    half = sized(plain, 4096, 4096, 63)
+    assert open_picture(half).weight == 4096 * 4096 * 63 // 18
+    with pytest.raises(InvalidRequest, match=r"images\[2\]='bytes': makes 176,160,768 pixels in all"):
+        open_pictures([half] * 3, limits=PictureLimits(total_pixels=5 << 25))
+    assert read(sized(plain, 40, 30, 60)).width == 40, "a small one may have them"
+
+
+@pytest.mark.parametrize("kind", [0xC3, 0xC5, 0xC9, 0xCA, 0xCB, 0xCF])
+def test_rare_kinds_of_jpeg_are_refused(kind: int) -> None:
+    """A likely decision takes less than a bit in arithmetic coding, so the bytes of a file do not bound its time."""
+    data = encoded(Image.fromarray(noise(40, 30)), "JPEG").replace(b"\xff\xc0", bytes([0xFF, kind]))
+    with pytest.raises(InvalidRequest, match="is a JPEG of a rare kind, lossless or with arithmetic coding"):
+        open_picture(data)
+
+
+def test_strips_and_chunks_count_as_the_pixels_that_take_as_long() -> None:
+    header = read_header(plain_tiff(noise(3, 1000, 1), rows=1))
+    assert (header.passes, header.weight) == (1000 << 14, (1000 << 14) // 18)
+    rows = [chunk(b"IDAT", b"")] * 500
+    assert read_header(png(9, 7, *rows)).passes == 501 << 12
 
 
 def test_a_path_is_bounded_before_it_is_read(tmp_path: Path) -> None:

@@ -268,6 +268,18 @@ async def test_bounds_on_bodies_and_pictures_are_told_apart(session: Session, mo
     assert four.status == 400 and four.error["param"] == "messages[0].content[3].type"
 
 
+async def test_scans_of_pictures_count_as_their_pixels_do(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    data = data[:-2] + data[data.rindex(b"\xff\xda") : -2] * 50 + data[-2:]
+    assert open_bytes(data).weight == 60 * 32 * 32 // 18
+    monkeypatch.setattr(serve_pictures, "LIMITS", serve_pictures.PictureLimits(total_pixels=8_000))
+    done = await post(make_app(session), "/v1/chat/completions", chat_body(*[chat_part(uri(data))] * 3))
+    assert done.status == 400 and done.error["param"] == "messages[0].content[2].image_url.url"
+    assert "makes 10,239 pixels in all" in done.error["message"]
+
+
 def _wide(height: int = 4_097) -> bytes:
     """A PNG that says it has 8,192 × 4,097 pixels, and has none."""
     data = bytearray(png())

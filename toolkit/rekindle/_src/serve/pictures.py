@@ -113,11 +113,10 @@ class RequestPictures:
         await exchange.run(read)
 
     def _taken(self, picture: EncodedPicture, path: str) -> EncodedPicture:
-        pixels = picture.width * picture.height
-        self._pixels += pixels
+        self._pixels += picture.weight
         self._bytes += len(picture.data)
         self._exchange.account.hold(pictures=self._bytes)
-        self._tokens += min(pixels // _PIXELS_PER_TOKEN, _MOST_TOKENS)
+        self._tokens += min(picture.width * picture.height // _PIXELS_PER_TOKEN, _MOST_TOKENS)
         if self._pixels > LIMITS.total_pixels:
             problem = f"makes {self._pixels:,} pixels in all; a request may have {LIMITS.total_pixels:,}"
             raise wrong(path, f"{picture.width}×{picture.height}", problem, "Send fewer or smaller pictures")

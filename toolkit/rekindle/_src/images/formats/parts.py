@@ -18,6 +18,9 @@ class HeaderProblem(Exception):
         self.fix = fix
 
 
+SCANS = 18  # that the largest picture may have, as encoders write for CMYK; for other pictures they write 10
+
+
 class ImageHeader(NamedTuple):
     """The format of an image file, its stored size in pixels, and its EXIF orientation, from 1 to 8."""
 
@@ -25,6 +28,12 @@ class ImageHeader(NamedTuple):
     width: int
     height: int
     orientation: int = 1
+    passes: int = 0  # pixels that its scans pass over; other parts count as the pixels that take the same time
+
+    @property
+    def weight(self) -> int:
+        """The pixels that a decoder's time is bounded by: its own, or an 18th of those that it passes over."""
+        return max(self.width * self.height, self.passes // SCANS)
 
     @property
     def upright(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from rekindle._src.images.formats.tiff import MOST_EXIF, exif_orientation
 
 START = b"\x89PNG\r\n\x1a\n"
 _MOST_CHUNKS, _MOST_DATA_CHUNKS = 256, 1 << 17  # chunks that are not pixels, and chunks of pixels
+_PASSES = 1 << 12  # pixels that take as long as a chunk of pixels, 5 µs
 _OF_PIXELS = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
 
@@ -17,16 +18,18 @@ def read(data: bytes) -> ImageHeader:
     if data[12:16] != b"IHDR":
         raise HeaderProblem("is a PNG without its first chunk", AGAIN)
     width, height = whole(data, 16, 4, "big"), whole(data, 20, 4, "big")
-    orientation = 1
+    orientation, passes = 1, 0
     for chunk in _chunks(data):
         if chunk.kind == b"acTL":
             raise HeaderProblem("is an animated PNG", STILL)
         if chunk.kind == b"IHDR" and chunk.at != len(START):
             raise HeaderProblem("is a PNG with two headers", AGAIN)
+        if chunk.kind == b"IDAT":
+            passes += _PASSES
         if chunk.kind == b"eXIf":
             start = chunk.at + 8
             orientation = exif_orientation(data[start : start + min(chunk.size, MOST_EXIF)])
-    return ImageHeader("PNG", width, height, orientation)
+    return ImageHeader("PNG", width, height, orientation, passes)
 
 
 def bare(data: bytes) -> bytes:

@@ -12,7 +12,8 @@ from rekindle._src.images.formats.parts import AGAIN, CONVERT, STILL, HeaderProb
 STARTS = (b"II*\x00", b"MM\x00*")
 MOST_EXIF = 1 << 20  # bytes
 _MOST_TAGS = 256  # of a directory
-_MOST_STRIPS = 1 << 16  # strips or tiles, each of which takes a decoder 10 to 20 µs
+_MOST_STRIPS = 1 << 16  # strips or tiles
+_PASSES = 1 << 14  # pixels that take as long as a strip or tile, 4 to 18 µs
 _MOST_PLANES = 8
 # Pillow decodes these with libtiff, which prints what is wrong with a file on the process's standard error: lines of a
 # stranger in the log of a server, or in a notebook's cell.
@@ -69,9 +70,9 @@ def read(data: bytes) -> ImageHeader:
         raise HeaderProblem(*COMPRESSED)
     _check_numbers(directory)
     width, height = (directory.number(data, tag, 0) for tag in (_WIDTH, _HEIGHT))
-    _check_strips(data, directory, width, height)
+    strips = _strips(data, directory, width, height)
     orientation = directory.number(data, _ORIENTATION, 1)
-    return ImageHeader("TIFF", width, height, orientation if 1 <= orientation <= 8 else 1)
+    return ImageHeader("TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, strips * _PASSES)
 
 
 def _check_numbers(directory: _Directory) -> None:
@@ -87,8 +88,11 @@ def _check_numbers(directory: _Directory) -> None:
             )
 
 
-def _check_strips(data: bytes, directory: _Directory, width: int, height: int) -> None:
-    """Raise `HeaderProblem` for more strips or tiles than its size makes: each of them is a call of a decoder."""
+def _strips(data: bytes, directory: _Directory, width: int, height: int) -> int:
+    """Return the number of strips or tiles, each of which is a call of a decoder.
+
+    Raises `HeaderProblem` for more of them than the size of the picture makes.
+    """
     if _STRIPS in directory.tags:
         tag, across, down = directory.tags[_STRIPS], width, directory.number(data, _ROWS_PER_STRIP, height)
     elif _TILES in directory.tags:
@@ -104,6 +108,7 @@ def _check_strips(data: bytes, directory: _Directory, width: int, height: int) -
     most = -(-width // max(across, 1)) * -(-height // max(down, 1)) * min(planes, _MOST_PLANES)
     if tag.numbers > most:
         raise HeaderProblem(f"is a TIFF of {tag.numbers:,} strips or tiles, and its size makes {most:,}", AGAIN)
+    return tag.numbers
 
 
 def bare(data: bytes) -> bytes:
