@@ -18,7 +18,8 @@ from rekindle._src.core.store import Store
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
-from rekindle._src.opening.pictures import KeptRows, SessionPictures
+from rekindle._src.opening.kept_rows import KeptRows
+from rekindle._src.opening.pictures import SessionPictures
 from rekindle._src.text.chat import ChatTemplate
 
 MARK = "\x01"

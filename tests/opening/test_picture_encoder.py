@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 
 from helpers.picture_models import picture
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin
 from rekindle._src.core.records import IntArray
+from rekindle._src.core.store import Store
 from rekindle._src.images.picture import EncodedPicture, open_pictures
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
 from rekindle._src.opening import picture_encoder
+from rekindle._src.opening.kept_rows import KeptRows
 from rekindle._src.opening.picture_encoder import PictureEncoder
-from rekindle._src.opening.pictures import GivenPicture, KeptRows, SessionPictures
+from rekindle._src.opening.pictures import GivenPicture, SessionPictures
 from rekindle._src.programs.encoder import Cancellation
 from rekindle.errors import RequestAborted
 
@@ -87,9 +91,20 @@ def processor_of() -> QwenPictures:
     return QwenPictures.read(settings, settings, settings)
 
 
-def pictures_of(most: int = 1 << 20) -> tuple[SessionPictures, PictureEncoder, Programs]:
+def pictures_of(most: int = 1 << 20, folder: Path | None = None) -> tuple[SessionPictures, PictureEncoder, Programs]:
     encoder, programs = encoder_of()
-    return SessionPictures(processor_of(), encoder, KeptRows(most, None), identity=b"x", token=1), encoder, programs
+    kept = KeptRows(most, None if folder is None else Store(folder, verified=True, max_bytes=1 << 20))
+    return SessionPictures(processor_of(), encoder, kept, identity=b"x", token=1), encoder, programs
+
+
+async def rows_of(
+    pictures: SessionPictures, one: GivenPicture, wanted: Callable[[], bool] = always, salt: str | None = None
+) -> EncodedRows:
+    return await pictures.encoded(one, wanted, salt=salt)
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def given(pictures: SessionPictures, seed: int = 1, side: int = 64) -> GivenPicture:
@@ -106,12 +121,12 @@ def patches() -> PicturePatches:
 async def test_pixels_are_let_go_and_rows_that_were_evicted_are_encoded_again(read: list[Any]) -> None:
     pictures, _, _ = pictures_of(most=1)
     one, other = given(pictures), given(pictures, 2)
-    assert not pictures.known(one)
-    rows = await pictures.encoded(one, always)
+    assert not pictures.known(one, None)
+    rows = await rows_of(pictures, one)
     assert isinstance(one.source, EncodedPicture), "its pixels are kept"
-    assert pictures.known(one) and (await pictures.encoded(one, always)).rows is rows.rows
-    await pictures.encoded(other, always)
-    assert not pictures.known(one) and (await pictures.encoded(one, always)).rows[0, 0, 0] == 3
+    assert pictures.known(one, None) and (await rows_of(pictures, one)).rows is rows.rows
+    await rows_of(pictures, other)
+    assert not pictures.known(one, None) and (await rows_of(pictures, one)).rows[0, 0, 0] == 3
     assert pictures.statistics()[:2] == (3, 0) and len(read) == 1
     pictures.close()
 
@@ -125,7 +140,7 @@ async def test_a_request_that_is_cancelled_is_encoded_no_further(read: list[Any]
 
     async def ask() -> None:
         try:
-            await pictures.encoded(given(pictures), live.is_set)
+            await rows_of(pictures, given(pictures), live.is_set)
         except RequestAborted as error:
             errors.append(error)
 
@@ -137,10 +152,51 @@ async def test_a_request_that_is_cancelled_is_encoded_no_further(read: list[Any]
             live.clear()
         assert len(errors) == 1 and "pictures" in str(errors[0])
         with anyio.move_on_after(0.01):
-            await pictures.encoded(given(pictures, 2), always)  # the task that waits is cancelled
+            await rows_of(pictures, given(pictures, 2))  # the task that waits is cancelled
         programs.on.set()
-        await pictures.encoded(given(pictures, 3), always)
+        await rows_of(pictures, given(pictures, 3))
     pictures.close()
+
+
+@anyio_test
+async def test_a_picture_of_two_requests_is_encoded_once(read: list[Any]) -> None:
+    pictures, _, programs = pictures_of()
+    programs.on.clear()
+    origins = list[RowsOrigin]()
+
+    async def ask() -> None:
+        origins.append((await rows_of(pictures, given(pictures))).origin)
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            assert await anyio.to_thread.run_sync(lambda: programs.begun.acquire(timeout=30))
+            group.start_soon(ask)
+            await anyio.wait_all_tasks_blocked()
+            programs.on.set()
+    assert origins == [RowsOrigin.ENCODER, RowsOrigin.MEMORY] and pictures.encoded_pictures == 1
+    pictures.close()
+
+
+@anyio_test
+async def test_rows_are_shared_within_a_salt_alone_in_memory_and_on_disk(read: list[Any], tmp_path: Path) -> None:
+    """The time to a first token told whether another salt had sent a picture."""
+    salts = (None, "alice", "bob", "\udc80")
+    for start in range(2):
+        pictures, _, _ = pictures_of(folder=tmp_path)
+        for salt in salts:
+            one = given(pictures)
+            assert not pictures.known(one, salt)
+            expected = (RowsOrigin.ENCODER, RowsOrigin.DISK)[start]
+            assert (await rows_of(pictures, one, salt=salt)).origin == expected, salt
+            assert (await rows_of(pictures, given(pictures), salt=salt)).origin == RowsOrigin.MEMORY, salt
+            unseen = [pictures.known(one, other) for other in salts[salts.index(salt) + 1 :]]
+            assert pictures.known(one, salt) and not any(unseen)
+        assert (await rows_of(pictures, given(pictures), salt="carol")).origin != RowsOrigin.MEMORY
+        assert pictures.encoded_pictures == (len(salts) + 1, 0)[start]
+        pictures.close()
+    names = {path.name for path in files_below(tmp_path)}
+    assert names and not any("alice" in name for name in names)
 
 
 def test_sleep_stops_a_picture_which_begins_anew_with_weights_that_are_read_again(read: list[Any]) -> None:

@@ -44,6 +44,23 @@ async def test_an_explanation_counts_the_tokens_of_pictures_and_says_where_their
         assert "0 of them cached; the encoder did not run, and the rows of 1 were on disk" in str(later)
 
 
+@anyio_test
+async def test_the_rows_of_a_picture_are_shared_within_a_salt_alone(tmp_path: Path) -> None:
+    """Another salt's picture is computed again, as its pages are; the time to a first token told of it otherwise."""
+    question, one = "<image>What do you see?", seeing.noise(1, 96, 64)
+    ran, kept = "the encoder ran for 1 of them", "the encoder did not run, and the rows of 1 were"
+    with seeing.opened(folder=tmp_path) as session:
+        for salt in (None, "alice", "bob"):
+            first = session.explain(await session.generate(question, images=one, max_tokens=2, salt=salt))
+            assert first.notes[0][:3] == ("picture", 6, 0) and ran in str(first), salt
+            again = session.explain(await session.generate(question, images=one, max_tokens=2, salt=salt))
+            assert f"{kept} in memory" in str(again), salt
+    with seeing.opened(folder=tmp_path) as session:
+        for salt, words in (("alice", f"{kept} on disk"), ("carol", ran), ("bob", f"{kept} on disk")):
+            later = session.explain(await session.generate(question, images=one, max_tokens=2, salt=salt))
+            assert words in str(later), salt
+
+
 def shown(markup: str) -> list[Any]:
     """The thumbnails in HTML, decoded."""
     files = re.findall(

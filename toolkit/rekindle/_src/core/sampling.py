@@ -320,7 +320,7 @@ class Sampling(html.Record):
         priority (0): larger runs first in a session with policy="priority".
         processors (()): names of `LogitsProcessor`s passed to `open()`.
         adapter (None): the name of an adapter (LoRA) of the session, or several with their weights, {"a": 0.5, "b": 1}.
-        salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
+        salt (None): cached pages and pictures are shared only among requests with the same salt, as of one user.
         schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
         regex (None): the whole text matches this regular expression.
         choice (None): the text is one of these strings.

@@ -216,12 +216,15 @@ class PicturesLike(Protocol):
         """Decode a picture, so that its digest is known."""
         ...
 
-    def known(self, picture: PictureLike) -> bool:
-        """True if the rows of a picture are here."""
+    def known(self, picture: PictureLike, salt: str | None) -> bool:
+        """True if the rows of a picture are here, for requests with this salt."""
         ...
 
-    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool]) -> EncodedRows:
-        """Return the rows of a picture. Raise `RequestAborted` once it is not `wanted`."""
+    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool], *, salt: str | None) -> EncodedRows:
+        """Return the rows of a picture. Requests with a salt share them with requests of that salt alone.
+
+        Raises `RequestAborted` once it is not `wanted`.
+        """
         ...
 
     def statistics(self) -> PictureStatistics:

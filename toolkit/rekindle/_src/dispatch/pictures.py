@@ -42,7 +42,9 @@ class PictureIntake(Capability):
 
     def waits(self, submission: Submission, front: Front) -> bool:
         given, pictures = submission.extensions.get(PromptPictures), front.pictures
-        return given is not None and pictures is not None and not all(map(pictures.known, given.pictures))
+        if given is None or pictures is None:
+            return False
+        return not all(pictures.known(picture, submission.sampling.salt) for picture in given.pictures)
 
     def overtaken(self, submission: Submission, front: Front) -> bool:
         return self.waits(submission, front)
@@ -56,7 +58,8 @@ class PictureIntake(Capability):
         if limit is not None and length > limit:  # before anything is encoded for nothing
             problem = f"is longer than max_model_len, which is {limit}"
             raise PromptTooLong("prompt", f"{length} tokens", problem, how_to_fit(limit, front.longest))
-        return [await pictures.encoded(picture, lambda: not mailbox.abandoned) for picture in given.pictures]
+        salt = submission.sampling.salt
+        return [await pictures.encoded(picture, lambda: not mailbox.abandoned, salt=salt) for picture in given.pictures]
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows]

@@ -6,10 +6,8 @@ and on disk, so that a prompt whose pages left the cache needs no encoder. Steps
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -25,6 +23,7 @@ from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
 from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
 from rekindle._src.opening.blueprint import Blueprint
+from rekindle._src.opening.kept_rows import KeptRows
 from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
 from rekindle._src.opening.picture_plan import framed
 from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
@@ -104,69 +103,6 @@ class GivenPicture:
 
     def __repr__(self) -> str:
         return repr(self.source)
-
-
-class KeptRows:
-    """Rows of pictures by digest, in host memory and on disk."""
-
-    def __init__(self, most: int, store: Store | None) -> None:
-        self._most, self._store, self._size = most, store, 0
-        self._rows: OrderedDict[bytes, Rows] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def at_hand(self, digest: bytes) -> EncodedRows | None:
-        """Return rows that are in host memory."""
-        with self._lock:
-            rows = self._rows.get(digest)
-            if rows is not None:
-                self._rows.move_to_end(digest)
-            return None if rows is None else EncodedRows(rows, RowsOrigin.MEMORY)
-
-    def get(self, digest: bytes) -> EncodedRows | None:
-        """Return rows that are in host memory or on disk."""
-        kept = self.at_hand(digest)
-        if kept is not None:
-            return kept
-        rows = self._stored(digest)
-        if rows is None:
-            return None
-        self._hold(digest, rows)
-        return EncodedRows(rows, RowsOrigin.DISK)
-
-    def put(self, digest: bytes, rows: Rows) -> None:
-        """Keep rows."""
-        self._hold(digest, rows)
-        if self._store is not None:
-            content = io.BytesIO()
-            np.save(content, rows.view(np.uint16) if rows.dtype.itemsize == 2 else rows)
-            try:
-                self._store.put(digest.hex(), content.getvalue())
-            except OSError as error:
-                self._store.warn_once("write", f"the rows of pictures can't be stored now: {error}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return self._size
-
-    def _hold(self, digest: bytes, rows: Rows) -> None:
-        with self._lock:
-            if digest not in self._rows:
-                self._rows[digest] = rows
-                self._size += rows.nbytes
-            while self._size > self._most and len(self._rows) > 1:
-                _, oldest = self._rows.popitem(last=False)
-                self._size -= oldest.nbytes
-
-    def _stored(self, digest: bytes) -> Rows | None:
-        if self._store is None:
-            return None
-        try:
-            content = self._store.get(digest.hex())
-            return None if content is None else np.load(io.BytesIO(content), allow_pickle=False)
-        except (OSError, ValueError) as error:
-            self._store.warn_once("read", f"stored rows of pictures can't be read, and are computed: {error}")
-            return None
 
 
 class RowEncoder(Protocol):
@@ -299,19 +235,20 @@ class SessionPictures:
         if not given.identified:
             given.decode(self._identity)
 
-    def known(self, picture: PictureLike) -> bool:
+    def known(self, picture: PictureLike, salt: str | None) -> bool:
         """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
-        return _given(picture).identified and self._kept.at_hand(picture.digest) is not None
+        given = _given(picture)
+        return given.identified and self._kept.at_hand(given.digest, salt) is not None
 
-    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool]) -> EncodedRows:
+    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool], *, salt: str | None) -> EncodedRows:
         """Return the rows of a picture, and where they came from. Raise `RequestAborted` once it is not `wanted`."""
         given = _given(picture)
         if given.identified:
-            kept = self._kept.at_hand(given.digest)
+            kept = self._kept.at_hand(given.digest, salt)
             if kept is not None:
                 return kept
         reply, left = OneShot[EncodedRows](), threading.Event()
-        self._worker.submit(reply.run, lambda: self._rows(given, lambda: wanted() and not left.is_set()))
+        self._worker.submit(reply.run, lambda: self._rows(given, salt, lambda: wanted() and not left.is_set()))
         with self._counting:
             self._waiting += 1
         try:
@@ -321,14 +258,14 @@ class SessionPictures:
             with self._counting:
                 self._waiting -= 1
 
-    def _rows(self, picture: GivenPicture, wanted: Callable[[], bool]) -> EncodedRows:
+    def _rows(self, picture: GivenPicture, salt: str | None, wanted: Callable[[], bool]) -> EncodedRows:
         if not wanted():
             raise _cancelled()
-        kept = self._kept.get(picture.digest) if picture.identified else None
+        kept = self._kept.get(picture.digest, salt) if picture.identified else None
         if kept is not None:
             return kept
         pixels = picture.decode(self._identity)
-        kept = self._kept.get(picture.digest)
+        kept = self._kept.get(picture.digest, salt)
         if kept is not None:
             return kept
         patches = self._processor.patches(pixels)
@@ -338,7 +275,7 @@ class SessionPictures:
         except Cancellation:
             raise _cancelled() from None
         self.encoded_pictures += 1
-        self._kept.put(picture.digest, rows)
+        self._kept.put(picture.digest, salt, rows)
         return EncodedRows(rows, RowsOrigin.ENCODER)
 
     def use(
