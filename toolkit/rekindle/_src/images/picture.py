@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -369,6 +370,9 @@ def _pillow() -> ModuleType:
         from PIL import Image
     except ImportError:
         raise MissingExtra("pillow", "images") from None
+    logger = logging.getLogger("PIL")
+    if not logger.handlers:  # without one, logging writes what Pillow says of a stranger's file to stderr
+        logger.addHandler(logging.NullHandler())
     return Image
 
 
