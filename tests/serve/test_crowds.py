@@ -16,6 +16,7 @@ import pytest
 from helpers.asgi import post
 from helpers.sessions import eventually
 from rekindle import Server, Session
+from rekindle._src.core import json_values
 from rekindle._src.serve import bodies, exchange
 from rekindle._src.serve.errors import ApiError
 from rekindle._src.text.chat import ChatTemplate
@@ -131,7 +132,7 @@ def test_values_are_counted_outside_of_strings_in_blocks_of_any_size(monkeypatch
         return several if kind == 3 else {str(index) + "\\" * index: one for index, one in enumerate(several)}
 
     for size in (1, 2, 3, 5, 64):
-        monkeypatch.setattr(bodies, "_BLOCK", size)
+        monkeypatch.setattr(json_values, "_BLOCK", size)
         for _ in range(200):
             text = json.dumps(value(0))
             count = plain_count(text)

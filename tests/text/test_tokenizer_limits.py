@@ -71,6 +71,14 @@ def test_what_would_cost_gigabytes_to_open_is_refused(parts: dict[str, Any], pro
         opened(tmp_path, described(**parts))
 
 
+@pytest.mark.parametrize("part", [b'"a",', b'\\"'])
+def test_more_strings_than_a_tokenizer_has_are_refused_before_they_are_measured(part: bytes) -> None:
+    """A vocabulary of short tokens took 20 times its file's size; of quotes, measuring them alone took as much."""
+    content = b'["' + part * (2 * tokenizer_limits.MAX_STRINGS // part.count(b'"')) + b'"]'
+    with pytest.raises(CheckpointError, match="has more than 4,194,304 strings"):
+        tokenizer_limits.check_file(content, "tokenizer.json")
+
+
 def test_a_key_can_not_be_hidden_from_the_measure(tmp_path: Path) -> None:
     hidden = json.dumps(described(model=unigram(["a" * 2000]))).replace('"Unigram"', '"\\u0055nigram"')
     with pytest.raises(CheckpointError, match="writes letters as escapes"):

@@ -186,6 +186,21 @@ def test_a_fifo_is_refused_instead_of_waited_for(tmp_path: Path, name: str) -> N
     assert isinstance(error, CheckpointError) and name in str(error)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+def test_a_million_values_in_few_bytes_are_refused_before_they_are_made(tmp_path: Path, name: str) -> None:
+    """Three bytes of a header became an object of 80: 100 MB of empty lists took 2.4 GB."""
+    text = b'{"a":[' + b"[]," * (tensor_files.MAX_VALUES // 2) + b"[]]}"
+    path = tmp_path / name
+    path.write_bytes(text if name.endswith(".json") else len(text).to_bytes(8, "little") + text)
+    read = {
+        "config.json": lambda: tensor_files.read_json(path, dict, 1 << 30),
+        "model.safetensors.index.json": lambda: tensor_files.weight_files(tmp_path),
+        "model.safetensors": lambda: tensor_files.read_header(path),
+    }
+    with pytest.raises(CheckpointError, match=r"more than 4,194,304 values"):
+        read[name]()
+
+
 @pytest.mark.parametrize(
     "file", ["../secret.safetensors", "/etc/passwd", "a/../../b.safetensors", "..\\b.safetensors", "C:x.safetensors", 7]
 )

@@ -15,8 +15,8 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import numpy as np
 
+from rekindle._src.core.json_values import count_values
 from rekindle._src.serve.errors import ApiError
 
 Scope = MutableMapping[str, Any]
@@ -26,7 +26,6 @@ BYTES_PER_VALUE = 32  # a body may have one value for so many bytes of the large
 VALUES_PER_NAME = 8  # a body may have one field name for so many values: a name takes ten times as long to parse
 MOST_DIGITS = 1_000  # of a number
 _BLOCK = 1 << 20
-_MARKS = (b",", b":", b"[", b"{")  # each stands before or after a value
 
 SLICE_SECONDS = 0.002  # of work; then the loop and other threads run
 _MANY = 1_024  # entries of a list serialised at once
@@ -92,35 +91,13 @@ def check_values(data: bytes | bytearray, most: int, most_names: int) -> int:
     """Return the number of values of JSON, or more. Raise `ApiError` (413) for more than `most`, or `most_names` names.
 
     A parsed value takes some 100 bytes, and a name takes a microsecond to parse.
-
-    Python's parser holds the interpreter's lock throughout; NumPy, which counts here, releases it.
     """
-    marks = sum(data.count(mark) for mark in _MARKS)
-    if marks <= most and data.count(b":") <= most_names:
-        return marks
-    count, names, in_string, escaped = 0, 0, 0, False
-    for start in range(0, len(data), _BLOCK):
-        block = np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - start), start)
-        quotes = block == ord('"')
-        slashes = block == ord("\\")
-        if escaped or slashes.any():
-            positions = np.arange(len(block))
-            # positions of the last byte other than a backslash, at each byte
-            last_other = np.maximum.accumulate(np.where(slashes, -1 - escaped, positions))
-            odd = ((positions - last_other) & 1).astype(bool)  # True where an odd number of backslashes ends
-            quotes[1:] &= ~odd[:-1]
-            quotes[0] &= not escaped
-            escaped = bool(odd[-1])
-        string_mask = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ np.uint8(in_string)
-        in_string = int(string_mask[-1])
-        outside = string_mask == 0
-        count += int(np.count_nonzero(np.isin(block, np.frombuffer(b"".join(_MARKS), np.uint8)) & outside))
-        names += int(np.count_nonzero((block == ord(":")) & outside))
-        if count > most:
-            raise ApiError(413, f"the body has more than {most:,} JSON values. Send less", code="body_too_large")
-        if names > most_names:
-            raise ApiError(413, f"the body has more than {most_names:,} named fields. Send less", code="body_too_large")
-    return count
+    counts = count_values(data, most, most_names)
+    if counts.values > most:
+        raise ApiError(413, f"the body has more than {most:,} JSON values. Send less", code="body_too_large")
+    if counts.names > most_names:
+        raise ApiError(413, f"the body has more than {most_names:,} named fields. Send less", code="body_too_large")
+    return counts.values
 
 
 def parse(data: bytes | bytearray) -> Any:

@@ -14,11 +14,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from rekindle._src.core.json_values import BYTES_PER_VALUE
 from rekindle._src.serve.errors import ApiError, unavailable
 
 REQUEST_MEMORY = 1 << 30  # bytes, unless a server is given another bound
 SHARE = 2  # a caller may hold one part in so many
-BYTES_PER_MARK = 100  # of a comma, colon or bracket: what the value next to it takes once it is parsed, at most
 _WITH_ESCAPES = 8  # bytes of a character, while a string with escapes is built
 _ASTRAL, _WIDE = 0xF0, 0xC4  # the least first byte, in UTF-8, of characters that take 4 bytes in a str, and 2
 
@@ -112,7 +112,7 @@ def parsing_bytes(data: bytes | bytearray, marks: int) -> int:
     """
     text = _width(data)
     strings = _WITH_ESCAPES if b"\\u" in data else text
-    return len(data) * (text + strings) + marks * BYTES_PER_MARK
+    return len(data) * (text + strings) + marks * BYTES_PER_VALUE
 
 
 def _width(data: bytes | bytearray) -> int:

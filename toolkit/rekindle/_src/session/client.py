@@ -48,6 +48,7 @@ def open_sessions() -> list[Any]:
     """Return the sessions that are open in this process, the oldest first."""
     return [session for _, session in sorted(_sessions.items()) if not session.closed]
 
+
 ADAPTERS_AT_ONCE = 4  # adapters that are read at a time
 ADAPTER_SECONDS = 300.0  # in which an adapter has to be read: 15 GB from a slow disk
 

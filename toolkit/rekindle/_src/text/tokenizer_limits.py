@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from rekindle._src.core.json_values import quotes_of
 from rekindle._src.core.own_failure import is_panic
 from rekindle._src.text.backends import TokenizerSections
 from rekindle.errors import CheckpointError, RekindleError
@@ -138,6 +139,8 @@ PIECE_CHARACTERS = (
     1 << 20,
 )  # of a unigram vocabulary per piece, and in addition; XLM-RoBERTa's have 6. Each takes 660 B
 REGEXES = 64
+# Of a tokenizer.json: each token and each part of a merge is one. Gemma's has 1.3 million, and each takes 200 bytes.
+MAX_STRINGS = 1 << 22
 # For each piece of a SentencePiece vocabulary. Gemma's 262,144 have 515,000 merges.
 MERGES_PER_PIECE = 16
 CUT_CHARACTERS = 1 << 29  # hashed in all to find the merges; 30 million for Gemma's pieces
@@ -177,6 +180,8 @@ def check_file(content: bytes, path: Path | str) -> None:
     regexes = content.count(b'"Regex"')
     if regexes > REGEXES:
         raise CheckpointError(f"{path} has {regexes:,} regexes, and {REGEXES} are read. Use another tokenizer")
+    if content.count(b'"') > 2 * MAX_STRINGS:
+        raise CheckpointError(f"{path} has more than {MAX_STRINGS:,} strings, which are read. Use another tokenizer")
     starts, lengths = _strings(content)
     unigram = b'"Unigram"' in content
     limit = LONGEST_PIECE if unigram else LONGEST_TEXT
@@ -227,20 +232,9 @@ def unbounded_part(parts: TokenizerSections) -> str | None:
 
 def _strings(content: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return where the strings of a JSON document begin, and the number of bytes of each as written."""
-    octets = np.frombuffer(content, np.uint8)
-    quotes = np.flatnonzero(octets == ord('"'))
-    behind = quotes[(quotes > 0) & (octets[quotes - 1] == ord("\\"))]
-    escaped = [at for at in behind.tolist() if _backslashes(content, at) % 2]
-    if escaped:
-        quotes = np.setdiff1d(quotes, np.asarray(escaped), assume_unique=True)
+    quotes = quotes_of(content)
     pairs = quotes[: len(quotes) // 2 * 2].reshape(-1, 2)
     return pairs[:, 0] + 1, pairs[:, 1] - pairs[:, 0] - 1
-
-
-def _backslashes(content: bytes, end: int) -> int:
-    """Return the number of backslashes in a row before `end`, at most 4,096: more make the string too long anyway."""
-    before = content[max(0, end - LONGEST_TEXT) : end]
-    return len(before) - len(before.rstrip(b"\\"))
 
 
 def _reason(part: Mapping[str, Any] | None, inner: str, allowed: Mapping[str, Growth]) -> str | None:

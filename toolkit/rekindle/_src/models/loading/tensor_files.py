@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.json_values import count_values
 from rekindle._src.core.plain_files import open_plain, read_plain
 from rekindle.errors import CheckpointError
 
@@ -53,6 +54,7 @@ WHOLE = frozenset(("I64", "I32"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
+MAX_VALUES = 1 << 22  # of JSON; an index of 100,000 tensors has 200,000, and a header of as many 1,200,000
 MAX_NAME = 1 << 10  # bytes of a tensor's name: the longest published ones have some 150
 MAX_DIMENSIONS = 8  # of a tensor: the product of a million of them takes minutes
 MOST_LISTED = 12  # listed one by one; a broken or hostile checkpoint can have hundreds of thousands
@@ -125,7 +127,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(read_plain(index, _MAX_HEADER))["weight_map"].values()))
+        names = sorted(set(_parsed(read_plain(index, _MAX_HEADER))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} can't be read as an index ({error!r}). Download it again.") from error
     outside = [name for name in names if not isinstance(name, str) or not _FILE_NAME.fullmatch(name)]
@@ -146,13 +148,20 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 def read_json(path: Path, kind: type[T], most: int) -> T:
     """Return the content of a file of at most `most` bytes. Raise `CheckpointError` unless it is a dict, or a list."""
     try:
-        content = json.loads(read_plain(path, most))
+        content = _parsed(read_plain(path, most))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
     if not isinstance(content, kind):
         expected = "an object" if kind is dict else f"a {kind.__name__}"
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not {expected}. Download it again.")
     return content
+
+
+def _parsed(content: bytes) -> Any:
+    """Return the value of a JSON text. Raise ValueError for more values than there may be, before they are made."""
+    if count_values(content, MAX_VALUES, MAX_VALUES).values > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    return json.loads(content)
 
 
 def read_header(path: Path, most: int = _MAX_HEADER) -> Header:
@@ -177,7 +186,7 @@ def read_header(path: Path, most: int = _MAX_HEADER) -> Header:
     if not raw:
         raise broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
     try:
-        fields = json.loads(raw)
+        fields = _parsed(raw)
         metadata = fields.pop("__metadata__", None) or {}
         entries = tuple(_entry(path, name, value, 8 + length) for name, value in fields.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
