@@ -50,13 +50,18 @@ def with_images(
 
 
 def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "images") -> Prompt:
-    """Return a prompt with its pictures. Each takes the place of one MARKER; without any, they come first."""
+    """Return a prompt with its pictures. Each takes the place of one MARKER; without any, they come first.
+
+    In token ids each has a place already: the model's own placeholder, once or as often as it has rows.
+    """
     if images is None or prompt.error is not None:
         return prompt
+    read = read_values(front, images, field)
     if prompt.text is None:
-        problem = "come with token ids, which have no place for them"
-        raise InvalidRequest(field, images, problem, "Pass the prompt as a text")
-    read, marks = read_values(front, images, field), prompt.text.count(MARKER)
+        assert prompt.token_ids is not None, "a prompt has text or token ids"
+        token_ids = _reader(front, images).filled(prompt.token_ids, read, field)
+        return dataclasses.replace(prompt, token_ids=token_ids).plus(PromptPictures(read)) if read else prompt
+    marks = prompt.text.count(MARKER)
     if not read and not marks:
         return prompt
     text = prompt.text if marks else MARKER * len(read) + prompt.text
@@ -67,17 +72,12 @@ def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "image
 
 
 def keyed(front: Front, prompt: Prompt, images: object, sampling: Sampling) -> KeyedPrompt:
-    """Return all on which the pages of a prompt depend.
-
-    Token ids that have places of pictures already, such as those of a completion, come with these pictures.
-    """
-    if prompt.text is not None:
-        prompt = with_pictures(front, prompt, images)
+    """Return all on which the pages of a prompt depend."""
+    prompt = with_pictures(front, prompt, images)
+    token_ids = prompt.token_ids
+    if token_ids is None:
         given = prompt.extensions.get(PromptPictures)
         token_ids = encoded(front, prompt.text or "", () if given is None else given.pictures)
-    else:
-        assert prompt.token_ids is not None, "a prompt has text or token ids"
-        token_ids, prompt = prompt.token_ids, prompt.plus(PromptPictures(read_values(front, images)))
     return KeyedPrompt(token_ids, sampling, prompt.extensions)
 
 

@@ -127,9 +127,9 @@ class Requests:
         """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
 
         A prompt is a string or a list of token ids. `images` are its pictures, one or a list: each takes the place of
-        one "<image>" in the text, or they come first. With a list of prompts, `images` has an entry for each. With `n`
-        above 1 each completion is a list of n. Waits for a place while the queue is full. Returns a `Handle` (a `Batch`
-        for a list): see there for partial text and `cancel`.
+        one "<image>" in the text, or they come first; token ids have the model's own placeholder for each. With a list
+        of prompts, `images` has an entry for each. With `n` above 1 each completion is a list of n. Waits for a place
+        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
         A prompt of a list that fails ends the whole list; with errors="return" its error stands in its place instead.
         """
         if errors not in ("raise", "return"):

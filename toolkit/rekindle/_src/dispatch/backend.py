@@ -208,6 +208,13 @@ class PicturesLike(Protocol):
         """Return a text with one token for each run of rows, from one with a marker for each picture."""
         ...
 
+    def filled(self, token_ids: IntArray, pictures: Sequence[PictureLike], field: str = "images") -> IntArray:
+        """Return a prompt's token ids with all tokens of its pictures, from ids with one placeholder for each picture.
+
+        Ids that have them all are returned as they are. Raises `InvalidRequest` for another number.
+        """
+        ...
+
     def counts(self, picture: PictureLike) -> Sequence[int]:
         """Return the lengths of the runs of rows of a picture."""
         ...

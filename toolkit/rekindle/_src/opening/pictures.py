@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from rekindle._src.core import html
+from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
@@ -131,14 +133,20 @@ class SessionPictures:
         token: int,
         merge: int = 0,
         whole: bool = False,
+        tokenizer: TokenizerLike | None = None,
     ) -> None:
-        """`identity` names all that rows depend on but pixels; `token` is the id in whose place they stand.
+        """`identity` names all that rows depend on but pixels; `token` is the id in whose place they stand. Without the
+        `tokenizer`, prompts of token ids have as many of them as pictures have rows.
 
         `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With
         `whole`, a step computes all tokens of a picture.
         """
         self._processor, self._encoder, self._kept = processor, encoder, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
+        self._tokenizer, self._placeholder = tokenizer, token
+        if tokenizer is not None and processor.marker != processor.image_token:
+            ids = tokenizer.encode(processor.marker, add_special_tokens=False)
+            self._placeholder = ids[0] if len(ids) == 1 else token
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
         self._counting, self._waiting = threading.Lock(), 0
         self.encoded_pictures = 0
@@ -173,6 +181,7 @@ class SessionPictures:
             token=ids[0],
             merge=merge,
             whole=spec.both_ways != "no",
+            tokenizer=tokenizer,
         )
 
     @property
@@ -223,6 +232,42 @@ class SessionPictures:
             whole += [one.token if isinstance(one, TokenRun) and self._stands(one) else _text(one) for one in expansion]
             whole.append(part)
         return "".join(whole)
+
+    def filled(self, token_ids: IntArray, pictures: Sequence[PictureLike], field: str = "images") -> IntArray:
+        """Return a prompt's token ids with all tokens of its pictures, from ids with one placeholder for each picture.
+
+        Ids that have them all already, as a processor of transformers makes them, are returned as they are. The
+        placeholder is the token that the model's chat template writes. Raises `InvalidRequest` for another number.
+        """
+        counts = [sum(self.counts(picture)) for picture in pictures]
+        there = int((token_ids == self.token).sum())
+        if there == sum(counts):
+            return token_ids
+        places = np.flatnonzero(token_ids == self._placeholder)
+        apart = self._placeholder != self.token
+        if len(places) != len(pictures) or (apart and there) or self._tokenizer is None:
+            name = self._processor.marker
+            problem = f"do not fit the token ids, in which {name} ({self._placeholder}) stands {len(places)} times"
+            if apart:
+                problem += f", and {self._processor.image_token} ({self.token}) {there} times"
+            fix = f"Write {name} once for each picture, or {self._processor.image_token} {sum(counts)} times in all"
+            raise InvalidRequest(field, html.count(len(pictures), "picture"), problem, fix)
+        parts, done = list[Any](), 0
+        for place, picture in zip(places.tolist(), pictures, strict=True):
+            parts += [token_ids[done:place], self._ids(picture)]
+            done = place + 1
+        return np.concatenate([*parts, token_ids[done:]]).astype(np.int32)
+
+    def _ids(self, picture: PictureLike) -> IntArray:
+        """Return the token ids that stand for a picture, in the place of its placeholder."""
+        assert self._tokenizer is not None, "placeholders are not filled without it"
+        ids: list[int] = []
+        for part in self._processor.expansion(_given(picture).plan):
+            if isinstance(part, TokenRun) and self._stands(part):
+                ids += [self.token] * part.times
+            else:
+                ids += self._tokenizer.encode(_text(part), add_special_tokens=False)
+        return np.array(ids, np.int32)
 
     def counts(self, picture: PictureLike) -> list[int]:
         """Return the lengths of the runs of rows of a picture."""
