@@ -100,7 +100,7 @@ def pictures_of(most: int = 1 << 20, folder: Path | None = None) -> tuple[Sessio
 async def rows_of(
     pictures: SessionPictures, one: GivenPicture, wanted: Callable[[], bool] = always, salt: str | None = None
 ) -> EncodedRows:
-    return await pictures.encoded(one, wanted, salt=salt)
+    return await pictures.encoded(one, wanted, caller="", salt=salt)
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -171,7 +171,7 @@ async def test_a_picture_of_two_requests_is_encoded_once(read: list[Any]) -> Non
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
             assert await anyio.to_thread.run_sync(lambda: programs.begun.acquire(timeout=30))
-            group.start_soon(ask)
+            group.start_soon(ask)  # it is decoded while the other one is encoded
             await anyio.wait_all_tasks_blocked()
             programs.on.set()
     assert origins == [RowsOrigin.ENCODER, RowsOrigin.MEMORY] and pictures.encoded_pictures == 1
@@ -197,6 +197,37 @@ async def test_rows_are_shared_within_a_salt_alone_in_memory_and_on_disk(read: l
         pictures.close()
     names = {path.name for path in files_below(tmp_path)}
     assert names and not any("alice" in name for name in names)
+
+
+@anyio_test
+async def test_pictures_of_those_who_left_are_not_decoded(read: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures, _, programs = pictures_of()
+    programs.on.clear()
+    decoded, errors = list[GivenPicture](), list[BaseException]()
+    original = GivenPicture.decode
+
+    def decode(self: GivenPicture, identity: bytes) -> Any:
+        decoded.append(self)
+        return original(self, identity)
+
+    monkeypatch.setattr(GivenPicture, "decode", decode)
+
+    async def ask(seed: int, wanted: Callable[[], bool]) -> None:
+        try:
+            await rows_of(pictures, given(pictures, seed), wanted)
+        except RequestAborted as error:
+            errors.append(error)
+
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, 0, always)
+            assert await anyio.to_thread.run_sync(lambda: programs.begun.acquire(timeout=30))
+            for seed in range(1, 9):
+                group.start_soon(ask, seed, lambda: False)
+            await anyio.wait_all_tasks_blocked()
+            programs.on.set()
+    assert len(decoded) == 1 and len(errors) == 8
+    pictures.close()
 
 
 def test_sleep_stops_a_picture_which_begins_anew_with_weights_that_are_read_again(read: list[Any]) -> None:

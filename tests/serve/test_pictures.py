@@ -53,7 +53,7 @@ class Pictures:
 
     def __init__(self) -> None:
         self.decodes = self.here = True
-        self.asked: list[str | None] = []
+        self.asked: list[tuple[str, str | None]] = []
         self.digests: list[bytes] = []
         self.texts: list[str] = []
 
@@ -77,8 +77,8 @@ class Pictures:
     def known(self, picture: Any, salt: str | None) -> bool:
         return self.here
 
-    async def encoded(self, picture: Any, wanted: Callable[[], bool], *, salt: str | None) -> Any:
-        self.asked.append(salt)
+    async def encoded(self, picture: Any, wanted: Callable[[], bool], *, caller: str, salt: str | None) -> Any:
+        self.asked.append((caller, salt))
         return EncodedRows(np.zeros((1, 3, 8), np.float32), RowsOrigin.ENCODER)
 
     def statistics(self) -> PictureStatistics:
@@ -273,14 +273,16 @@ async def test_bounds_on_bodies_and_pictures_are_told_apart(session: Session, mo
     assert four.status == 400 and four.error["param"] == "messages[0].content[3].type"
 
 
-async def test_pictures_are_asked_for_with_their_salt(session: Session, pictures: Pictures) -> None:
+async def test_pictures_are_asked_for_by_their_caller_and_its_salt(session: Session, pictures: Pictures) -> None:
     app = make_app(session, api_key=["one", "two"])
     pictures.here = False
     for key, salt in (("one", "alice"), ("two", None), ("one", None)):
         body = chat_body(chat_part(uri(png())), **({} if salt is None else {"cache_salt": salt}))
         done = await post(app, "/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"})
         assert done.status == 200
-    assert pictures.asked == ["alice", None, None]
+    (one, *_), (two, *_), (again, *_) = pictures.asked
+    assert one == again != two and "" not in {one, two}, "they take turns"
+    assert [salt for _, salt in pictures.asked] == ["alice", None, None]
 
 
 async def test_scans_of_pictures_count_as_their_pixels_do(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,10 @@ class PicturesLike(Protocol):
         """True if the rows of a picture are here, for requests with this salt."""
         ...
 
-    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool], *, salt: str | None) -> EncodedRows:
-        """Return the rows of a picture. Requests with a salt share them with requests of that salt alone.
+    async def encoded(
+        self, picture: PictureLike, wanted: Callable[[], bool], *, caller: str, salt: str | None
+    ) -> EncodedRows:
+        """Return the rows of a picture. Callers take turns; requests with a salt share rows with that salt alone.
 
         Raises `RequestAborted` once it is not `wanted`.
         """

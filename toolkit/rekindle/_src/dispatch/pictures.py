@@ -58,8 +58,11 @@ class PictureIntake(Capability):
         if limit is not None and length > limit:  # before anything is encoded for nothing
             problem = f"is longer than max_model_len, which is {limit}"
             raise PromptTooLong("prompt", f"{length} tokens", problem, how_to_fit(limit, front.longest))
-        salt = submission.sampling.salt
-        return [await pictures.encoded(picture, lambda: not mailbox.abandoned, salt=salt) for picture in given.pictures]
+        caller, salt = submission.caller, submission.sampling.salt
+        return [
+            await pictures.encoded(picture, lambda: not mailbox.abandoned, caller=caller, salt=salt)
+            for picture in given.pictures
+        ]
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows]

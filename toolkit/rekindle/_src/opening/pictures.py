@@ -1,4 +1,4 @@
-"""The pictures of a session: read, planned, decoded and encoded in a thread of their own, and their rows kept.
+"""The pictures of a session: read, planned, decoded and encoded in threads of their own, and their rows kept.
 
 An encoder computes the rows of a picture once. They are kept in host memory, the least recently used ones leave first,
 and on disk, so that a prompt whose pages left the cache needs no encoder. Steps go on while a picture is encoded.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any, Protocol
 
@@ -20,7 +19,6 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
-from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
 from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
@@ -28,6 +26,7 @@ from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.kept_rows import KeptRows
 from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
 from rekindle._src.opening.picture_plan import framed
+from rekindle._src.opening.picture_stages import PictureStages
 from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
@@ -147,7 +146,7 @@ class SessionPictures:
         if tokenizer is not None and processor.marker != processor.image_token:
             ids = tokenizer.encode(processor.marker, add_special_tokens=False)
             self._placeholder = ids[0] if len(ids) == 1 else token
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="rekindle pictures")
+        self._stages = PictureStages()
         self._counting, self._waiting = threading.Lock(), 0
         self.encoded_pictures = 0
 
@@ -285,36 +284,51 @@ class SessionPictures:
         given = _given(picture)
         return given.identified and self._kept.at_hand(given.digest, salt) is not None
 
-    async def encoded(self, picture: PictureLike, wanted: Callable[[], bool], *, salt: str | None) -> EncodedRows:
+    async def encoded(
+        self, picture: PictureLike, wanted: Callable[[], bool], *, caller: str, salt: str | None
+    ) -> EncodedRows:
         """Return the rows of a picture, and where they came from. Raise `RequestAborted` once it is not `wanted`."""
-        given = _given(picture)
+        given, left = _given(picture), threading.Event()
         if given.identified:
             kept = self._kept.at_hand(given.digest, salt)
             if kept is not None:
                 return kept
-        reply, left = OneShot[EncodedRows](), threading.Event()
-        self._worker.submit(reply.run, lambda: self._rows(given, salt, lambda: wanted() and not left.is_set()))
+
+        def still() -> bool:
+            return wanted() and not left.is_set()
+
         with self._counting:
             self._waiting += 1
         try:
-            return await reply.get()
+            return await self._stages.rows(
+                caller,
+                given.source.work,
+                lambda: self._decoded(given, salt, still),
+                lambda patches: self._encoded(given, salt, patches, still),
+            )
         finally:
             left.set()
             with self._counting:
                 self._waiting -= 1
 
-    def _rows(self, picture: GivenPicture, salt: str | None, wanted: Callable[[], bool]) -> EncodedRows:
+    def _decoded(
+        self, picture: GivenPicture, salt: str | None, wanted: Callable[[], bool]
+    ) -> EncodedRows | PicturePatches:
+        """Return the patches of a picture, or its rows if they are kept."""
         if not wanted():
             raise _cancelled()
         kept = self._kept.get(picture.digest, salt) if picture.identified else None
         if kept is not None:
             return kept
         pixels = picture.decode(self._identity)
-        kept = self._kept.get(picture.digest, salt)
+        return self._kept.get(picture.digest, salt) or self._processor.patches(pixels)
+
+    def _encoded(
+        self, picture: GivenPicture, salt: str | None, patches: PicturePatches, wanted: Callable[[], bool]
+    ) -> EncodedRows:
+        kept = self._kept.at_hand(picture.digest, salt)  # another request has brought the same one meanwhile
         if kept is not None:
             return kept
-        patches = self._processor.patches(pixels)
-        del pixels
         try:
             rows = self._encoder(patches, wanted)
         except Cancellation:
@@ -333,8 +347,8 @@ class SessionPictures:
         return coordinates_of(len(token_ids), runs, [(view.rows, view.columns) for view in views], self._merge)
 
     def close(self) -> None:
-        """End the thread after the step that it computes, and give all memory back."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """End the threads after the step that they compute, and give all memory back."""
+        self._stages.close()
         self._encoder.close()
 
     def _stands(self, run: TokenRun) -> bool:

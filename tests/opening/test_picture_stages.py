@@ -1,0 +1,123 @@
+"""Pictures are decoded and encoded by turns between callers, a small one next to a large one, and not far ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+from helpers.sessions import eventually
+from rekindle._src.core.pictures import EncodedRows, RowsOrigin
+from rekindle._src.opening.picture_stages import SMALL, PictureStages
+
+pytestmark = pytest.mark.anyio
+LARGE = SMALL + 1
+ROWS = EncodedRows(np.zeros((1, 1, 1), np.float32), RowsOrigin.ENCODER)
+
+
+class Pictures:
+    """Pictures of callers, whose decoding and encoding wait for gates; the order in which they begin is kept."""
+
+    def __init__(self) -> None:
+        self.stages = PictureStages()
+        self.decoded, self.encoded, self.done = list[str](), list[str](), list[str]()
+        self.decoding, self.encoding = threading.Event(), threading.Event()
+
+    async def bring(self, name: str, work: int) -> None:
+        """Decode and encode a picture, whose caller is the first letter of its name."""
+        rows = await self.stages.rows(
+            name[0], work, lambda: self._decode(name, work), lambda patches: self._encode(name, patches)
+        )
+        assert rows is ROWS
+        self.done.append(name)
+
+    def _decode(self, name: str, work: int) -> Any:
+        self.decoded.append(name)
+        assert work == SMALL or self.decoding.wait(30)
+        return name
+
+    def _encode(self, name: str, patches: Any) -> EncodedRows:
+        assert patches == name
+        self.encoded.append(name)
+        assert self.encoding.wait(30)
+        return ROWS
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    await anyio.to_thread.run_sync(eventually, condition)
+
+
+async def test_a_small_picture_waits_for_no_large_one() -> None:
+    """Eight JPEGs of 33 megapixels and 63 scans kept another client's small picture waiting for 41 s."""
+    pictures = Pictures()
+    pictures.encoding.set()
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(pictures.bring, f"a{number}", LARGE)
+        await until(lambda: bool(pictures.decoded))
+        with anyio.fail_after(30):
+            await pictures.bring("b", SMALL)
+        assert pictures.decoded[1:] == ["b"] and pictures.done == ["b"]
+        pictures.decoding.set()
+    assert len(pictures.done) == 9
+    pictures.stages.close()
+
+
+async def test_callers_take_turns() -> None:
+    pictures = Pictures()
+    pictures.encoding.set()
+    async with anyio.create_task_group() as group:
+        for name in ("a0", "a1", "a2", "a3", "b0", "b1", "c0"):
+            group.start_soon(pictures.bring, name, LARGE)
+            await until(lambda: bool(pictures.decoded))
+            await anyio.wait_all_tasks_blocked()
+        pictures.decoding.set()
+    assert pictures.decoded == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+    assert pictures.encoded == pictures.decoded
+    pictures.stages.close()
+
+
+async def test_decoding_goes_on_during_encoding_and_is_two_pictures_ahead_at_most() -> None:
+    """Decoded pictures are large: a stranger must not pile them up before the encoder."""
+    pictures = Pictures()
+    pictures.decoding.set()
+    async with anyio.create_task_group() as group:
+        for caller in "abcd":
+            for number in range(3):
+                group.start_soon(pictures.bring, f"{caller}{number}", (LARGE, SMALL)[number % 2])
+        await until(lambda: len(pictures.decoded) == 3)
+        await anyio.wait_all_tasks_blocked()
+        await anyio.to_thread.run_sync(lambda: None)
+        assert len(pictures.decoded) == 3 and len(pictures.encoded) == 1
+        pictures.encoding.set()
+    assert len(pictures.done) == 12
+    pictures.stages.close()
+
+
+async def test_rows_that_are_kept_need_no_encoder() -> None:
+    stages, encoded = PictureStages(), list[Any]()
+    async with stages._encoder.turns.turn("a"):
+        with anyio.fail_after(30):
+            assert await stages.rows("b", SMALL, lambda: ROWS, encoded.append) is ROWS  # type: ignore[arg-type,return-value]
+    assert not encoded
+    stages.close()
+
+
+async def test_an_error_of_either_stage_leaves_its_place_to_the_next() -> None:
+    stages = PictureStages()
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("a broken file")
+
+    for _ in range(3):
+        for decode, encode in ((broken, lambda _: ROWS), (lambda: "patches", broken)):
+            with pytest.raises(ValueError, match="a broken file"):
+                await stages.rows("a", SMALL, decode, encode)  # type: ignore[arg-type,return-value]
+    with anyio.fail_after(30):
+        assert await stages.rows("a", SMALL, lambda: "patches", lambda _: ROWS) is ROWS  # type: ignore[arg-type,return-value]
+    stages.close()
