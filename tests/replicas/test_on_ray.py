@@ -114,6 +114,22 @@ def processes() -> list[tuple[int, str]]:
     return found
 
 
+def test_its_ray_asks_for_a_token_that_no_file_has(fleet: Fleet) -> None:
+    """Other users of the machine ran code on a Ray that asked for none, or read a file of mode 0644."""
+    import ray
+    from ray._raylet import AuthenticationMode, get_authentication_mode
+
+    def told() -> tuple[str | None, str | None]:
+        return os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")
+
+    mode, token = ray.get(ray.remote(told).options(num_cpus=0).remote())
+    assert mode == "token" and token is not None and len(token) == 64
+    assert get_authentication_mode() == AuthenticationMode.TOKEN
+    assert "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_MODE" not in os.environ, "others may start another Ray"
+    file = Path.home() / ".ray" / "auth_token"
+    assert not file.exists() or token not in file.read_text()
+
+
 def test_chats_vectors_and_objects(fleet: Fleet) -> None:
     reply = fleet.chat([{"role": "user", "content": "Who are you?"}], max_tokens=12).result_sync()
     assert reply.text

@@ -37,6 +37,7 @@ try:
     import ray._private.worker
     import ray.exceptions
     import ray.util
+    from ray._raylet import AuthenticationTokenLoader, Config
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -426,7 +427,8 @@ def _start_here() -> None:
     constants.ENABLE_RAY_CLUSTER = False  # Ray has read it from the environment at its import
     try:
         # JAX warns of every forked process; Ray's processes run another program at once.
-        with _environment(_LOCAL), warnings.catch_warnings():
+        with _environment(_LOCAL | _own_token()), warnings.catch_warnings():
+            _read_authentication()
             warnings.simplefilter("ignore", RuntimeWarning)
             ray.init(
                 address="local",
@@ -441,6 +443,21 @@ def _start_here() -> None:
     ray._private.worker.print_to_stdstream = _say_nothing
 
 
+def _own_token() -> dict[str, str]:
+    """Return Ray's variables for a token that its processes alone know: other users of this machine run nothing on it.
+
+    Ray would write one to a file that everybody may read, or ask for none before 2.59. `$RAY_AUTH_MODE` has its way.
+    """
+    named = "RAY_AUTH_TOKEN_PATH" in os.environ
+    return {"RAY_AUTH_MODE": "token"} | ({} if named else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
+
+
+def _read_authentication() -> None:
+    """Have this process's Ray read its variables of authentication again, which it does at its import alone."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 def _say_nothing(*ignored: object, **options: object) -> None: ...
 
 
@@ -452,6 +469,7 @@ def _leave() -> None:
             _started = False
             with _quietly():
                 ray.shutdown()
+            _read_authentication()  # the next cluster may have another token, or none
             ray._private.worker.print_to_stdstream = _PRINT
 
 
