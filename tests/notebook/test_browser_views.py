@@ -183,6 +183,26 @@ def test_keys_act(page: Any, views: dict[str, Mounted]) -> None:
     }  # fmt: skip
 
 
+RINGS = """(one) => {
+  const rings = [];
+  for (let at = one; at && !at.classList.contains("rekindle-panel"); at = at.parentElement) {
+    const look = getComputedStyle(at), blue = "rgb(61, 139, 205)";
+    if (look.outlineStyle === "solid" && look.outlineWidth !== "0px") rings.push("outline of " + at.className);
+    if (look.borderTopColor === blue && look.borderTopStyle === "solid") rings.push("border of " + at.className);
+    if (look.boxShadow !== "none") rings.push("shadow of " + at.className);
+  }
+  return rings;
+}"""
+
+
+@pytest.mark.parametrize("label", ["Say something", "System prompt", "What would this prompt hit?"])
+def test_a_focused_field_has_one_ring(page: Any, views: dict[str, Mounted], label: str) -> None:
+    show(page, views["tree" if label.endswith("?") else "chat"])
+    field = page.get_by_role("textbox", name=label)
+    field.focus()
+    assert len(field.evaluate(RINGS)) == 1
+
+
 def test_a_saved_picture_does_not_say_what_only_a_live_one_can_do(page: Any, views: dict[str, Mounted]) -> None:
     show(page, views["tree"])
     hint = page.get_by_text("press a bar for its text")

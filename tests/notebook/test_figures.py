@@ -112,6 +112,17 @@ def test_a_distribution_without_scripts_ends_where_it_is_empty() -> None:
     assert figures.distribution(np.arange(257.0), fakes.ByteTokenizer()).saved().count("<script") == 1
 
 
+def test_bars_of_a_flat_distribution_are_seen() -> None:
+    """The longest bar has the whole width, and its share is said: eleven bars of 9% would be stubs of 100%."""
+    logits = np.full(257, -30.0)
+    logits[97:108] = 1.0
+    page = re.sub(r"<script>.*?</script>", "", figures.distribution(logits, fakes.ByteTokenizer()).saved(), flags=re.S)
+    assert page.count("width:100.00%") == 11 and "The longest bar is 9.1%." in page
+    logits[97] = 2.0
+    page = re.sub(r"<script>.*?</script>", "", figures.distribution(logits, fakes.ByteTokenizer()).saved(), flags=re.S)
+    assert page.count("width:100.00%") == 1 and page.count("width:36.79%") == 10, "lengths are shares of the longest"
+
+
 def test_mistakes_are_told_by_name() -> None:
     tokenizer, objects = fakes.ByteTokenizer(), cast("Any", [object()])
     with pytest.raises(InvalidRequest, match=r"must be one row of 257 numbers. Pass captured ones"):

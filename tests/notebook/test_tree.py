@@ -13,7 +13,7 @@ import pytest
 from helpers.bounds import Within
 from helpers.sessions import CONFIG, opened
 from rekindle import NodeView, Session
-from rekindle._src.core.icicle import ago, icicle, rows, strength
+from rekindle._src.core.icicle import _pieces, ago, icicle, rows, strength
 from rekindle._src.core.prefix import Prefix
 from rekindle.errors import InvalidRequest
 
@@ -97,6 +97,22 @@ def test_a_tall_bar_has_more_of_its_text() -> None:
     assert story.startswith(" ".join(own[:-2])) and own[-2].endswith("…")
     assert max(map(len, own)) * 6.5 < 620 / 3
     assert "Onceupon" in icicle([node("Onceupon" * 20, tokens=30), *below]), "a text without spaces"
+
+
+@pytest.mark.parametrize("room", [5, 6, 9, 14, 30])
+def test_lines_of_a_bar_do_not_break_words(room: int) -> None:
+    story = "Once upon a time there was an extraordinary dragon"
+    words = story.split()
+    for lines in (1, 2, 4, 12):
+        pieces = _pieces(story, room, lines, room)
+        assert len(pieces) <= lines and all(0 < len(piece) <= room for piece in pieces)
+        shown = [word for piece in pieces for word in piece.split()]
+        for word, whole in zip(shown, words, strict=False):
+            assert word in (whole, f"{whole}…") or (len(whole) > room and word == f"{whole[: room - 1]}…"), pieces
+    assert " ".join(_pieces(story, 14, 12, 14)) == story
+    assert _pieces("あ" * 60, 14, 3, 14) == ["あ" * 14, "あ" * 14, "あ" * 13 + "…"], (
+        "a text without spaces ends anywhere"
+    )
 
 
 def test_a_strangers_text_is_text() -> None:

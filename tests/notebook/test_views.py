@@ -217,6 +217,7 @@ def test_a_pause_without_steps_takes_little_room_and_is_told() -> None:
     made = timeline.draw()
     assert 'viewBox="0.00000 0 10.00000 ' in made, "two seconds of work, and the first eight of the pause"
     assert "3.59e+03 s without a step" in made
+    assert "the time axis is folded at the mark, where 3.59e+03 s had no step" in made
 
 
 def test_a_crowd_of_requests_is_named_in_part() -> None:

@@ -73,6 +73,7 @@ async def test_every_form_of_a_picture_is_the_same_picture(session: Session, tmp
 async def test_pictures_come_first_or_where_they_are_marked(session: Session) -> None:
     one, two = small.picture(1, 64, 64), small.picture(2, 64, 64)
     first = await session.generate("what?", images=[one], **GREEDY)
+    assert first.question == "what?" and "what?" in first._repr_html_()
     assert first.token_ids == (await session.generate("<image>what?", images=[one], **GREEDY)).token_ids
     assert first.prompt_token_ids[0] == small.CASES["qwen3-vl"].id_of("<|vision_start|>")
     both = session.generate(["<image>a<image>b", "no picture", "c"], images=[[one, two], None, two], **GREEDY)
@@ -89,8 +90,10 @@ async def test_chats_take_parts_and_a_second_question_computes_only_the_question
     part = {"type": "image", "image": small.picture(1, 96, 96)}
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
     first = await session.chat(messages, **GREEDY)
+    assert "What is it?" in first._repr_html_(), "the question stands next to its picture"
     messages += [first.message, {"role": "user", "content": "And why?"}]
     second = await session.chat(messages, **GREEDY)
+    assert second.question == "And why?"
     whole = len(first.prompt_token_ids) + len(first.token_ids)
     assert second.usage.cached_tokens >= whole // 16 * 16 - 16 and encoded(session) == 1
 

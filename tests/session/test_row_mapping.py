@@ -20,7 +20,7 @@ from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls import requests
-from rekindle._src.calls.rows import RowAnswer
+from rekindle._src.calls.rows import RowAnswer, RowAnswers
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -31,6 +31,23 @@ def answer(prompt: str, count: int = 6) -> str:
     return bytes(expected(prompt, max_tokens=count)).decode()
 
 
+class Silent:
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+def test_a_table_shows_the_beginning_of_rows_of_any_kind() -> None:
+    pandas = pytest.importorskip("pandas")
+    many = [{"a": "x" * 500, "b": None, "c": b"y" * 9000, "d": Silent(), "e": 5}] * 120
+    for rows in (many, pandas.DataFrame(many)):
+        shown = RowAnswers((RowAnswer(place, "said") for place in range(120)), rows=rows)._repr_html_()
+        assert shown.count("<tr>") == 51 and "and 70 more" in shown
+        assert "x" * 79 + "…" in shown and "x" * 81 not in shown and "&lt;Silent&gt;" in shown
+        assert ">d</th>" in shown and ">e</th>" not in shown, "four columns"
+    once = RowAnswers([RowAnswer(0, "said")], rows=None)._repr_html_()
+    assert ">row</th><th" in once and "said" in once, "rows of an iterator are not kept"
+
+
 @pytest.mark.anyio
 async def test_each_row_has_its_answer(session: Session) -> None:
     call = session.map(ROWS, "say {text}!", max_tokens=6)
@@ -39,7 +56,9 @@ async def test_each_row_has_its_answer(session: Session) -> None:
     assert [one.row for one in answers] == list(range(40)) and answers.errors == {}
     assert isinstance(answers, list) and answers[3].text == str(answers[3]) and answers[3].completion_tokens == 6
     assert repr(answers) == "<RowAnswers: 40 rows, 240 tokens>"
-    assert answers._repr_html_().count("<tr>") == 41
+    shown = answers._repr_html_()
+    assert shown.count("<tr>") == 41 and ">text</th>" in shown and ">number</th>" in shown
+    assert ">number 7</td>" in shown and ">answer</th>" in shown, "each answer stands next to its row"
     assert repr(call) == "<RowMap: 40 of 40 rows answered>"
     assert await call == answers
     assert pickle.loads(pickle.dumps(answers)) == answers

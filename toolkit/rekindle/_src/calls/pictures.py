@@ -20,6 +20,7 @@ from rekindle._src.images.thumbnail import Thumbnail
 from rekindle.errors import InvalidRequest
 
 MARKER = "<image>"  # the place of a picture in a caller's text
+_MOST_SHOWN = 400  # characters of a text that are shown next to its pictures
 _KINDS = {
     "image": ("image", "url", "path", "data", "source"),
     "image_url": ("image_url",),
@@ -68,7 +69,7 @@ def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "image
     if marks not in (0, len(read)):
         raise _misplaced(len(read), marks, field)
     text = text.replace(MARKER, _reader(front, images).marker)
-    return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read))
+    return dataclasses.replace(prompt, text=text, shown=prompt.text).plus(PromptPictures(read, _question(prompt.text)))
 
 
 def keyed(front: Front, prompt: Prompt, images: object, sampling: Sampling) -> KeyedPrompt:
@@ -168,7 +169,26 @@ def of_messages(front: Front, messages: Any) -> tuple[Any, PromptPictures | None
     reader = _reader(front, "a picture among the messages")
     found: list[Any] = []
     changed = [_without_pictures(message, found) for message in messages]
-    return changed, PromptPictures(reader.read(found, "messages"))
+    asked = next((message for message in reversed(changed) if isinstance(message, Mapping) and _is_asked(message)), {})
+    return changed, PromptPictures(reader.read(found, "messages"), _question(_words(asked.get("content"))))
+
+
+def _is_asked(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "user" and bool(_words(message.get("content")))
+
+
+def _words(content: Any) -> str:
+    """Return the text of a message, without what stands for its pictures."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else ()
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return " ".join(text for text in texts if isinstance(text, str))
+
+
+def _question(text: str) -> str:
+    """Return a text as it is shown next to its pictures."""
+    return html.shorten(" ".join(text[: 2 * _MOST_SHOWN].replace(MARKER, "…").split()).strip("… "), _MOST_SHOWN)
 
 
 def thumbnails(content: Any, most: int) -> list[ImageLike]:

@@ -32,12 +32,21 @@ from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.threads import fresh
-from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
+from rekindle.errors import (
+    InvalidRequest,
+    MissingExtra,
+    NotParsed,
+    RekindleError,
+    RequestAborted,
+    RequestFailed,
+    abbreviated,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 
+_SHOWN, _COLUMNS = 50, 4  # rows of the table in a notebook, and columns of their own
 _LONGEST_ERROR = 240  # characters of an error in a repr
 # Fields of errors that all rows share: the options of the call, and a model that writes no text.
 _SHARED = frozenset({*(field.name for field in dataclasses.fields(Sampling)), "model"})
@@ -142,17 +151,40 @@ class RowAnswers(list[RowAnswer]):
         return f"<RowAnswers: {', '.join(part for part in self._summary() if part)}>"
 
     def _repr_html_(self) -> str:
-        rows = [
+        own = [self._own(one.row) for one in self[:_SHOWN]]
+        names = list(dict.fromkeys(str(name) for row in own for name in row))[:_COLUMNS]
+        rows: list[tuple[object, ...]] = [
             (
                 str(one.row),
+                *(_cell(row.get(name, "")) for name in names),
                 html.shorten(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
                 one.completion_tokens,
                 "failed" if one.finish_reason is None else str(one.finish_reason),
             )
-            for one in self
+            for one, row in zip(self, own, strict=False)
         ]
-        table = html.table(["row", "text", "tokens", "ended by"], rows)
-        return str(html.block(html.line(*self._summary()), table))
+        table = html.table(["row", *names, "answer", "tokens", "ended by"], rows)
+        more = html.line(f"and {len(self) - len(own):,} more") if len(self) > len(own) else ""
+        return str(html.block(html.line(*self._summary()), table, more))
+
+    def _own(self, place: int) -> Mapping[str, Any]:
+        """Return the columns of an answered row; none if the rows are not kept."""
+        rows = self._rows
+        if rows is None:
+            return {}
+        if hasattr(rows, "iter_rows"):  # polars
+            return dict(rows.row(place, named=True))
+        row = rows.iloc[place].to_dict() if hasattr(rows, "iloc") else rows[place]
+        return {str(name): value for name, value in row.items()} if isinstance(row, Mapping) else {}
+
+
+def _cell(value: Any) -> object:
+    """Return a value of a row for the table."""
+    if isinstance(value, str):
+        return html.shorten(value, 80)
+    if is_missing(value):
+        return ""
+    return value if isinstance(value, bool | int | float) else abbreviated(value, 80)
 
 
 def _problem(answer: RowAnswer) -> str | None:

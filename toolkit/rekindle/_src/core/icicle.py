@@ -13,6 +13,7 @@ from rekindle._src.core.labels import readable
 WIDTH, MOST = 620, 480  # pixels: of the picture, and of its height unless that makes lines thinner than the thinnest
 THICK, THIN = 24.0, 3.0  # pixels of a line
 LETTER, SPACING = 6.5, 14.0  # pixels, about: of a letter, and between two lines of text
+WORD = 24  # characters of a long word
 ROWS = 50  # of the table
 HOW = "what begins alike shares a bar, and parts to the right"
 # How strong a bar's shade is when it was used that many seconds ago. Text on the strongest one can be read.
@@ -179,14 +180,35 @@ def _written(node: RunLike, x: float, y: float, width: float, height: float) -> 
 
 
 def _pieces(text: str, room: int, lines: int, last: int) -> list[str]:
-    """Return the beginning of a text in lines of `room` characters; the last of them has room for `last`."""
+    """Return the beginning of a text in lines of `room` characters; the last of them has room for `last`.
+
+    Words stay whole. One that is longer than a line ends in an ellipsis, and so does the last line of a longer text.
+    """
     pieces: list[str] = []
     rest = text
     while rest and room >= 3 and len(pieces) < lines - 1:
-        end = len(rest) if len(rest) <= room else rest.rfind(" ", room // 2, room) + 1 or room
+        end = len(rest) if len(rest) <= room else _whole(rest, room)
         pieces.append(readable(rest[:end].rstrip(" "), room))
-        rest = rest[end:]
-    return [*pieces, readable(rest, last)] if rest and last >= 3 else pieces
+        rest = rest[end:].removeprefix(" ")
+    if not rest or last < 3:
+        return pieces
+    if len(rest) <= last:
+        return [*pieces, readable(rest, last)]
+    end = _whole(rest, last - 1)
+    return [*pieces, readable(f"{rest[:end].rstrip(' ')}…" if end < last else rest, last)]
+
+
+def _whole(text: str, room: int) -> int:
+    """Return the end of the words at a text's beginning that have room; of its first word if that has none.
+
+    What goes on for longer than a word is text without spaces, as Chinese is, and ends anywhere.
+    """
+    end = text.rfind(" ", 1, room + 1)
+    if end < 0:
+        end = text.find(" ", room, room + WORD)
+    if end < 0 and len(text) <= WORD:
+        end = len(text)
+    return end if end > 0 else room
 
 
 def _hit(node: RunLike, bar: Bar, tokens: int, line: float, scale: float) -> Markup:

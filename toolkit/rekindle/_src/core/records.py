@@ -124,6 +124,9 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
+_SILENT = "it said nothing: a model that was trained on chats answers session.chat([…])"
+
+
 def describe_end(reason: FinishReason) -> str:
     """Return how a text ended, in words; they say if it was cut."""
     bound = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "the end of the context"}.get(reason)
@@ -533,6 +536,7 @@ class Completion(ForeignNames):
     image_runs: tuple[tuple[int, int], ...] = dataclasses.field(
         default=(), repr=False, compare=False
     )  # their positions in the prompt, tile by tile
+    question: str = dataclasses.field(default="", repr=False, compare=False)  # the text that came with pictures
 
     if not TYPE_CHECKING:
 
@@ -632,7 +636,7 @@ class Completion(ForeignNames):
         return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
-        parts: list[str] = [html.images(self.images)]
+        parts: list[str] = [html.images(self.images), html.line(self.question) if self.question else ""]
         if self.prompt_logprobs is not None:
             parts.append(html.tokens(self._shown_prompt(self.prompt_logprobs)))
         if self.logprobs is None and self.reply is not None:
@@ -650,6 +654,7 @@ class Completion(ForeignNames):
             f"{rate:.0f} tokens/s" if rate else "",
             "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
             "its structure was closed in time" if self.closed else "",
+            "" if self.text or self.finish_reason is not FinishReason.EOS else _SILENT,
         )
 
     def _facts(self) -> dict[str, str]:

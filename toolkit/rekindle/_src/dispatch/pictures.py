@@ -20,9 +20,10 @@ from rekindle.errors import InvalidRequest, PromptTooLong
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PromptPictures(Extension):
-    """Of a submission: the pictures of its prompt, in their order."""
+    """Of a submission: the pictures of its prompt, in their order, and the text that came with them, shortened."""
 
     pictures: tuple[PictureLike, ...]
+    question: str = ""
 
 
 class PictureIntake(Capability):
@@ -98,19 +99,19 @@ class PictureIntake(Capability):
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
         use = request.extensions.get(PictureUse)
-        return None if given is None or use is None else PictureOutput(given.pictures, use.spans)
+        return None if given is None or use is None else PictureOutput(given, use.spans)
 
 
 class PictureOutput(Part):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
-    __slots__ = ("_pictures", "_runs")
+    __slots__ = ("_given", "_runs")
 
-    def __init__(self, pictures: tuple[PictureLike, ...], spans: Sequence[PictureSpan]) -> None:
-        self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
+    def __init__(self, given: PromptPictures, spans: Sequence[PictureSpan]) -> None:
+        self._given, self._runs = given, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
-        return {"images": self._pictures, "image_runs": self._runs}
+        return {"images": self._given.pictures, "image_runs": self._runs, "question": self._given.question}
 
 
 def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:

@@ -350,8 +350,16 @@ class TimelinePicture:
         numbers = f"steps {self._steps[0].number}–{self._steps[-1].number}, a line per slot; hover over one"
         return html.Markup(
             f'<svg role="img" aria-label="{label}" height="{self._height}" {frame} style="{look}">{"".join(runs)}</svg>'
-            f"{axis}{html.with_hint(html.legend(style.PHASES), html.SLOTS)}{html.line(numbers)}"
+            f"{axis}{html.with_hint(html.legend(style.PHASES), html.SLOTS)}{html.line(numbers, self._folded(first))}"
         )
+
+    def _folded(self, first: float) -> str:
+        """Return how much time is left out of the axis, in words; empty if it is none."""
+        pauses = [step.pause for step in self._steps if step.pause > 0.0 and step.left > first]
+        if not pauses:
+            return ""
+        where = "at the mark" if len(pauses) == 1 else f"at {len(pauses):,} marks"
+        return f"the time axis is folded {where}, where {html.seconds(sum(pauses))} had no step"
 
     def _axis(self, first: float, span: float) -> Iterator[html.Markup]:
         """Yield seconds since the first step, where they fall into a step, and the pauses that have no place."""

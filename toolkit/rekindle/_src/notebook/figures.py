@@ -172,15 +172,18 @@ def _bars(texts: Sequence[str], logits: FloatArray, order: IntArray, summary: st
     named = enumerate(zip(texts, shares.tolist(), strict=False))
     seen = [(json.dumps(text, ensure_ascii=False), share) for at, (text, share) in named if at < 3 or share >= _LEAST]
     others = 1.0 - sum(share for _, share in seen)
-    rows = [_bar(text, share, style.BLUE) for text, share in seen]
+    bars = [(text, share, style.BLUE) for text, share in seen]
     if len(seen) < len(logits):
-        rows.append(_bar(html.count(len(logits) - len(seen), "other"), max(0.0, others), style.GREY))
-    return html.block(*rows, title=summary)
+        bars.append((html.count(len(logits) - len(seen), "other"), max(0.0, others), style.GREY))
+    largest = max(share for _, share, _ in bars)
+    scale = html.line(f"The longest bar is {largest:.1%}.") if largest < 1 else ""
+    return html.block(*(_bar(*bar, largest) for bar in bars), scale, title=summary)
 
 
-def _bar(name: str, share: float, colour: str) -> str:
+def _bar(name: str, share: float, colour: str, largest: float) -> str:
+    """Return a bar as long as its share of the largest one's."""
     code = f"width:9em;flex:none;text-align:right;overflow:hidden;white-space:nowrap;font-family:{style.CODE}"
-    look = f"height:.8em;border-radius:2px;width:{100 * share:.2f}%;background:{colour}"
+    look = f"height:.8em;border-radius:2px;width:{100 * share / largest:.2f}%;background:{colour}"
     return (
         f'<div style="display:flex;gap:8px;align-items:center;font-size:85%"><span style="{code}">{html.escape(name)}'
         f'</span><div style="flex:1;min-width:0"><div style="{look}"></div></div>'

@@ -104,7 +104,8 @@ function distribution(el, { texts, logits, rest }) {
   const LEAST = { false: 2e-3, true: 1e-7 }; // what has a bar, on a linear and on a logarithmic axis: less could not be seen
   let temperature = 1, top = 1, least = 0, logarithmic = false;
   const bars = make("div", { role: "list" }), note = make("div", { style: "margin:4px 0" }), axis = make("div", { style: "opacity:.75;font-size:80%" });
-  const length = (share) => (logarithmic ? Math.max(0, 1 + Math.log10(share) / 7) : share);
+  let largest = 1; // the share of the longest bar on a linear axis
+  const length = (share) => (logarithmic ? Math.max(0, 1 + Math.log10(share) / 7) : share / largest);
   const percent = (share) => (share >= 5e-4 || !share ? `${(100 * share).toFixed(1)}%` : `${(100 * share).toExponential(0)}%`);
   const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
   const row = (name, share, inside, colour, words) => make("div", { role: "listitem", style: "display:flex;gap:8px;align-items:center;font-size:85%" },
@@ -112,8 +113,7 @@ function distribution(el, { texts, logits, rest }) {
     make("div", { style: "flex:1;min-width:0" }, make("div", { style: `height:.8em;border-radius:2px;width:${100 * length(share)}%;background:${colour};opacity:${inside ? 1 : 0.35}` })),
     make("span", { textContent: words, style: "opacity:.75;width:9em;flex:none" }));
   function show() {
-    const largest = logits[0];
-    const weigh = (logit) => Math.exp((logit - largest) / temperature);
+    const weigh = (logit) => Math.exp((logit - logits[0]) / temperature);
     const all = logits.map((logit) => [weigh(logit), 1]).concat(rest.map(([logit, count]) => [weigh(logit), count]));
     const total = all.reduce((sum, [weight, count]) => sum + weight * count, 0);
     let before = 0, kept = 0, mass = 0;
@@ -128,9 +128,11 @@ function distribution(el, { texts, logits, rest }) {
     const seen = texts.map((text, at) => [text, ...shares[at]]).filter(([, share], at) => at < 3 || share >= LEAST[logarithmic]);
     const others = shares.reduce((sum, [, some]) => sum + some, 0) - seen.reduce((sum, [, , some]) => sum + some, 0);
     const theirs = shares.reduce((sum, [share, some]) => sum + share * some, 0) - seen.reduce((sum, [, share, some]) => sum + share * some, 0);
-    bars.replaceChildren(...seen.map(([text, share, some]) => row(JSON.stringify(text), some ? share / mass : share, some > 0, COLOURS[0], some ? percent(share / mass) : `cut, ${percent(share)}`)));
+    const drawn = seen.map(([text, share, some]) => [text, some ? share / mass : share, some]);
+    largest = Math.max(...drawn.map(([, share]) => share), others ? theirs / mass : 0);
+    bars.replaceChildren(...drawn.map(([text, share, some]) => row(JSON.stringify(text), share, some > 0, COLOURS[0], some ? percent(share) : `cut, ${percent(share)}`)));
     if (others) bars.append(row(many(others, "other"), theirs / mass, true, "var(--rk-grey)", `${percent(theirs / mass)} together`));
-    axis.textContent = logarithmic ? "The axis is logarithmic: a bar of full length is 100%, none 0.00001%." : "";
+    axis.textContent = logarithmic ? "The axis is logarithmic: a bar of full length is 100%, none 0.00001%." : `The longest bar is ${percent(largest)}.`;
     note.textContent = `${many(kept, "token")} can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)}% of the probability.`;
   }
   const controls = [
