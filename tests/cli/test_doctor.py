@@ -191,3 +191,12 @@ def test_the_commit_is_that_of_a_clone_of_rekindle_alone(tmp_path: Path, monkeyp
     assert short is not None and git("rev-parse", "HEAD").startswith(short)
     (tmp_path / "file").write_text("two")
     assert report.commit_of(tmp_path) == f"{short} with changes"
+
+
+def test_products_do_not_read_at_more_than_all_of_the_rate() -> None:
+    """A product may read faster than the sum that measures memory, which a share of 136% would not tell anybody."""
+    words = doctor._reading_words(25.0, {16: 34.0, 8: 17.0, 4: 8.5})
+    assert (
+        words == "34 GB/s; products of one row read at 100% of it in 16 bits, 50% of it in 8 bits, 25% of it in 4 bits"
+    )
+    assert doctor._reading_words(40.0, {16: 20.0}).startswith("40 GB/s; products of one row read at 50%")

@@ -114,7 +114,9 @@ def test_a_name_of_kept_weights_is_no_model_and_says_what_is(
     leaf_types = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
     description.write_bytes(known_models.encode(graph, leaf_types, "float32", name))
     assert main(["ls", name]) == 0
-    assert "pass the file or folder that these weights were made of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "pass the file or folder that these weights were made of" in said
+    assert "(1 model, 0 of them refused, 1 opened by path;" in said, "it was opened, so it is not refused"
     with pytest.raises(SystemExit):
         main(["chat", "--model", name])
     said = capsys.readouterr().err

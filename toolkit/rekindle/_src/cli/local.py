@@ -31,8 +31,13 @@ def ls(arguments: argparse.Namespace) -> int:
         print(json.dumps([_fields(model) for model in models], indent=1))
         return 0
     _print(models)
-    refused = sum(not model.opens for model in models)
-    print(f"({html.count(len(models), 'model')}, {refused:,} of them refused; `rekindle chat --model NAME` opens one)")
+    by_path = sum(model.by_path for model in models)
+    refused = sum(not model.opens for model in models) - by_path
+    others = f", {by_path:,} opened by path" if by_path else ""
+    print(
+        f"({html.count(len(models), 'model')}, {refused:,} of them refused{others}; "
+        "`rekindle chat --model NAME` opens one)"
+    )
     return 0
 
 

@@ -28,6 +28,7 @@ from rekindle._src.models.loading.stores.model_store import MAX_MODELS, StoreEnt
 from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import ConfigError
 
+BY_PATH = "pass the file or folder that these weights were made of"
 OWN = "rekindle"  # the store of what rekindle has made
 _WEIGHTS = "weights"  # in a cache folder
 _WIDTH, _REASON = 60, 200  # characters of a family or precision, and of a reason
@@ -45,6 +46,11 @@ class LocalModel(html.Record):
     precision: str  # of most of its weights
     problem: str  # why rekindle doesn't open it; "" if it does
     path: Path  # its folder or file
+
+    @property
+    def by_path(self) -> bool:
+        """True for kept weights of a model that was opened by its path, and so opens by that path again."""
+        return self.problem == BY_PATH
 
     @property
     def opens(self) -> bool:
@@ -134,7 +140,7 @@ def kept_models(cache: Path, names: Collection[str]) -> list[LocalModel]:
             kind = held.get("quantize") or _most((kind, 1) for _, kind in held["kinds"])  # the latter as stored
             precision = _short(kind or fields["dtype"])
             name, family = _short(fields["name"]), _short(config["model_type"])
-            problem = "" if name in names else "pass the file or folder that these weights were made of"
+            problem = "" if name in names else BY_PATH
             models.append(LocalModel(name, OWN, family, size, precision, problem, path))
     return sorted(models, key=lambda model: model.name.lower())
 
