@@ -12,7 +12,7 @@ import pytest
 
 from helpers import checkpoints
 from helpers.thorough import by_default
-from rekindle._src.models import families
+from rekindle._src.models import drafters, families
 from rekindle._src.models.loading.gguf import source
 from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
@@ -140,7 +140,7 @@ def test_families_have_no_other_way_to_these_counts(key: str) -> None:
     for read in (model.integer, model.number, model.get, model.numbers):
         with pytest.raises(AssertionError, match="believed by nobody"):
             read(key)
-    for path in Path(*families.__path__).glob("*.py"):
+    for path in (path for room in (families, drafters) for path in Path(*room.__path__).glob("*.py")):
         source = path.read_text()
         assert ".metadata" not in source, f"{path.name} reads metadata past GgufModel"
         assert f'"{key}"' not in source, path.name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.hf_config import ConfigKeys
 from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
-from rekindle._src.models.loading.manifest import Manifest, Source
+from rekindle._src.models.loading.manifest import Manifest
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -82,13 +82,6 @@ def decoder_of(block: str, decoder: str = "Decoder") -> Callable[[ModelConfig, P
     return module
 
 
-class DraftForm(NamedTuple):
-    """The head of a family that drafts tokens: the config of its layer, and the sources of its weights."""
-
-    config: Callable[[ModelConfig], ModelConfig]  # of the model's config
-    sources: Callable[[ModelConfig], Mapping[str, Source]]  # of the model's config, by paths below `drafter.`
-
-
 class Family(NamedTuple):
     """The entry of one model_type in the `FAMILIES` of its module."""
 
@@ -101,4 +94,3 @@ class Family(NamedTuple):
     # transformers' defaults of keys that the config of a model of images leaves out for its language model
     nested: Mapping[str, Any] = MappingProxyType({})
     layer_norms: bool = False  # its norms subtract the mean
-    drafts: DraftForm | None = None  # None: a head that drafts tokens, if there is one, is not implemented

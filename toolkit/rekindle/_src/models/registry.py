@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rekindle._src.models import families
+from rekindle._src.models import drafters, families
 from rekindle._src.models.config import ModelConfig, PictureSpec
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from rekindle._src.models.drafters.mtp import DraftForm
     from rekindle._src.models.family import Family, GgufForm
 
 # The model types of config.json that are implemented.
@@ -26,12 +27,15 @@ FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(famili
 
 def family(model_type: object, shown: str = "") -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
-    if not isinstance(model_type, str) or model_type not in (*FAMILIES, *families.ASSISTANTS):
+    if not isinstance(model_type, str) or model_type not in (*FAMILIES, *drafters.MODULES):
         raise UnsupportedModel(
             f"model_type={model_type!r}{shown} is not implemented. Use one of: {', '.join(FAMILIES)}."
         )
-    module = (families.RELATIVES | families.ASSISTANTS).get(model_type, model_type)
-    entry: Family = import_module(f"{families.__name__}.{module}").FAMILIES[model_type]
+    if model_type in drafters.MODULES:
+        module = f"{drafters.__name__}.{drafters.MODULES[model_type]}"
+    else:
+        module = f"{families.__name__}.{families.RELATIVES.get(model_type, model_type)}"
+    entry: Family = import_module(module).FAMILIES[model_type]
     return entry
 
 
@@ -53,7 +57,7 @@ def gguf_forms() -> dict[str, GgufForm]:
 
 def family_of_gguf(architecture: str) -> str | None:
     """Return the model_type of a GGUF architecture; None if no family has it. Names that are alike are tried first."""
-    known = (*FAMILIES, *families.ASSISTANTS)
+    known = (*FAMILIES, *drafters.MODULES)
     for model_type in sorted(known, key=lambda name: _letters(name) != _letters(architecture)):
         form = family(model_type).gguf
         if form is not None and architecture in (form.architecture, *form.others):
@@ -90,8 +94,8 @@ def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
         ) from error
     if isinstance(pictures := raw.get("pictures"), dict):  # as `loading.stored` finds it
         config = dataclasses.replace(config, pictures=PictureSpec(**pictures))
-    if raw.get("draft_head") is True and entry.drafts is not None:  # as `loading.stored` finds it
-        config = dataclasses.replace(config, draft_head=entry.drafts.config(config))
+    if raw.get("draft_head") is True and config.model_type in drafters.OWN_HEADS:  # as `loading.stored` finds it
+        config = dataclasses.replace(config, draft_head=_own_head(config).config(config))
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if experts > MAX_EXPERTS:
         raise UnsupportedModel(
@@ -104,13 +108,19 @@ def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     return config
 
 
+def _own_head(config: ModelConfig) -> DraftForm:
+    """Return the form of the head that models of this type have."""
+    from rekindle._src.models.drafters.mtp import HEADS  # few sessions use one
+
+    return HEADS[config.model_type]
+
+
 def manifest(config: ModelConfig) -> Manifest:
     """Return the sources of the model's parameters in a checkpoint."""
     entry = family(config.model_type)
     result = entry.manifest(config)
     if config.draft_head is not None and not config.draft_head.is_head:  # that one has a checkpoint of its own
-        assert entry.drafts is not None, "its config comes from the family"
-        head = {f"drafter.{path}": source for path, source in entry.drafts.sources(config).items()}
+        head = {f"drafter.{path}": source for path, source in _own_head(config).sources(config).items()}
         result = dataclasses.replace(result, sources={**result.sources, **head})
     if config.tie_embeddings:  # some checkpoints store the embedding again as the head
         result = dataclasses.replace(result, ignored=(*result.ignored, r"lm_head\.weight"))

@@ -9,7 +9,3 @@ RELATIVES = {  # the module of each of them
     "lfm2_moe": "lfm2", "lfm3": "lfm2", "ministral3": "mistral", "mixtral": "mistral", "olmo3": "olmo2",
     "olmoe": "olmo2", "qwen2_moe": "qwen2", "qwen3_5_moe_text": "qwen3_5_text", "qwen3_moe": "qwen3",
 }  # fmt: skip
-# Models that draft for others and are none by themselves, and the module of each of them.
-ASSISTANTS = {
-    "dflash": "qwen3", "eagle3": "llama", "gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_text",
-}  # fmt: skip

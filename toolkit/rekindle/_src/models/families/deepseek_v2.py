@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, Pages
 from rekindle._src.models.families import llama
-from rekindle._src.models.family import DraftForm, Family, GgufForm, GgufModel, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row
@@ -147,39 +147,6 @@ def manifest(config: ModelConfig) -> Manifest:
     )
 
 
-def draft_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the layer that drafts tokens, which has the form of the model's last layer."""
-    last = config.num_layers - 1
-    return dataclasses.replace(
-        config,
-        num_layers=1,
-        attention=config.attention[last:],
-        pages=config.pages[last:],
-        moe=config.moe[last:],
-        tie_embeddings=True,
-    )
-
-
-def draft_sources(config: ModelConfig) -> dict[str, Source]:
-    """Return the sources of the head that drafts tokens, a block after the last layer."""
-    head, E, block = config.draft_head, config.hidden_size, f"model.layers.{config.num_layers}"
-    assert head is not None, "the model has a head"
-    layer = llama.blocks(head, attention_sources, llama.norm_sources, mlp_sources)
-    return {
-        "embedding_norm.weight": one(f"{block}.enorm.weight", E),
-        "hidden_norm.weight": one(f"{block}.hnorm.weight", E),
-        "join.weight": one(f"{block}.eh_proj.weight", E),
-        "norm.weight": one(f"{block}.shared_head.norm.weight", E),
-        **{
-            f"layer.{path.removeprefix('layers.0.')}": source.renamed("model.layers.0", block)
-            for path, source in layer.items()
-        },
-    }
-
-
-DRAFTS = DraftForm(draft_config, draft_sources)
-
-
 def gguf_variant(model: GgufModel) -> str | None:
     """Return the family of a file of llama.cpp's "deepseek2", whose experts have a correction for another one."""
     layers = range(model.layers)
@@ -231,5 +198,5 @@ ALIASES = {"num_experts": "n_routed_experts"}
 GLM_ALIASES = {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"}
 FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", config, module, manifest, ALIASES, GGUF),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm_config, module, manifest, GLM_ALIASES, GGUF, drafts=DRAFTS),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm_config, module, manifest, GLM_ALIASES, GGUF),
 }

@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rekindle._src.models.config import AssistantSpec, AttentionSpec, ModelConfig, Pages, SharedWith
+from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, SharedWith
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
 from rekindle._src.models.families.llama import blocks, expert_sources, mlp_sources, norms_of, outer_sources
 from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
-from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from rekindle._src.models.precision import Precision
+    pass
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -83,32 +82,6 @@ def config(keys: ConfigKeys) -> ModelConfig:
     )
 
 
-def assistant_config(keys: ConfigKeys) -> ModelConfig:
-    """Return the config of an assistant, whose layers have queries alone, and whose logits have no cap."""
-    for name, value in (("enable_moe_block", False), ("use_double_wide_mlp", False), ("attention_bias", False)):
-        keys.only(name, value)
-    keys.only("hidden_size_per_layer_input", 0)
-    keys.only("tie_word_embeddings", True)
-    clusters = nearest = 0
-    if keys.get("use_ordered_embeddings", False):
-        clusters = keys.size("num_centroids", 2048)
-        nearest = keys.size("centroid_intermediate_top_k", 32)
-        vocabulary = keys.size("vocab_size")
-        if vocabulary % clusters or nearest > clusters:
-            raise UnsupportedModel(
-                f"num_centroids={clusters:,} and centroid_intermediate_top_k={nearest:,} in config.json don't fit: "
-                f"clusters divide the {vocabulary:,} tokens evenly, and no more than all are chosen. Check the file."
-            )
-    kinds = kinds_of_layers(keys)
-    return decoder(
-        keys,
-        attention=kinds.attention,
-        pages=kinds.pages,
-        assists=AssistantSpec(hidden_size=keys.size("backbone_hidden_size"), centroids=clusters, nearest=nearest),
-        **gemma_fields(keys, keys.size("head_dim")),
-    )
-
-
 def _full_layers(keys: ConfigKeys, kv_heads: int) -> tuple[int, int]:
     """Return the size and the number of kv heads in full layers, which newer files state layer by layer."""
     tied = keys.get("attention_k_eq_v", False)
@@ -129,13 +102,6 @@ def unified_config(keys: ConfigKeys) -> ModelConfig:
 
 
 module = decoder_of("LayerEmbeddingBlock", "LayerEmbeddingDecoder")
-
-
-def assistant(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.assistant import Assistant
-    from rekindle._src.models.nn.decoders import LayerEmbeddingBlock
-
-    return Assistant(config, precision, LayerEmbeddingBlock)
 
 
 def _has_keys(config: ModelConfig, layer: int) -> bool:
@@ -208,30 +174,14 @@ def manifest(config: ModelConfig) -> Manifest:
         }
     pieces = (attention_sources, norm_sources, mlp_sources, embedding_sources, experts_sources)
     found = Manifest(sources | blocks(config, *pieces), fused=FusedExperts())
-    return _without_keys(found, config)
+    return without_keys(found, config)
 
 
-def _without_keys(manifest: Manifest, config: ModelConfig) -> Manifest:
+def without_keys(manifest: Manifest, config: ModelConfig) -> Manifest:
     """Return a manifest that ignores projections of layers which attend to other pages: checkpoints may have them."""
     shared = "|".join(str(layer) for layer in range(config.num_layers) if not _has_keys(config, layer))
     unused = (rf"layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
     return dataclasses.replace(manifest, ignored=(*manifest.ignored, *unused))
-
-
-def assistant_manifest(config: ModelConfig) -> Manifest:
-    spec, E, V = config.assists, config.hidden_size, config.vocab_size
-    assert spec is not None, "the config is that of an assistant"
-    sources = blocks(config, attention_sources, norm_sources, mlp_sources)
-    sources["embed.weight"] = one("model.embed_tokens.weight", V, role=vocab(V))
-    sources["norm.weight"] = one("model.norm.weight", E)
-    sources["inputs.weight"] = one("pre_projection.weight", E)
-    sources["outputs.weight"] = one("post_projection.weight", spec.hidden_size)
-    if spec.centroids:
-        sources["centroids.weight"] = one("masked_embedding.centroids.weight", spec.centroids)
-        sources["clusters"] = one("masked_embedding.token_ordering", V, whole=True)
-    found = _without_keys(Manifest(sources), config)
-    # llama.cpp's names, of files whose metadata says nothing of clusters
-    return dataclasses.replace(found, ignored=(*found.ignored, r"masked_embd_.*"))
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
@@ -277,16 +227,6 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     return keys | {"enable_moe_block": True, **model.experts(of_token="top_k_experts")}
 
 
-def read_assistant_gguf(model: GgufModel) -> dict[str, Any]:
-    """Return the config of an assistant. llama.cpp's files lack clusters, or have them unused: it drafts without."""
-    if model.integer("attention.shared_kv_layers", model.layers) != model.layers:
-        raise model.unsupported("attention.shared_kv_layers", model.integer("attention.shared_kv_layers"))
-    return read_gguf(model) | {
-        "backbone_hidden_size": model.integer("embedding_length_out"),
-        "use_ordered_embeddings": False,
-    }
-
-
 NAMES = {
     **POST_NORMED, "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
     "post_feedforward_layernorm_2": "post_ffw_norm_2", "per_layer_input_gate": "inp_gate",
@@ -305,7 +245,6 @@ GGUF = GgufForm(
     activation="gelu_tanh",
     reads_only="rekindle does not write layers of different sizes",
 )
-ASSISTANT_GGUF = dataclasses.replace(GGUF, architecture="gemma4-assistant", read=read_assistant_gguf)
 NESTED = {
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -319,20 +258,5 @@ FAMILIES = {
         module,
         manifest,
         nested=NESTED | {"max_position_embeddings": 262_144},
-    ),
-    "gemma4_assistant": Family(
-        "Gemma4AssistantForCausalLM",
-        assistant_config,
-        assistant,
-        assistant_manifest,
-        gguf=ASSISTANT_GGUF,
-        nested=NESTED,
-    ),
-    "gemma4_unified_assistant": Family(
-        "Gemma4UnifiedAssistantForCausalLM",
-        assistant_config,
-        assistant,
-        assistant_manifest,
-        nested=NESTED | {"sliding_window": 1024, "max_position_embeddings": 262_144},
     ),
 }

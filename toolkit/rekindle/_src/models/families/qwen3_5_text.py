@@ -11,7 +11,7 @@ from typing import Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import DraftForm, Family, GgufForm, GgufModel, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.gguf.rewrites import HeadOrder, TensorRewrite
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
@@ -103,41 +103,6 @@ def manifest(config: ModelConfig) -> Manifest:
     return Manifest(sources, fused=FusedExperts() if config.moe else None)
 
 
-def draft_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of the layer that drafts tokens: attention, with experts where the others have some."""
-    attends = next((layer for layer, state in enumerate(config.states) if state is None), 0)
-    return dataclasses.replace(
-        config,
-        num_layers=1,
-        attention=config.attention[attends : attends + 1],
-        moe=config.moe[:1],
-        recurrent=(),
-        pictures=None,
-        tie_embeddings=True,
-    )
-
-
-def draft_sources(config: ModelConfig) -> dict[str, Source]:
-    """Return the sources of the head that drafts tokens."""
-    head, E = config.draft_head, config.hidden_size
-    assert head is not None, "the model has a head"
-    mlps = moe_sources if config.moe else mlp_sources
-    layer = {
-        path.removeprefix("layers.0."): source.renamed("model.", "mtp.")
-        for path, source in blocks(head, mixer_sources, norm_sources, mlps).items()
-    }
-    return {
-        "embedding_norm.weight": one("mtp.pre_fc_norm_embedding.weight", E, add=1.0),
-        "hidden_norm.weight": one("mtp.pre_fc_norm_hidden.weight", E, add=1.0),
-        "join.weight": one("mtp.fc.weight", E),
-        "norm.weight": one("mtp.norm.weight", E, add=1.0),
-        **{f"layer.{path}": source for path, source in layer.items()},
-    }
-
-
-DRAFTS = DraftForm(draft_config, draft_sources)
-
-
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     return model.decoder() | mixer_keys(model)
 
@@ -204,6 +169,6 @@ GGUF = GgufForm(
 )
 MOE_GGUF = dataclasses.replace(GGUF, architecture="qwen35moe", read=read_moe_gguf)
 FAMILIES = {
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF, drafts=DRAFTS),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", moe_config, module, manifest, gguf=MOE_GGUF, drafts=DRAFTS),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", moe_config, module, manifest, gguf=MOE_GGUF),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rekindle._src.core.plain_files import open_plain
-from rekindle._src.models.families import ASSISTANTS
+from rekindle._src.models import drafters
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
@@ -125,7 +125,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
     if len(found) == 1:
-        nested = isinstance(raw.get("text_config"), Mapping) and raw.get("model_type") not in ASSISTANTS
+        nested = isinstance(raw.get("text_config"), Mapping) and raw.get("model_type") not in drafters.MODULES
         pictures = pictures_of(raw) if nested else None
         headers, rest = _language_model(path, headers, found[0], nested=nested, alone=pictures is None, drafts=drafts)
         if pictures is not None and any(header.entries for header in rest):
@@ -147,7 +147,7 @@ def text_config(raw: Mapping[str, object]) -> dict[str, object]:
         name: value for name, value in text.items() if name not in _ADDED and (value is not None or name not in shared)
     }
     own = _SAME_LAYERS.get(str(own.get("model_type")), lambda own: own)(own)
-    if raw.get("model_type") in ASSISTANTS:
+    if raw.get("model_type") in drafters.MODULES:
         own |= {name: raw[name] for name in _ASSISTANT_KEYS if name in raw}
     tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}

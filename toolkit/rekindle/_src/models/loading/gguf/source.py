@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.families import ASSISTANTS
+from rekindle._src.models import drafters
 from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
@@ -55,7 +55,7 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
     if header.metadata.text("general.type", "model") != "model":
         kind = header.metadata.text("general.type")
         raise UnsupportedModel(f"{header.path}: general.type={kind[:80]!r} is not a model. Pass the model's own file.")
-    model = GgufModel(header, name, tensors, assists=model_type in ASSISTANTS)
+    model = GgufModel(header, name, tensors, assists=model_type in drafters.MODULES)
     try:
         model_type = gguf_form(model_type).variant(model) or model_type
         keys = gguf_form(model_type).read(model)

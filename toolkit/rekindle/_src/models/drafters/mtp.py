@@ -1,0 +1,84 @@
+"""Heads that models have of their own: in the checkpoint, a block more that drafts the token after the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families import deepseek_v2, llama, qwen2, qwen3_5_text
+from rekindle._src.models.loading.manifest import Source, one
+
+
+class DraftForm(NamedTuple):
+    """The head of a family that drafts tokens: the config of its layer, and the sources of its weights."""
+
+    config: Callable[[ModelConfig], ModelConfig]  # of the model's config
+    sources: Callable[[ModelConfig], Mapping[str, Source]]  # of the model's config, by paths below `drafter.`
+
+
+def config_of_qwen(config: ModelConfig) -> ModelConfig:
+    """Return the config of the layer that drafts tokens: attention, with experts where the others have some."""
+    attends = next((layer for layer, state in enumerate(config.states) if state is None), 0)
+    return dataclasses.replace(
+        config,
+        num_layers=1,
+        attention=config.attention[attends : attends + 1],
+        moe=config.moe[:1],
+        recurrent=(),
+        pictures=None,
+        tie_embeddings=True,
+    )
+
+
+def sources_of_qwen(config: ModelConfig) -> dict[str, Source]:
+    """Return the sources of the head that drafts tokens."""
+    head, E = config.draft_head, config.hidden_size
+    assert head is not None, "the model has a head"
+    mlps = qwen2.moe_sources if config.moe else llama.mlp_sources
+    layer = {
+        path.removeprefix("layers.0."): source.renamed("model.", "mtp.")
+        for path, source in llama.blocks(head, qwen3_5_text.mixer_sources, qwen3_5_text.norm_sources, mlps).items()
+    }
+    return {
+        "embedding_norm.weight": one("mtp.pre_fc_norm_embedding.weight", E, add=1.0),
+        "hidden_norm.weight": one("mtp.pre_fc_norm_hidden.weight", E, add=1.0),
+        "join.weight": one("mtp.fc.weight", E),
+        "norm.weight": one("mtp.norm.weight", E, add=1.0),
+        **{f"layer.{path}": source for path, source in layer.items()},
+    }
+
+
+def config_of_glm(config: ModelConfig) -> ModelConfig:
+    """Return the config of the layer that drafts tokens, which has the form of the model's last layer."""
+    last = config.num_layers - 1
+    return dataclasses.replace(
+        config,
+        num_layers=1,
+        attention=config.attention[last:],
+        pages=config.pages[last:],
+        moe=config.moe[last:],
+        tie_embeddings=True,
+    )
+
+
+def sources_of_glm(config: ModelConfig) -> dict[str, Source]:
+    """Return the sources of the head that drafts tokens, a block after the last layer."""
+    head, E, block = config.draft_head, config.hidden_size, f"model.layers.{config.num_layers}"
+    assert head is not None, "the model has a head"
+    layer = llama.blocks(head, deepseek_v2.attention_sources, llama.norm_sources, deepseek_v2.mlp_sources)
+    return {
+        "embedding_norm.weight": one(f"{block}.enorm.weight", E),
+        "hidden_norm.weight": one(f"{block}.hnorm.weight", E),
+        "join.weight": one(f"{block}.eh_proj.weight", E),
+        "norm.weight": one(f"{block}.shared_head.norm.weight", E),
+        **{
+            f"layer.{path.removeprefix('layers.0.')}": source.renamed("model.layers.0", block)
+            for path, source in layer.items()
+        },
+    }
+
+
+QWEN, GLM = DraftForm(config_of_qwen, sources_of_qwen), DraftForm(config_of_glm, sources_of_glm)
+HEADS = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "glm4_moe_lite": GLM}
