@@ -124,12 +124,12 @@ def test_one_request_whose_drafts_do_not_pay_rests_alone(monkeypatch: pytest.Mon
     pays[0] = False
     run(loop, *(text(9, number) for number in range(3, 6)), temperature=1.0, seed=3)
     assert not drafter.awake
-    asking = [len({row.request.id for row in plan.decode if row.drafting}) for plan in device.plans]
+    asking = [len(plan.awaited) for plan in device.plans]
     assert max(asking) == 3
     tried = len(device.plans)
     for number in range(6, 12):
         run(loop, *(text(9, number, place) for place in range(3)), temperature=1.0, seed=3)
-    asking = [len({row.request.id for row in plan.decode if row.drafting}) for plan in device.plans[tried:]]
+    asking = [len(plan.awaited) for plan in device.plans[tried:]]
     assert max(asking) == 1, "it tries with one request"
 
 
@@ -155,7 +155,7 @@ def test_a_full_batch_does_not_wait_for_drafts() -> None:
         loop.step()
     assert drafter.awake and drafter.crowded
     latest = device.plans[-1]
-    assert len(latest.decode) == 6 and not any(row.drafting for row in latest.decode)
+    assert len(latest.decode) == 6 and not latest.awaited
     loop.run()
     exact(loop, *requests)
     for number in range(2):

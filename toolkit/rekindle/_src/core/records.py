@@ -247,9 +247,6 @@ class Row(NamedTuple):
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
     sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
-    drafting: bool = False  # a drafter waits for its result: the next step may have drafts
-    following: int = -1  # the token after its last one, if it does not sample that
-    missing: int = 0  # entries of earlier tokens that the model's own head has not computed yet
 
 
 class PageMove(NamedTuple):
@@ -289,6 +286,16 @@ class DraftTask(NamedTuple):
         return (self.drafts or (self.row,))[-1].pages
 
 
+class EntryLag(NamedTuple):
+    """The part of a row in a step that computes a drafter's entries: see `programs.draft_entries`."""
+
+    missing: int  # entries of earlier tokens that were not computed yet
+    following: int = -1  # the token after its last one, if it does not sample that
+
+
+NOBODY: frozenset[str] = frozenset()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one step. Order on the device: offload reads, then restore writes, then copies, then the rows."""
@@ -303,6 +310,8 @@ class StepPlan:
     loads: tuple[DeviceLoad, ...] = ()  # what to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
     tasks: tuple[DraftTask, ...] = ()  # of the drafter that computes on the device, before the rows run
+    awaited: frozenset[str] = NOBODY  # requests whose token a drafter needs before the next step is planned
+    entries: Mapping[int, EntryLag] | None = None  # by slot; None: the step computes no entries for a drafter
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -320,15 +329,7 @@ class StepPlan:
     def drafted(self) -> bool:
         """True if it checks drafts, or a drafter needs the token of one of its rows. The next step is then planned only
         when this one's result is known."""
-        return any(row.draft or row.drafting for row in self.decode)
-
-    @property
-    def enters(self) -> bool:
-        """True if the step computes the entries of the model's own head, for its tokens and for earlier ones that lack
-        them: it has prompts or drafts, or a row lacks entries of `MOST_MISSING` tokens."""
-        return bool(self.prefill) or any(
-            row.draft or row.drafting or row.missing >= MOST_MISSING for row in self.decode
-        )
+        return bool(self.awaited) or any(row.draft for row in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

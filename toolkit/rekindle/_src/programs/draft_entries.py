@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Row, StepPlan
+from rekindle._src.core.records import HIDDEN_KEPT, EntryLag, IntArray, Row, StepPlan
 from rekindle._src.models.base import Model
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ProgramVariant
@@ -58,10 +58,17 @@ class KeptEntries(Feature[Inputs, tuple[()]], abc.ABC):
         self._layers = layers
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return plan.enters
+        return plan.entries is not None or bool(plan.prefill)
 
-    def write_row(self, row: Row, out: IntArray) -> None:
-        out[0] = min(row.missing, HIDDEN_KEPT)
+    def write_rows(self, plan: StepPlan, rows: Sequence[tuple[int, Row]], out: IntArray) -> None:
+        if plan.entries is not None:
+            for place, row in rows:
+                if not row.draft:
+                    self.write_lag(plan.entries[row.slot], out[place])
+
+    def write_lag(self, lag: EntryLag, out: IntArray) -> None:
+        """Write the integers of a row that is no draft, each 0 so far."""
+        out[0] = min(lag.missing, HIDDEN_KEPT)
 
     @abc.abstractmethod
     def unpack(self, columns: Columns) -> Inputs:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.records import HIDDEN_KEPT, IntArray, Row, StepPlan
+from rekindle._src.core.records import HIDDEN_KEPT, EntryLag, IntArray, StepPlan
 from rekindle._src.models.base import Model, merge
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
@@ -64,9 +64,9 @@ class HeadEntries(KeptEntries[DraftHeadInputs]):
 
     row_ints = 2
 
-    def write_row(self, row: Row, out: IntArray) -> None:
-        super().write_row(row, out)
-        out[1] = row.following + 1
+    def write_lag(self, lag: EntryLag, out: IntArray) -> None:
+        super().write_lag(lag, out)
+        out[1] = lag.following + 1
 
     def unpack(self, columns: Columns) -> DraftHeadInputs:
         return DraftHeadInputs(columns.row_ints[:, 0], columns.row_ints[:, 1] - 1)

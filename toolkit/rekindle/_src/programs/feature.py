@@ -289,6 +289,11 @@ class Feature(Generic[Own, Operands]):
         Prompts begin after `rows` tokens.
         """
 
+    def write_rows(self, plan: StepPlan, rows: Sequence[tuple[int, Row]], out: IntArray) -> None:
+        """Write the integers of a step's rows [N, row_ints], each 0 so far, at the places of its `rows`."""
+        for place, row in rows:
+            self.write_row(row, out[place])
+
     def write_row(self, row: Row, out: IntArray) -> None:
         """Write the integers of a row [row_ints], each 0 so far."""
 

@@ -454,8 +454,7 @@ class Upload:
         first = 0
         for feature in self.layout.features.entries:
             if feature.row_ints:
-                for place, row in rows:
-                    feature.write_row(row, self._row_extra[place, first : first + feature.row_ints])
+                feature.write_rows(plan, rows, self._row_extra[:, first : first + feature.row_ints])
                 first += feature.row_ints
 
     def _write_pages(self, index: int, pages: IntArray) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import (
+    NOBODY,
     FinishReason,
     PageMove,
     Request,
@@ -176,6 +177,7 @@ class DataScheduler:
             tuple(move for part in planned for move in part.offload),
             tuple(move for part in planned for move in part.restore),
             copies=tuple(copy for part in planned for copy in part.copies),
+            awaited=NOBODY.union(*(part.awaited for part in planned)),
         )
         self._flights.append(_ShardFlight(plan, tuple(parts)))
         self._step += 1

@@ -251,6 +251,7 @@ class Scheduler:
             )
             decode = [sequence for sequence in decode if self._ready_rows.takes(sequence, 1)]
             decode_rows = [self._row(sequence, 1) for sequence in decode]
+        awaited = self._drafts.awaited(decode)
         if decode and self._ready_rows.drafts():
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill), ready=self._ready_rows.room)
         tasks = self._drafts.tasks(decode, decode_rows)
@@ -265,11 +266,12 @@ class Scheduler:
             self._running_set.room.loads(),
             self._ledger.copies(self._step),
             tasks,
+            awaited,
+            self._drafts.entries((*decode, *prefill), (*decode_rows, *prefill_rows), enters=bool(awaited or prefill)),
         )
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
         self._waited = plan.drafted
         self._flights.append(_Flight(plan, (*decode, *prefill)))
-        self._drafts.entered(self._flights[-1].sequences, plan)
         self._step += 1
         return plan
 

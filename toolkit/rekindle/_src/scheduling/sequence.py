@@ -154,7 +154,7 @@ class Sequence:
 
     __slots__ = (
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached", "cached_tokens", "claimed", "computed", "cutting",
-        "drafter", "drafting", "ended_at", "entered", "epoch", "followers", "forced", "fresh", "generated", "generates",
+        "drafter", "drafting", "ended_at", "epoch", "followers", "forced", "fresh", "generated", "generates",
         "generation", "holding", "in_flight", "known", "limit", "limit_reason", "namespace", "naming", "need", "node",
         "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at", "reason", "request",
         "sampled", "sides", "slot", "status", "target", "timeline", "undrafted", "waits_for",
@@ -196,7 +196,6 @@ class Sequence:
         self.planned = 0
         self.computed = 0
         self.cached = 0  # leading positions whose pages were there when the epoch began
-        self.entered = 0  # leading positions whose entries the model's own head has, or that it does without
         # Tokens:
         self._tokens = request.begun
         self.known = len(self._tokens)  # tokens whose values the host has
@@ -336,7 +335,7 @@ class Sequence:
         self.epoch += 1
         self.slot = slot
         self.fresh = True
-        self.computed = self.planned = self.entered = self.cached = start
+        self.computed = self.planned = self.cached = start
         self.target = self.known
         self.status = Status.PREFILL
         self.enter(PhaseKind.PREFILL)
@@ -379,9 +378,6 @@ class Sequence:
             self.outputs if self.fresh and self.generated else None,
             start < self.published * self.page_size,
             sides=sides,
-            drafting=samples and self._asks,
-            missing=start - self.entered,
-            following=int(self._tokens[end]) if end < self.known and not samples else -1,
         )
         self.fresh = False
         self.planned = end
@@ -401,7 +397,6 @@ class Sequence:
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         self.in_flight += len(tokens)
-        asks = self._asks
         return [
             Row(
                 self.request,
@@ -415,20 +410,18 @@ class Sequence:
                 generated=self.sampled + index,
                 draft=True,
                 sides=sides[index],
-                drafting=asks,
             )
             for index in range(len(tokens))
         ]
 
     @property
-    def _asks(self) -> bool:
-        """True if a drafter wants its rows to draft."""
+    def awaited(self) -> bool:
+        """True if a drafter needs its next token before the step after that is planned."""
         return bool(self.drafting) and any(drafts.asks for drafts in self.drafting.values())
 
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""
         self.planned, self.sampled = self.computed, self.generated
-        self.entered = min(self.entered, self.planned)
 
     def growth(self, fraction: float) -> int:
         """Return how many more pages the sequence will need if it samples `fraction` of its remaining tokens."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from rekindle._src.core.records import DraftTask, IntArray, Row
+from rekindle._src.core.records import DraftTask, EntryLag, IntArray, Row
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
@@ -67,6 +67,14 @@ class Drafter:
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
         """Return what is drafted on the device before a step with decode `rows` of `sequences`."""
         return ()
+
+    def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
+        """Return for each row, by its slot, which entries a step computes for it; None if the step computes none. It
+        `enters` for another reason, if it does."""
+        return None
+
+    def checked(self, sequence: Sequence) -> None:
+        """Note that a request continues after the last accepted draft."""
 
     def lost(self) -> None:
         """Note that what it has on the device was lost. Called in the device thread."""

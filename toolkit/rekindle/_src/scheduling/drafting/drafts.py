@@ -12,10 +12,19 @@ the host once, and the drafts have to gain more than that wait costs every row o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 
-from rekindle._src.core.records import HIDDEN_KEPT, MOST_MISSING, DraftTask, Row, StepPlan, StepResult
+from rekindle._src.core.records import (
+    HIDDEN_KEPT,
+    MOST_MISSING,
+    NOBODY,
+    DraftTask,
+    EntryLag,
+    Row,
+    StepPlan,
+    StepResult,
+)
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
@@ -126,15 +135,18 @@ class Drafts:
         for drafter in self._drafters:
             drafter.planned(step)
 
-    def entered(self, sequences: Items[Sequence], plan: StepPlan) -> None:
-        """Note of which tokens the model's own head has entries after a step."""
-        if self._has_head and plan.enters:
-            for sequence, row in zip(sequences, plan.rows, strict=True):
-                sequence.entered = row.start + row.length
+    def awaited(self, sequences: Items[Sequence]) -> frozenset[str]:
+        """Return the requests whose token a drafter needs before the step after the one being planned."""
+        return frozenset([one.id for one in sequences if one.awaited]) if self._working else NOBODY
+
+    def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
+        """Return what a step computes for the drafter that keeps entries of tokens; see `Drafter.entries`."""
+        entries = (one.entries(sequences, rows, enters=enters) for one in self._working)
+        return next((each for each in entries if each is not None), None)
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
-        waited, entered = plan.step == self._waits, self._has_head and plan.enters
+        waited, entered = plan.step == self._waits, plan.entries is not None
         if not plan.prefill and (waited or (plan.step != self._alone and not entered)):
             self._costs.learn(len(plan.decode), result, waited=waited)
         if not plan.drafted:
@@ -150,6 +162,8 @@ class Drafts:
             self.drafted[sequence.drafter] += count
             self.accepted[sequence.drafter] += accepted[sequence]
             sequence.drafts_checked()
+            for drafter in self._working:
+                drafter.checked(sequence)
             self._ledger.sides.checked(sequence)
 
     def statistics(self) -> dict[str, DraftCounts]:
@@ -158,9 +172,8 @@ class Drafts:
 
     def end(self, sequence: Sequence) -> None:
         """Note that a request has ended."""
-        if sequence.drafting:
-            for drafter in self._drafters:
-                drafter.end(sequence)
+        for drafter in self._drafters if sequence.drafting else self._working:  # entries begin with the prompt
+            drafter.end(sequence)
 
     def forget(self) -> None:
         """Forget all texts: the session's cache was cleared."""

@@ -8,8 +8,9 @@ make (`programs.draft_head`): it drafts where none is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
-from rekindle._src.core.records import DraftTask, Row
+from rekindle._src.core.records import MOST_MISSING, DraftTask, EntryLag, Row
 from rekindle._src.programs.draft_model import DRAFTS
 from rekindle._src.scheduling.drafting.drafter import DraftableRow
 from rekindle._src.scheduling.drafting.models import FAR, WeightsDrafter, WeightsDrafts
@@ -22,6 +23,13 @@ _OWNERS = {
     "dflash": "the DFlash head",
     "assistant": "the assistant",
 }
+
+
+class _Entered(NamedTuple):
+    """The leading tokens of a request that a head has entries of, in an epoch of the request."""
+
+    epoch: int
+    tokens: int
 
 
 class HeadDrafts(WeightsDrafts):
@@ -41,13 +49,43 @@ class HeadDrafter(WeightsDrafter):
         """`block` is the number of tokens of a block, the last one of the text included; 0: it drafts no blocks."""
         super().__init__(positions)
         self.name, self.reach = name, max(0, block - 1)
+        self._entered: dict[Sequence, _Entered] = {}
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
         return HeadDrafts(self)
 
     def can_draft(self, sequence: Sequence) -> bool:
         """True if all that a draft after a request's latest token reads is on the device."""
-        return sequence.has_hidden and sequence.entered >= sequence.known - 1
+        return sequence.has_hidden and self.entered(sequence) >= sequence.known - 1
+
+    def entered(self, sequence: Sequence) -> int:
+        """Return of how many leading tokens it has entries, or does without."""
+        known = self._entered.get(sequence)
+        return sequence.cached if known is None or known.epoch != sequence.epoch else known.tokens
+
+    def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> dict[int, EntryLag] | None:
+        """A step computes entries if it has prompts or drafts, or if a row lacks those of `MOST_MISSING` tokens."""
+        lags = dict[int, EntryLag]()
+        for sequence, row in zip(sequences, rows, strict=True):
+            if row.draft:
+                enters = True
+                continue
+            end, missing = row.start + row.length, row.start - self.entered(sequence)
+            follows = end < sequence.known and not row.samples
+            lags[row.slot] = EntryLag(missing, int(sequence.tokens(end, end + 1)[0]) if follows else -1)
+            enters = enters or missing >= MOST_MISSING
+        if not enters:
+            return None
+        for sequence, row in zip(sequences, rows, strict=True):
+            self._entered[sequence] = _Entered(sequence.epoch, row.start + row.length)
+        return lags
+
+    def checked(self, sequence: Sequence) -> None:
+        self._entered[sequence] = _Entered(sequence.epoch, min(self.entered(sequence), sequence.planned))
+
+    def end(self, sequence: Sequence) -> None:
+        super().end(sequence)
+        self._entered.pop(sequence, None)
 
     def _room(self, sequence: Sequence) -> int:
         """Return how many tokens it can draft after a request's known ones: a block is drafted whole or not at all."""
@@ -88,3 +126,9 @@ class AssistantDrafter(HeadDrafter):
 
     def can_draft(self, sequence: Sequence) -> bool:
         return sequence.has_hidden
+
+    def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> None:
+        return None  # it keeps none
+
+    def checked(self, sequence: Sequence) -> None:
+        pass
