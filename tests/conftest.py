@@ -154,9 +154,10 @@ def large_steps(request: pytest.FixtureRequest) -> Iterator[None]:
     if "not thorough" not in request.config.option.markexpr:
         yield
         return
-    from rekindle._src.programs import buckets, draft_model, target_drafts
+    from rekindle._src.drafts import calls
+    from rekindle._src.programs import buckets
 
-    lattice, draft_rows = buckets.lattice, draft_model.row_sizes
+    lattice, draft_rows = buckets.lattice, calls.row_sizes
 
     def largest(*args: Any, single: bool = False) -> tuple[buckets.Bucket, ...]:
         sizes = lattice(*args)
@@ -164,8 +165,7 @@ def large_steps(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "lattice", largest)
-        for module in (draft_model, target_drafts):
-            patch.setattr(module, "row_sizes", lambda most: draft_rows(most)[-1:])
+        patch.setattr(calls, "row_sizes", lambda most: draft_rows(most)[-1:])
         yield
 
 

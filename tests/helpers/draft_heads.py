@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from helpers import checkpoints
 from rekindle._src.core.records import DraftTask
+from rekindle._src.drafts.weights import DraftWeights
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.execution.draft_model import DraftWeights
 from rekindle._src.models.base import LoadedModel, merge
+from rekindle._src.models.drafters.own import head_of, leaves_of_head, leaves_of_trunk, trunk_of
 from rekindle._src.models.plain import PlainAttention
 
 
@@ -26,17 +27,23 @@ def with_head(name: str) -> dict[str, Any]:
     return checkpoints.CASES[name] | {"draft_head": True}
 
 
+def apart(model: LoadedModel) -> tuple[Any, Any]:
+    """The module of a model, and that of its head."""
+    trunk = merge(trunk_of(model.graph), leaves_of_trunk(model.graph, model.leaves))
+    return trunk, merge(head_of(model.graph), leaves_of_head(model.graph, model.leaves))
+
+
 def drafts(model: LoadedModel, prompt: list[int]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The logits of the first draft after each pair of a text [T - 1, V], and of the second after the last pair [V]."""
-    module: Any = merge(model.graph, model.leaves)
+    module, own = apart(model)
     ids = jnp.array(prompt, jnp.int32)
     hidden = module(ids, jnp.arange(len(ids)), PlainAttention(module, len(ids)), jnp.full(len(ids), len(ids)))
 
     def head(states: Any, tokens: Any) -> Any:
         length = len(tokens)
-        entries = module.draft_entries(tokens, states, jnp.arange(length), None)
-        attend = PlainAttention(module.drafter, length)
-        return module.draft(entries.x, attend(0, entries.q, entries.k, entries.v), entries.gate)
+        entries = own.entries(tokens, module.embed, states, jnp.arange(length), None)
+        attend = PlainAttention(own, length)
+        return own.draft(entries.x, attend(0, entries.q, entries.k, entries.v), entries.gate)
 
     states, tokens = hidden[:-1], ids[1:]
     first = head(states, tokens)
@@ -51,13 +58,13 @@ def chains(model: LoadedModel, text: list[int], places: list[int], count: int) -
 
     Each further draft is after the likeliest token of those before, and reads the head's own state.
     """
-    module: Any = merge(model.graph, model.leaves)
+    module, own_head = apart(model)
     ids = jnp.array(text, jnp.int32)
     hidden = module(ids, jnp.arange(len(ids)), PlainAttention(module, len(ids)), jnp.full(len(ids), len(ids)))
-    known = module.draft_entries(ids[1:], hidden[:-1], jnp.arange(len(ids) - 1), None)
-    (spec,), value_size = module.drafter.config.attention, module.drafter.config.pages_of(0).value_size
-    joined: Any = jax.jit(module.draft_entries)
-    rest: Any = jax.jit(lambda *values: (out := module.draft(*values), module.logits(out)))
+    known = own_head.entries(ids[1:], module.embed, hidden[:-1], jnp.arange(len(ids) - 1), None)
+    (spec,), value_size = own_head.config.attention, own_head.config.pages_of(0).value_size
+    joined: Any = jax.jit(lambda tokens, *rest: own_head.entries(tokens, module.embed, *rest))
+    rest: Any = jax.jit(lambda *values: (out := own_head.draft(*values), module.logits(out)))
 
     def drafts(place: int) -> list[NDArray[Any]]:
         keys, values = (None if each is None else np.asarray(each)[: place - 1] for each in (known.k, known.v))

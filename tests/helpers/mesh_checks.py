@@ -27,11 +27,11 @@ from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # 
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
 from rekindle._src.core.taps import SITES  # noqa: E402
+from rekindle._src.drafts import resting  # noqa: E402
 from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placement_of  # noqa: E402
 from rekindle._src.opening.resolve import resolve  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
-from rekindle._src.scheduling.drafting import models as small_models  # noqa: E402
 from rekindle._src.scheduling.drafting.costs import StepCosts  # noqa: E402
 from rekindle._src.scheduling.drafting.drafter import DraftCounts  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
@@ -341,7 +341,7 @@ def compare_drafts(folder: Path, name: str, drafters: dict[str, dict[str, Any]])
     """Compare the tokens of two devices with drafts with those of one without, of guided and penalised rows, too.
     Return what each drafter has brought."""
     StepCosts.best = lambda self, rows, gains, free, measured=True: len(gains)  # type: ignore[method-assign]
-    small_models._PLAIN = 0
+    resting._PLAIN = 0
     greedy: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
     asked: list[dict[str, Any]] = [
         greedy,

@@ -12,12 +12,12 @@ from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_re
 from rekindle._src.core.config import DraftSource
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
+from rekindle._src.drafts.plan import of_texts
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, SidePlan, root_digest
 from rekindle._src.programs.side_caches import STEPS, RecurrentStates, WindowPages
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
-from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.ready_rows import StepProgramsLike
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.scheduling.sequence import Sequence as Scheduled
@@ -54,8 +54,8 @@ class Loop:
         `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
         limits = Limits(
-            max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup,
-            max_beside_decode, edge=edge, whole=whole, drafts=drafts,
+            max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue,
+            max_beside_decode, edge=edge, whole=whole,
         )  # fmt: skip
         spare = max(max_requests, 2) if drafts not in ("auto", "none") or prompt_lookup else 0
         own = 1 + max_requests + spare
@@ -93,7 +93,8 @@ class Loop:
         ]
         self.cache = self.caches[0]
         options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
-        options["drafters"] = drafters_of(limits) if drafters is None else drafters
+        of_text = [kind.drafter(limits) for kind in of_texts(drafts, prompt_lookup)]
+        options["drafters"] = of_text if drafters is None else drafters
         cached = [cache if prefix_cache else None for cache in self.caches]
         self.scheduler = Scheduler(limits, self.pool, cache=cached[0], sides=self.sides, programs=programs, **options)
         self.shards: list[ShardScheduler] = []

@@ -54,8 +54,8 @@ def test_it_is_computed_from_values_alone(tmp_path: Path) -> None:
     source = source_of(request)
     for folder in both.values():
         shutil.rmtree(folder)
-    small = blueprint(request, source).drafter
-    assert small is not None and small.name == both["small"]
+    plan = blueprint(request, source)
+    assert plan.drafts.fingerprint is not None and plan.facts()["drafter"] == plan.drafts.fingerprint
 
 
 def test_equal_openings_have_equal_blueprints() -> None:

@@ -32,6 +32,7 @@ FOLDERS = (
     "rekindle._src.programs",
     "rekindle._src.scheduling",
     "rekindle._src.execution",
+    "rekindle._src.drafts",
     "rekindle._src.processes",
     "rekindle._src.dispatch",
     "rekindle._src.notebook",

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from rekindle._src.scheduling.drafting.repeats import SIZE, PromptLookup, RepeatChances
+from rekindle._src.drafts.lookup import PromptLookup
+from rekindle._src.drafts.repeats import SIZE, RepeatChances
 
 
 def array(tokens: list[int]) -> np.ndarray:

@@ -10,9 +10,9 @@ import pytest
 from helpers.fakes import FakeModel
 from helpers.scheduling import Loop, exact, make_request, text
 from rekindle._src.core.records import DraftTask, StepPlan
-from rekindle._src.scheduling.drafting import models
+from rekindle._src.drafts import resting
+from rekindle._src.drafts.model import ModelDrafter
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle._src.scheduling.drafting.models import ModelDrafter
 from scheduling.test_ready_rows import Programs
 
 SIZE = 8
@@ -56,7 +56,7 @@ class SmallModel:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 def small(*, salt: int = 0, pages: int = 60, **options: Any) -> tuple[Loop, SmallModel, ModelDrafter]:
@@ -100,7 +100,7 @@ def test_shared_pages_are_computed_once() -> None:
 
 
 def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
     loop, device, drafter = small(salt=1)
     for number in range(8):
         run(loop, text(9, number), temperature=1.0, seed=number)
@@ -141,7 +141,7 @@ def test_a_pause_does_not_grow_while_the_program_for_drafts_is_made() -> None:
     run(loop, text(9, 1), temperature=1.0, seed=1)
     assert programs.rows > 1, "drafts asked for it"
     assert not loop.scheduler.statistics().drafted_tokens
-    assert drafter._pause == models._SHORTEST
+    assert drafter._pause == resting._SHORTEST
 
 
 @pytest.mark.usefixtures("eager")

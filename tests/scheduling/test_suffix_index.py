@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from helpers.fakes import FakeModel, make_request
 from helpers.scheduling import Loop, exact
 from rekindle._src.core.prefix import SHARED, PageNamespace
-from rekindle._src.scheduling.drafting.repeats import SIZE, RepeatChances
-from rekindle._src.scheduling.drafting.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex, mixed_in
+from rekindle._src.drafts.repeats import SIZE, RepeatChances
+from rekindle._src.drafts.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex, mixed_in
 
 ROOTS = (None, "one tenant", "another")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
@@ -15,10 +15,11 @@ from helpers import assistants, checkpoints
 from helpers.draft_heads import assert_likeliest, recorded
 from helpers.plain_loop import plain_loop
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.execution.draft_model import AssistantWeights
+from rekindle._src.drafts import resting
+from rekindle._src.drafts.assistant import AssistantWeights
+from rekindle._src.drafts.checkpoint import Target
+from rekindle._src.drafts.plan import draft_plan
 from rekindle._src.models.loading import checkpoint
-from rekindle._src.opening.source import drafter_for
-from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError, UnsupportedModel
 from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
@@ -37,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, as much as there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +170,10 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
-    placement = SimpleNamespace(data=2, processes=1)
-    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
+    config, placement = EngineConfig(drafts=assistant), SimpleNamespace(data=2, processes=1)
+    divided = Target(model.graph, (), cast(Any, placement), config)
     with pytest.raises(ConfigError, match="which can't draft in several data shards"):
-        drafter_for(divided, EngineConfig(drafts=assistant))
+        draft_plan(config, lambda: divided, str)
     with pytest.raises(ConfigError, match="attends to this model's pages: several devices have a part of them each"):
         rekindle.open_sync(model, **OPTIONS, drafts=assistant, mesh=jax.make_mesh((1,), ("model",)))
     with pytest.raises(UnsupportedModel, match=r"which drafts for another model.*Open that model, with drafts="):

@@ -20,12 +20,11 @@ from helpers.sessions import eventually
 from helpers.thorough import by_default
 from programs.test_layered import many_layers
 from rekindle import Session
-from rekindle._src.execution.draft_model import OwnHead
+from rekindle._src.drafts import resting
+from rekindle._src.drafts.calls import DRAFTS
+from rekindle._src.drafts.entries import EntryDrafter, HeadWeights
 from rekindle._src.models.base import LoadedModel, merge
-from rekindle._src.programs.draft_model import DRAFTS
-from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle._src.scheduling.drafting.heads import HeadDrafter
 from rekindle._src.session.session import client_of
 from rekindle.errors import ConfigError
 from session.test_drafts_of_states import FEW, REQUESTS
@@ -40,7 +39,7 @@ HEAD: dict[str, Any] = {**OPTIONS, "disk_memory": 0, "drafts": "mtp"}
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, and computes every draft."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 class Pair(NamedTuple):
@@ -189,7 +188,7 @@ def check_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     text = [*first, *plain_loop(model, first, 40)]
     again = [*text, *tokens(9, seed=6)]  # a next turn, of which pages and a state are there
     whole = [*again, *plain_loop(model, again, 40)]
-    seen = recorded(monkeypatch, OwnHead, whole)
+    seen = recorded(monkeypatch, HeadWeights, whole)
     with rekindle.open_sync(model, **pair.options) as session:
         handles = [session.submit(first, **LONG | {"max_tokens": 40})]
         handles[0].result_sync()
@@ -218,11 +217,11 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(case: str, monkeypatch: pyte
     model, options = pair.model, pair.options | {"precompile": "background" if "parts" in case else "lazy"}
     first = tokens(40, seed=8)
     whole = [*first, *plain_loop(model, first, 200)]
-    seen = recorded(monkeypatch, OwnHead, whole)
+    seen = recorded(monkeypatch, HeadWeights, whole)
     steps: list[int] = []
-    planned = HeadDrafter.planned
-    monkeypatch.setattr(HeadDrafter, "planned", lambda self, step: (steps.append(step), planned(self, step))[1])
-    monkeypatch.setattr(HeadDrafter, "awake", property(lambda self: steps[-1:] > [80] and steps[-1] % 45 > 40))
+    planned = EntryDrafter.planned
+    monkeypatch.setattr(EntryDrafter, "planned", lambda self, step: (steps.append(step), planned(self, step))[1])
+    monkeypatch.setattr(EntryDrafter, "awake", property(lambda self: steps[-1:] > [80] and steps[-1] % 45 > 40))
     with rekindle.open_sync(model, **options) as session:
         if "parts" in case:  # drafts wait for the whole programs, and read what the parts kept
             assert [*first, *session.generate_sync(first, **LONG | {"max_tokens": 60}).token_ids] == whole[:100]
@@ -281,7 +280,7 @@ def test_a_folder_is_opened_with_its_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("adapted", [False, True])
 def test_dropped_and_swapped_weights(case: str, adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of another checkpoint stays with other weights of its model; one of the model comes with them."""
-    monkeypatch.setattr(HeadDrafter, "awake", True)
+    monkeypatch.setattr(EntryDrafter, "awake", True)
     raw = with_head("qwen3.5") if case == "own" else {**checkpoints.CASES["llama"], "max_position_embeddings": 512}
     config = checkpoints.CASES["qwen3.5"] if case == "own" else raw
     folders = [str(checkpoints.write(tmp_path / f"{seed}", config, checkpoints.tensors(raw, seed))) for seed in (0, 1)]

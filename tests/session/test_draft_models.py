@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +20,15 @@ from helpers.small import LEAST
 from rekindle import Session, tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask
+from rekindle._src.drafts import resting
+from rekindle._src.drafts.checkpoint import Target
+from rekindle._src.drafts.model import DraftModel
+from rekindle._src.drafts.plan import draft_plan
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.execution.draft_model import DraftModel
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.blueprint import blueprint
 from rekindle._src.opening.open_request import OpenRequest
-from rekindle._src.opening.source import drafter_for, source_of
-from rekindle._src.scheduling.drafting import models
+from rekindle._src.opening.source import source_of
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle.errors import ConfigError
 from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
@@ -42,7 +44,7 @@ PLAIN = ("greedy", "free")  # of REQUESTS: those whose options a small model see
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, as much as there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 @pytest.fixture(scope="module")
@@ -247,10 +249,10 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))
-    placement = SimpleNamespace(data=2, processes=1)
-    divided: Any = SimpleNamespace(graph=model.graph, placed=lambda config: (config, placement))
+    config, placement = EngineConfig(drafts=twin), SimpleNamespace(data=2, processes=1)
+    divided = Target(model.graph, (), cast(Any, placement), config)
     with pytest.raises(ConfigError, match="which can't draft in several data shards"):
-        drafter_for(divided, EngineConfig(drafts=twin))
+        draft_plan(config, lambda: divided, str)
     other = shutil.copytree(tiny.folder(), tmp_path / "other")
     raw = json.loads((other / "tokenizer.json").read_text())
     ids = raw["model"]["vocab"]

@@ -13,7 +13,7 @@ from helpers import checkpoints
 from helpers.draft_heads import with_head
 from helpers.small import LEAST
 from rekindle import Session
-from rekindle._src.scheduling.drafting import models
+from rekindle._src.drafts import resting
 from rekindle._src.scheduling.drafting.costs import StepCosts
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
@@ -62,7 +62,7 @@ def paint(colour: Literal["red", "blue"], coats: Literal[1, 2] = 1) -> str:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes every draft that there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 @pytest.fixture(scope="module")

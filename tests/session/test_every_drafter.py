@@ -21,9 +21,9 @@ from helpers.draft_heads import with_head
 from helpers.sessions import eventually
 from helpers.small import LEAST
 from rekindle import Completion, Session, tiny
+from rekindle._src.drafts import resting
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.scheduling.drafting import models
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from session.test_state_cache import tokens
 
@@ -72,7 +72,7 @@ DRAFTERS = {
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, as much as there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(models, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import rekindle
 from helpers import checkpoints, eagle
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.models.base import graph_of
+from rekindle._src.drafts.entries import KeptEntries, OtherHeadKind
 from rekindle._src.models.loading import checkpoint, known_models
-from rekindle._src.opening.source import CheckpointSource, HeadSource, drafter_for, with_head
+from rekindle._src.opening.blueprint import Blueprint, blueprint
+from rekindle._src.opening.open_request import OpenRequest
+from rekindle._src.opening.source import source_of
 from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 
 RAW = checkpoints.CASES["llama"]
@@ -67,17 +70,24 @@ def test_optional_parts(tmp_path: Path) -> None:
     assert "tokens" not in own.graph.paths
 
 
-def test_a_model_with_a_head_is_that_model_and_the_head(tmp_path: Path) -> None:
-    own = checkpoint.describe(head(tmp_path / "head"), dtype="bfloat16").graph
-    model = checkpoint.describe(checkpoints.write(tmp_path / "model", RAW), dtype="bfloat16", quantize="int8").graph
-    both = with_head(model, dataclasses.replace(own.config, reads=(0, 1, 2)), own)
-    assert {*both.paths} == {*model.paths, *(f"drafter.{path}" for path in own.paths)}
-    shapes = dict(zip(both.paths, graph_of(both.config, both.precision)[1], strict=True))
-    for graph, prefix in ((model, ""), (own, "drafter.")):
-        for path, leaf in zip(graph.paths, graph_of(graph.config, graph.precision)[1], strict=True):
-            assert shapes[prefix + path] == leaf, path
-    assert both.config.streams_read == (0, 1, 2)
-    assert both.config.read_size == 3 * model.config.hidden_size
+def planned(model: str, folder: str, **options: Any) -> Blueprint:
+    request = OpenRequest(model, EngineConfig(drafts=folder, **options))
+    return blueprint(request, source_of(request))
+
+
+def test_a_head_has_leaves_and_a_graph_of_its_own(tmp_path: Path) -> None:
+    """The model's are those without it, but for what the session keeps of each token: its pages, and what it reads."""
+    model, folder = str(checkpoints.write(tmp_path / "model", RAW)), head(tmp_path / "head")
+    own = checkpoint.describe(folder, dtype="bfloat16")
+    alone = checkpoint.describe(model, dtype="bfloat16", quantize="int8").graph
+    plan = planned(model, folder, quantize="int8", dtype="bfloat16")
+    assert (plan.graph.paths, plan.graph.precision) == (alone.paths, alone.precision)
+    assert plan.model == dataclasses.replace(alone.config, added_pages=(own.graph.config.pages_of(0),))
+    assert plan.drafts.fingerprint != own.fingerprint  # it is quantised, too
+    (feature,) = (each for each in plan.programs.features.entries if isinstance(each, KeptEntries))
+    assert plan.programs.features.streams == feature.streams == (0, 1, 2)
+    assert len(jax.tree.leaves(feature.operand_shapes)) >= len(own.graph.paths)
+    assert plan.page_identity("model").fingerprint == f"model-with-head-{plan.drafts.fingerprint}"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -115,12 +125,10 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     model = str(checkpoints.write(tmp_path / "model", RAW))
     for name, ids in {"far": np.full(60, 150), "twice": -np.arange(60)}.items():
         folder = eagle.write(tmp_path / name, raw, state | {"d2t": ids.astype(np.int64)})
-        config = EngineConfig(drafts=folder)
-        source = CheckpointSource(model, checkpoint.describe(model, dtype="float32"))
-        own = drafter_for(source, config)
-        assert own is not None
+        (_, own) = planned(model, folder).drafts.kinds
+        assert isinstance(own, OtherHeadKind)
         with pytest.raises(CheckpointError, match=r"the tensor d2t of .* names"):
-            HeadSource(source, own).load(source.placed(config)[1])
+            own.load()
 
 
 def test_a_head_is_no_model(tmp_path: Path) -> None:

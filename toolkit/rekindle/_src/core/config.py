@@ -222,9 +222,9 @@ class EngineConfig(html.Record):
         def __init__(self, **options: Unpack[OpenOptions]) -> None: ...
 
     @property
-    def draft_model(self) -> str | None:
-        """The folder, file or name of the small model that drafts; None without one."""
-        return None if self.drafts in get_args(DraftSource) else self.drafts
+    def asks_for_drafts(self) -> bool:
+        """True if an option asks for drafts, beyond those that any session may have."""
+        return self.prompt_lookup > 0 or self.drafts not in ("auto", "none")
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)

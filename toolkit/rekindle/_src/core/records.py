@@ -287,7 +287,7 @@ class DraftTask(NamedTuple):
 
 
 class EntryLag(NamedTuple):
-    """The part of a row in a step that computes a drafter's entries: see `programs.draft_entries`."""
+    """The part of a row in a step that computes a drafter's entries: see `drafts.entries`."""
 
     missing: int  # entries of earlier tokens that were not computed yet
     following: int = -1  # the token after its last one, if it does not sample that

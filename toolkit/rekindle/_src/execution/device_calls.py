@@ -178,18 +178,18 @@ class DeviceCalls:
                 rows.copy_to_host_async()
         return rows
 
-    def assist(self, program: CompiledProgram, leaves: Sequence[Array], ints: np.ndarray, floats: np.ndarray) -> Array:
-        """Draft tokens by an assistant with these weights, from the present pages and state."""
+    def ahead(self, program: CompiledProgram, leaves: Sequence[Array], *buffers: np.ndarray) -> Array:
+        """Run a program before a step: by weights of its own, from the present pages and state. Return its result."""
         with self._reported:
-            drafts: Array = program(leaves, self.leaves, self.kv, self.state, ints, floats)
-        return drafts
-
-    def draft(self, program: CompiledProgram, ints: np.ndarray, floats: np.ndarray) -> Array:
-        """Draft tokens by the model's own head, which writes into the pages."""
-        with self._reported:
-            self.kv, drafts = program(self.leaves, self.kv, self.state, ints, floats)
-        result: Array = drafts
+            result: Array = program(leaves, self.leaves, self.kv, self.state, *buffers)
         return result
+
+    def write_ahead(self, program: CompiledProgram, leaves: Sequence[Array], *buffers: np.ndarray) -> Array:
+        """Run such a program that writes into the pages, too."""
+        with self._reported:
+            self.kv, result = program(leaves, self.leaves, self.kv, self.state, *buffers)
+        written: Array = result
+        return written
 
     def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the logits of rows of the residual stream. Any thread may call it, between or during steps."""

@@ -25,7 +25,7 @@ from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
-from rekindle._src.execution.draft_model import DraftWeights
+from rekindle._src.execution.drafting import NO_WORKER, DraftWorker
 from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfers, PayloadStore, prefault
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
@@ -61,9 +61,9 @@ class Runner:
         programs: Programs | None = None,
         prefer_ready: bool = False,
         recorder: CallRecorder | None = None,
-        drafter: DraftWeights | None = None,
+        drafter: DraftWorker = NO_WORKER,
     ) -> None:
-        """Make pages and state. `drafter` is the model or the head that drafts, which its owner closes."""
+        """Make pages and state. `drafter` does the tasks of steps, and its owner closes it."""
         if programs is None:
             programs = Programs(model.config, model.graph, model.leaves, config)
         self.programs, self.config, self.host_tier = programs, config, host_tier
@@ -145,7 +145,6 @@ class Runner:
         how long the device was idle before: the step is taken to begin with the drafts, which it pays for."""
         if not plan.tasks:
             return None
-        assert self._drafter is not None, "only a model or a head that drafts has tasks"
         idle = self._idle(start)
         return idle if self._drafter.work(plan.tasks, self._calls) else None
 
@@ -317,8 +316,7 @@ class Runner:
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
         self._late.release_gate(self._latest)
-        if self._drafter is not None:
-            self._drafter.renew()
+        self._drafter.renew()
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):

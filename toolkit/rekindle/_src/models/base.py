@@ -28,13 +28,11 @@ from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
 from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle._src.models.precision import Precision
-from rekindle._src.models.registry import family
+from rekindle._src.models.registry import module
 from rekindle._src.models.roles import LeafParts
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
-    from rekindle._src.models.nn.block_head import ContextEntry
-    from rekindle._src.models.nn.draft_heads import DraftEntries, DraftScores
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 
 
@@ -57,34 +55,11 @@ class Model(Protocol):
 
     config: ModelConfig
     layers: Sequence[Callable[[Array, ForwardPass], Array]]
+    embed: Callable[[Array], Array]  # of tokens [T] → [T, E], before any scale
 
     @property
     def whole_vocab_size(self) -> int:
         """The tokens of the whole model, of which a device of a mesh has a part."""
-        ...
-
-    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
-        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
-        ...
-
-    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
-        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
-        ...
-
-    def draft_state(self, read: Array) -> Array:
-        """Compute the draft head's hidden states [T, D], of what it reads [T, F]; see `ModelConfig.reads`."""
-        ...
-
-    def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
-        """Compute what the draft head keeps of its hidden states [T, D] and of the tokens [T] that follow them."""
-        ...
-
-    def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
-        """Compute the draft head's hidden states [N, D] that draft a token each, from its `DraftEntries`."""
-        ...
-
-    def draft_scores(self, hidden: Array, count: Array | None = None) -> DraftScores:
-        """Compute the scores of the tokens that the draft head can draft, from its hidden states [N, D]."""
         ...
 
     def __call__(
@@ -204,6 +179,14 @@ class Placement:
     def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of an array that `parts` makes of parts of this shape."""
         return tuple(shape)
+
+    def of(self, graph: Graph) -> Placement:
+        """Return the placement of another model that is divided as this one is, such as a part of it."""
+        return self
+
+    def part(self, graph: Graph, prefix: str) -> Placement:
+        """Return the placement of the part of a model whose paths begin with `prefix`, with this graph of its own."""
+        return self
 
     def whole(self, graph: Graph) -> Placement:
         """Return the placement of another model, all of which lies on each of these devices."""
@@ -354,9 +337,9 @@ def kinds_in(graph: Graph) -> tuple[tuple[str, str], ...]:
 def _module(config: ModelConfig, precision: Precision) -> Any:
     from rekindle._src.models.nn import linear
 
-    module = family(config.model_type).module(config, precision)
-    linear.quantise(module, precision)
-    return module
+    made = module(config, precision)
+    linear.quantise(made, precision)
+    return made
 
 
 def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: object) -> str:

@@ -127,6 +127,7 @@ _LATER = (
     "pictures",
     "sections",
     "draft_head",
+    "added_pages",
     "assists",
     "reads",
     "eagle",
@@ -214,10 +215,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pictures: PictureSpec | None = None  # how it takes pictures; None: it reads text alone
-    draft_head: ModelConfig | None = None  # layers more, which draft tokens; None: it has none, or they are not used
+    draft_head: ModelConfig | None = None  # of a head that its checkpoint has; None: it has none, or it is not read
+    added_pages: tuple[Pages, ...] = ()  # what a drafter of a session keeps of each token, after the layers' own pages
     assists: AssistantSpec | None = None  # it drafts for another model, whose pages are of the shapes of `pages`
-    # Of a draft head: the layers whose inputs in the residual stream of its model it reads, where `num_layers` of that
-    # model is the output of the last one. None: it reads the final hidden state.
+    # Of a head: the layers whose inputs in the residual stream of its model it reads, where `num_layers` of that model
+    # is the output of the last one. None: it reads the final hidden state.
     reads: tuple[int, ...] = ()
     eagle: EagleSpec | None = None  # it is an EAGLE-3 head
     block: BlockSpec | None = None  # it is a head that drafts a block of tokens at once
@@ -226,8 +228,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
-        own = self.draft_head
-        assert own is None or own.num_layers == 1 or own.block is not None, "a head without blocks is one layer"
         for entries in (self.moe, self.recurrent, self.pages, self.mlp_sizes):
             assert len(entries) in (0, self.num_layers), "one entry per layer, or none"
         for spec in self.moe:
@@ -271,11 +271,10 @@ class ModelConfig:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The pages and the state that each layer keeps of a sequence, and after those the pages of a draft head."""
+        """The pages and the state that each layer keeps of a sequence, and after those the pages that are added."""
         usual = Pages(self.num_kv_heads, self.head_dim, self.head_dim)
         pages = self.pages or tuple(None if state else usual for state in self.states)
-        more = () if self.draft_head is None else self.draft_head.caches
-        return *map(Cache, pages, self.states), *more
+        return *map(Cache, pages, self.states), *map(Cache, self.added_pages)
 
     @property
     def kinds_of_pages(self) -> tuple[Pages, ...]:
@@ -291,26 +290,6 @@ class ModelConfig:
                 both[windowed][cache.pages] = None
         return tuple(both[0]), tuple(both[1])
 
-    @property
-    def is_head(self) -> bool:
-        """True if it is a head that drafts for another model, and becomes a part of it."""
-        return self.eagle is not None or self.block is not None
-
-    @property
-    def drafter(self) -> str:
-        """The name of the drafter that such a head is, or a model's own head."""
-        return "dflash" if self.block is not None else "mtp" if self.eagle is None else "eagle3"
-
-    @property
-    def streams_read(self) -> tuple[int, ...]:
-        """The layers whose inputs its draft head reads, as in `reads`; none if that reads the final hidden state."""
-        return () if self.draft_head is None else self.draft_head.reads
-
-    @property
-    def read_size(self) -> int:
-        """The numbers of a token that a drafter reads: those of the final hidden state, or of all layers' inputs."""
-        return self.hidden_size * max(1, len(self.streams_read))
-
     def source(self, layer: int) -> int:
         """Return the layer whose pages a layer attends to: itself, or an earlier one."""
         cache = self.pages[layer] if self.pages else None
@@ -324,21 +303,25 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """True for layers that give back pages their window has passed; none does unless others keep all of theirs. A
-        draft head, which comes last, gives none back."""
+        """True for layers that give back pages their window has passed; none does unless others keep all of theirs. Of
+        pages that are added, none are given back."""
         caches = self.caches[: self.num_layers]
         kept = {self.source(layer) for layer, spec in enumerate(self.attention) if spec.sliding_window is None}
         windowed = tuple(isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(caches))
         whole = any(isinstance(cache.pages, Pages) for layer, cache in enumerate(caches) if layer in kept)
         if not whole or self.is_recurrent or self.is_bidirectional:
             windowed = (False,) * self.num_layers
-        return windowed if self.draft_head is None else (*windowed, *[False] * self.draft_head.num_layers)
+        return *windowed, *[False] * len(self.added_pages)
 
     @property
     def window(self) -> int:
         """The widest window of layers that give pages back; 0 if none does."""
         windowed, specs = self.windowed, enumerate(self.attention)
         return max((spec.sliding_window or 0 for layer, spec in specs if windowed[self.source(layer)]), default=0)
+
+    def makes_keys(self, layer: int) -> bool:
+        """True if a layer has keys and values of its own, and attends to no other layer's or model's."""
+        return self.assists is None and self.source(layer) == layer
 
     def mlp_size(self, layer: int) -> int:
         """Return the intermediate size of a layer's MLP."""

@@ -75,7 +75,7 @@ class Partition:
             vocab_size=-(-config.vocab_size // self.size),
             moe=tuple(spec and self._local_experts(spec) for spec in config.moe),
             recurrent=tuple(spec and self._local_state(spec) for spec in config.recurrent),
-            draft_head=config.draft_head and self.local(config.draft_head),
+            added_pages=tuple(dataclasses.replace(one, heads=self.kv_heads(one.heads)) for one in config.added_pages),
         )
 
     def _local_state(self, spec: RecurrentSpec) -> RecurrentSpec:

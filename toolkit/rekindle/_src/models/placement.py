@@ -97,6 +97,13 @@ class MeshPlacement(Placement):
     def local_config(self, config: ModelConfig) -> ModelConfig:
         return self.local.config
 
+    def of(self, graph: Graph) -> Placement:
+        return self if graph is self.graph else dataclasses.replace(self, graph=graph)
+
+    def part(self, graph: Graph, prefix: str) -> Placement:
+        roles = {path.removeprefix(prefix): role for path, role in self.roles.items() if path.startswith(prefix)}
+        return PartPlacement(self.mesh, self.partition, graph, self.data, roles)
+
     def whole(self, graph: Graph) -> Placement:
         return WholePlacement(self.mesh, self.partition, graph, self.data)
 
@@ -286,6 +293,17 @@ class MeshPlacement(Placement):
         return [
             (device, dict(zip(AXES, index[-2:], strict=True))) for index, device in grid if device.process_index == here
         ]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartPlacement(MeshPlacement):
+    """The devices of a mesh that share a part of a model."""
+
+    part_roles: Mapping[str, Role] = dataclasses.field(default_factory=dict)
+
+    @property
+    def roles(self) -> Mapping[str, Role]:  # type: ignore[override]
+        return self.part_roles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pkgutil
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models import drafters, families
 from rekindle._src.models.config import ModelConfig, PictureSpec
@@ -20,6 +20,7 @@ from rekindle.errors import UnsupportedModel
 if TYPE_CHECKING:
     from rekindle._src.models.drafters.mtp import DraftForm
     from rekindle._src.models.family import Family, GgufForm
+    from rekindle._src.models.precision import Precision
 
 # The model types of config.json that are implemented.
 FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *families.RELATIVES}))
@@ -108,6 +109,14 @@ def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     return config
 
 
+def module(config: ModelConfig, precision: Precision) -> Any:
+    """Make the module of a model, and in it that of a head of its own, if its checkpoint has one that is read."""
+    made = family(config.model_type).module(config, precision)
+    if config.draft_head is not None:
+        made.drafter = family(config.draft_head.model_type).module(config.draft_head, precision)
+    return made
+
+
 def _own_head(config: ModelConfig) -> DraftForm:
     """Return the form of the head that models of this type have."""
     from rekindle._src.models.drafters.mtp import HEADS  # few sessions use one
@@ -119,7 +128,7 @@ def manifest(config: ModelConfig) -> Manifest:
     """Return the sources of the model's parameters in a checkpoint."""
     entry = family(config.model_type)
     result = entry.manifest(config)
-    if config.draft_head is not None and not config.draft_head.is_head:  # that one has a checkpoint of its own
+    if config.draft_head is not None:
         head = {f"drafter.{path}": source for path, source in _own_head(config).sources(config).items()}
         result = dataclasses.replace(result, sources={**result.sources, **head})
     if config.tie_embeddings:  # some checkpoints store the embedding again as the head

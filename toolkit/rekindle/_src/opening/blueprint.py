@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax import Array
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.tapped import TapFacts
+from rekindle._src.drafts.plan import DraftPlan
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
-from rekindle._src.models.base import Graph, Placement
+from rekindle._src.models import drafters
+from rekindle._src.models.base import Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.drafters.own import leaves_of_trunk, trunk_of
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.opening.draft_plan import DraftPlan
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.draft_model import page_bytes
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
 from rekindle._src.programs.taps import session_facts, variants_of
@@ -58,8 +60,8 @@ class Blueprint:
     precompile: str  # "all", "background" or "lazy"
     caches: tuple[CachePlan, ...]  # pages first
     taps: TapFacts | None  # None if nothing can be tapped
-    pictures: PicturesPlan | None = None  # None if it reads text alone
-    drafter: DraftPlan | None = None  # the small model or assistant that drafts, if there is one
+    pictures: PicturesPlan | None  # None if it reads text alone
+    drafts: DraftPlan
 
     @property
     def model(self) -> ModelConfig:
@@ -73,6 +75,10 @@ class Blueprint:
     def placement(self) -> Placement:
         return self.programs.placement
 
+    def leaves_of(self, model: LoadedModel) -> tuple[Array, ...]:
+        """Return the leaves of a model that programs of steps take: without a head of its own, which has its owner."""
+        return leaves_of_trunk(model.graph, model.leaves)
+
     def with_pages(self, pages: int) -> Blueprint:
         """Return the blueprint with so many KV pages on each device, as all processes have room for."""
         config = self.config
@@ -82,7 +88,9 @@ class Blueprint:
             config, device_pages=pages, device_memory=pages * (config.device_memory // config.device_pages)
         )
         programs = dataclasses.replace(self.programs, config=of_one_shard(config, self.placement.data))
-        return dataclasses.replace(self, config=config, programs=programs, caches=_caches(config, programs))
+        return dataclasses.replace(
+            self, config=config, programs=programs, caches=_caches(config, programs, self.drafts)
+        )
 
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
         """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
@@ -97,7 +105,7 @@ class Blueprint:
         if config.deterministic:
             layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
         return Identity(
-            fingerprint,
+            fingerprint + self.drafts.mark,
             config.kv_dtype,
             config.page_size,
             layout,
@@ -126,7 +134,7 @@ class Blueprint:
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
             "pictures": None if self.pictures is None else self.pictures.identity.hex(),
-            "drafter": None if self.drafter is None else self.drafter.fingerprint,
+            "drafter": self.drafts.fingerprint,
             "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
             if self.taps
@@ -143,38 +151,39 @@ class Blueprint:
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     """Return what opening a model will do. Raise typed errors for what can't be done."""
     graph = source.graph
-    if graph.config.assists is not None or graph.config.is_head:
+    if graph.config.model_type in drafters.MODULES:
         raise UnsupportedModel(
             f"{source.name} is a {graph.config.model_type} model, which drafts for another model and makes no texts of "
             f"its own. Open that model, with drafts={source.name!r}."
         )
     options, placement = source.placed(request.config)
     pictures = source.pictures(options)
-    drafter = None if source.drafter is None else DraftPlan.of(source.drafter, graph.config, placement)
+    drafts = source.drafts
+    trunk = trunk_of(graph, drafts.pages)
+    programmed = placement.of(trunk)
     weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
-    weight_bytes += 0 if drafter is None else drafter.device_bytes
     config = resolve(
         options,
-        graph.config,
-        weight_bytes=weight_bytes,
-        placement=placement,
-        drafter=None if drafter is None else drafter.graph,
+        trunk.config,
+        weight_bytes=weight_bytes + drafts.device_bytes,
+        placement=programmed,
+        more_bytes=drafts.page_bytes,
     )
     if config.deterministic:
-        graph = deterministic(graph, config)
+        trunk = deterministic(trunk, config)
     programs = ProgramPlan(
-        graph.config,
-        graph,
-        source.leaves(placement),
+        trunk.config,
+        trunk,
+        leaves_of_trunk(graph, source.leaves(placement)),
         of_one_shard(config, placement.data),
-        placement,
+        programmed,
         tuple(request.processors),
         tuple(request.taps),
         ahead=variants_of(request.steering)
         | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT)
         | (PLAIN_VARIANT if pictures is None else ProgramVariant.PICTURES),
         name="" if source.folder is None else readable_name(source.folder),
-        drafter=None if drafter is None else drafter.shapes,
+        drafter=drafts.programs,
     )
     precompile = precompiles(config.precompile)
     if precompile == "background" and graph.config.only_embeds:
@@ -186,14 +195,14 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         source.name,
         programs,
         precompile,
-        _caches(config, programs),
-        session_facts(graph.config, config, request.taps, request.steering),
+        _caches(config, programs, drafts),
+        session_facts(trunk.config, config, request.taps, request.steering),
         pictures,
-        drafter,
+        drafts,
     )
 
 
-def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...]:
+def _caches(config: EngineConfig, programs: ProgramPlan, drafts: DraftPlan) -> tuple[CachePlan, ...]:
     """Return the kinds of caches of each data shard, with their share of the memory below the device."""
     placement, sides = programs.placement, programs.sides
     assert config.page_size is not None, "resolved"
@@ -204,7 +213,6 @@ def _caches(config: EngineConfig, programs: ProgramPlan) -> tuple[CachePlan, ...
     host -= sum(plan.host_bytes for plan in sides)
     pages = CachePlan("pages", config.device_pages, page, host, disk)
     kinds = [CachePlan(plan.name, plan.slots, plan.slot_bytes, plan.host_bytes, disk) for plan in sides]
-    drafter = programs.drafter
-    if drafter is not None and not drafter.assists:  # below the device there are none: it computes them again
-        kinds.append(CachePlan("drafts", config.device_pages, page_bytes(drafter.graph, config), 0, 0))
+    if own := drafts.page_bytes(config):  # below the device there are none: they are computed again
+        kinds.append(CachePlan("drafts", config.device_pages, own, 0, 0))
     return pages, *kinds

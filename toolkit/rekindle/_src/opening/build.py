@@ -8,21 +8,22 @@ shapes are known, while the weights and the vocabulary are read.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import jax
-from jax import Array
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.execution.draft_model import AssistantWeights, DraftModel, DraftWeights, OwnHead
+from rekindle._src.drafts.kind import DraftOpening
+from rekindle._src.execution.drafting import NO_WORKER
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -32,7 +33,7 @@ from rekindle._src.opening.cache import SessionCache, check_snapshot
 from rekindle._src.opening.device import ModelDevice, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
-from rekindle._src.opening.source import CheckpointSource, source_of
+from rekindle._src.opening.source import source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
 from rekindle._src.structured.grammar import Grammars
@@ -62,7 +63,6 @@ def build(request: OpenRequest) -> Front:
         request.show("weights")
         read = Weights.open(plan, source, progress=request.report, brought=request.brought, others=others)
         weights = owners.enter_context(closing(read))
-        small = source.drafter
         del source  # nothing of the model itself is needed once its weights are here
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
@@ -71,61 +71,37 @@ def build(request: OpenRequest) -> Front:
             request.show("merging an adapter")
             weights.change(merging)
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
-        drafter = _drafter(small, plan, programs, cache, request.show, owners)
+        opening = DraftOpening(programs.all, request.show, cache.lose_drafts, lambda: weights.model)
+        drafter = plan.drafts.open(opening)
+        if drafter is not None:
+            owners.enter_context(closing(drafter))
         runner = Runner(
-            weights.model,
+            dataclasses.replace(weights.model, leaves=plan.leaves_of(weights.model)),
             programs.all.config,
             host_tier=cache.tiers,
             side_tiers=[store.tiers for store in cache.stores],
             programs=programs.all,
             prefer_ready=plan.precompile == "background",
             recorder=others,
-            drafter=drafter,
+            drafter=drafter or NO_WORKER,
         )
         scheduler = cache.schedule(programs, runner.program_wait)
         cache.restore(runner, programs, request.show)
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
-        if plan.drafter is not None:
-            plan.drafter.check_tokens(tokenizer)
+        plan.drafts.check(tokenizer)
         pictures = _pictures(plan, tokenizer, owners)
         request.show("programs")
         programs.opened()
         sleepers = [one for one in (pictures, drafter) if one is not None]
-        device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers)
+        swapped = () if drafter is None else (drafter.swapped,)
+        device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers, swapped)
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
             adapters=adapters, program_wait=runner.program_wait, pictures=pictures
         )
         device.owners = owners.pop_all()
         return front
-
-
-def _drafter(
-    small: CheckpointSource | None,
-    plan: Blueprint,
-    programs: SessionPrograms,
-    cache: SessionCache,
-    show: Callable[[str], None],
-    owners: contextlib.ExitStack,
-) -> DraftWeights | None:
-    """Return the small model or the assistant that drafts, with its weights, or the model's own head; None without."""
-    if plan.config.drafts == "mtp":
-        return owners.enter_context(closing(OwnHead(programs.all)))
-    drafts = plan.drafter
-    if small is None or drafts is None:
-        return None
-    show("weights of the model that drafts")
-
-    def leaves() -> Sequence[Array]:
-        return small.load(drafts.placement).leaves
-
-    drafter: DraftWeights
-    if drafts.shapes.assists:
-        drafter = AssistantWeights(programs.all, leaves)
-    else:
-        drafter = DraftModel(programs.all, leaves, cache.lose_drafts)
-    return owners.enter_context(closing(drafter))
 
 
 def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStack) -> SessionPictures | None:

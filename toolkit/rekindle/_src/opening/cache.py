@@ -27,7 +27,6 @@ from rekindle._src.programs.programs import Programs
 from rekindle._src.scheduling.adapter_slots import room_on
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
-from rekindle._src.scheduling.drafting.drafts import drafters_of
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
@@ -126,7 +125,9 @@ def _scheduling(
     config, programs = plan.config, owner.all
     limits = _limits(plan, programs)
     shards = programs.shards
-    drafters = below.drafters = drafters_of(limits)  # of all shards: a request that waits may go to another one
+    drafters = below.drafters = plan.drafts.drafters(
+        limits
+    )  # of all shards: a request that waits may go to another one
     caches: list[PrefixCache] = []
     root = b"" if below.tiers is None or below.tiers.identity is None else below.tiers.identity.root
     kept = KeptCaptures(config.capture_memory, limits.page_size, root)  # of all shards: a digest says enough
@@ -190,15 +191,4 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         limits,
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
-        head=_head(plan),
-        block=0 if (own := model.draft_head) is None or own.block is None else own.block.size,
-        draft_positions=0 if plan.drafter is None else plan.drafter.positions,
-        assists=plan.drafter is not None and plan.drafter.shapes.assists,
     )
-
-
-def _head(plan: Blueprint) -> str:
-    """Return the name of the drafter of the model's head; empty if none drafts."""
-    if plan.config.drafts != "mtp" or plan.model.draft_head is None:
-        return ""
-    return plan.model.draft_head.drafter

@@ -47,9 +47,11 @@ class ModelDevice(Device):
         runner: Runner,
         others: OtherProcesses,
         sleepers: Sequence[Sleeper] = (),
+        swapped: Sequence[Callable[[], object]] = (),
     ) -> None:
+        """Functions in `swapped` are called when the model has other weights."""
         self._plan, self._weights, self._programs, self._cache = plan, weights, programs, cache
-        self._runner, self._others, self._sleepers = runner, others, sleepers
+        self._runner, self._others, self._sleepers, self._swapped = runner, others, sleepers, swapped
         self.owners = contextlib.ExitStack()  # closes them, in reverse of the order in which they were opened
         self.weights: str = weights_in_words(weights.model, plan)
         self.is_merged: bool = weights.changed
@@ -70,8 +72,10 @@ class ModelDevice(Device):
         if self._weights.asleep:
             raise InvalidRequest("weights", weights, "can't be swapped while the session sleeps", "Use wake(weights=…)")
         model = self._weights.replacement(weights)
-        self._runner.swap_weights(model.leaves)
+        self._runner.swap_weights(self._plan.leaves_of(model))
         self._weights.use(model, weights)
+        for follow in self._swapped:
+            follow()
         return self._root(weights)
 
     def _root(self, weights: Any) -> bytes:
@@ -91,7 +95,7 @@ class ModelDevice(Device):
     def wake(self, weights: Any) -> bytes | None:
         self._weights.wake(weights)
         root = None if weights is None else self._root(weights)
-        self._runner.wake(self.model.leaves)
+        self._runner.wake(self._plan.leaves_of(self.model))
         self._weights.woken()
         for sleeper in self._sleepers:
             sleeper.wake()

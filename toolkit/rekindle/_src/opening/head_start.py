@@ -15,6 +15,7 @@ from pathlib import Path
 from rekindle import tiny
 from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.drafts.plan import reads_own_head
 from rekindle._src.models.loading import kept_weights, stored
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.hugepages import PrefaultArena
@@ -75,7 +76,7 @@ class HeadStart:
     def _look(self, folder: str | Path, config: EngineConfig) -> None:
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
-        checkpoint = self.seen = stored.look(folder, config.projector, drafts=config.drafts == "mtp")
+        checkpoint = self.seen = stored.look(folder, config.projector, drafts=reads_own_head(config))
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
             unpacked = not native and kept_weights.has_room(checkpoint, dtype, config.device_memory)

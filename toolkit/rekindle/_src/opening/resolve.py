@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -21,7 +22,6 @@ from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.precision import resolve_dtype
 from rekindle._src.models.registry import family
-from rekindle._src.programs import draft_model
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
 from rekindle._src.programs.side_caches import KINDS
@@ -42,10 +42,10 @@ def resolve(
     *,
     weight_bytes: int = 0,
     placement: Placement = ALONE,
-    drafter: Graph | None = None,
+    more_bytes: Callable[[EngineConfig], int] = lambda config: 0,
 ) -> EngineConfig:
-    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load; `drafter`
-    is the small model that drafts, which has as many pages."""
+    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load;
+    `more_bytes` of a resolved config are those that each page has in addition."""
     platform = jax.default_backend()
     dtype = resolve_dtype(config.dtype, model)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -85,12 +85,6 @@ def resolve(
             "the request's",
             f"Use at most {rows - 1}, or raise max_requests",
         )
-    if config.drafts == "none" and config.prompt_lookup:
-        raise ConfigError(
-            "prompt_lookup", config.prompt_lookup, 'asks for drafts, and drafts="none" for none', "Use one of them"
-        )
-    if config.drafts == "mtp":
-        _check_head(config, model, placement)
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
     resolved = dataclasses.replace(
         config,
@@ -101,8 +95,8 @@ def resolve(
         prefix_cache=config.prefix_cache and not model.is_bidirectional and _shareable(model, length),
         mesh=config.mesh if placement.divided else None,
     )
-    more = 0 if drafter is None else draft_model.page_bytes(drafter, resolved)
-    return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement, more))
+    pages = _pages(resolved, model, platform, weight_bytes, placement, more_bytes(resolved))
+    return dataclasses.replace(resolved, **pages)
 
 
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
@@ -115,16 +109,6 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
-
-
-def _check_head(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
-    """Raise ConfigError for a model that has no head which drafts tokens, and for several data shards."""
-    if model.draft_head is None:
-        problem = f"needs a head that drafts tokens, and this {model.model_type} model has none that is implemented"
-        raise ConfigError("drafts", config.drafts, problem, 'Use drafts="suffix" or "auto"')
-    if placement.data > 1 or placement.processes > 1:
-        problem = "can't draft in several data shards or processes"
-        raise ConfigError("drafts", config.drafts, problem, "Use devices of one process, with one data shard")
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:

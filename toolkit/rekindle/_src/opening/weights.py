@@ -26,7 +26,7 @@ from rekindle._src.models.loading.load_progress import Report
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
 from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.source import HEAD_MARK, HEAD_PATH, Brought, ModelSource
+from rekindle._src.opening.source import Brought, ModelSource
 from rekindle._src.processes.others import OtherProcesses
 from rekindle.errors import CheckpointError, InvalidRequest
 
@@ -36,22 +36,19 @@ if TYPE_CHECKING:
     AnyWeights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
 
 
-def replacement(
-    model: LoadedModel, weights: Any, config: EngineConfig, head: Mapping[str, Any] | None = None
-) -> LoadedModel:
-    """Return `model` with other weights on its devices. A folder or hub id is read. The arrays of a `head` of another
-    checkpoint stay."""
+def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> LoadedModel:
+    """Return `model` with other weights on its devices. A folder or hub id is read."""
     unpacks = not unpacked_in_products(model.graph)
     if not isinstance(weights, str | Path):
         if unpacks and isinstance(weights, LoadedModel):
             weights = unpacked_model(weights)
-        return replace_weights(model, weights, head=head)
-    own_head = model.config.draft_head is not None and HEAD_MARK not in model.fingerprint
+        return replace_weights(model, weights)
+    own_head = model.config.draft_head is not None
     description = describe(
         tiny.located(weights), dtype=config.dtype, quantize=config.quantize, unpack=unpacks, drafts=own_head
     )
     if not model.placement.divided:
-        return replace_weights(model, read(description), head=head)
+        return replace_weights(model, read(description))
     expected = dict(zip(model.graph.paths, model.placement.whole_shapes(model.leaves), strict=True))
     available = dict(zip(description.graph.paths, description.shapes, strict=True))
     alike = description.found.config.computes_as(model.config)
@@ -62,9 +59,7 @@ def replacement(
     return dataclasses.replace(model, leaves=leaves, fingerprint=loaded.fingerprint, folder=loaded.folder)
 
 
-def replace_weights(
-    model: LoadedModel, weights: AnyWeights, *, fingerprint: str | None = None, head: Mapping[str, Any] | None = None
-) -> LoadedModel:
+def replace_weights(model: LoadedModel, weights: AnyWeights, *, fingerprint: str | None = None) -> LoadedModel:
     """Return `model` with other weights. One `CheckpointError` lists the differences in names, shapes and dtypes.
 
     `weights` is another loaded model, a module of the same family, its nnx state, or arrays by path such as
@@ -80,25 +75,13 @@ def replace_weights(
         if path in running and running[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
     }
     config = weights.config if isinstance(weights, LoadedModel) else None
-    of_head = model.fingerprint.partition(HEAD_MARK)[2].partition("+")[0]  # without the digest of a change
-    if of_head:
-        leaves |= {path: leaf for path, leaf in (head or heads_arrays(model)).items() if path not in leaves}
-        config = None if config is None else dataclasses.replace(config, draft_head=model.config.draft_head)
     check_fits(running, leaves, same_config=config is None or config.computes_as(model.config))
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
-    if of_head:
-        fingerprint = f"{fingerprint.partition(HEAD_MARK)[0]}{HEAD_MARK}{of_head}"
     current = zip(model.graph.paths, model.leaves, strict=True)
     placed = tuple(model.placement.replacement(path, leaves[path], old) for path, old in current)
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
-
-
-def heads_arrays(model: LoadedModel) -> dict[str, Any]:
-    """Return copies of the arrays of a model's draft head in host memory, by path."""
-    leaves = zip(model.graph.paths, model.leaves, strict=True)
-    return {path: np.array(leaf) for path, leaf in leaves if path.startswith(HEAD_PATH)}
 
 
 def check_fits(wanted: Mapping[str, Any], found: Mapping[str, Any], *, same_config: bool) -> None:
@@ -164,7 +147,7 @@ class Weights:
 
         `brought` returns weights of the cache that were brought into memory before.
         """
-        model = source.load(plan.placement, progress, brought)
+        model = source.load(plan.placement.of(source.graph), progress, brought)
         return cls(model, plan.config, owned=not source.lends(model), others=others)
 
     @property
@@ -215,11 +198,8 @@ class Weights:
             self._asleep = list(model.leaves)
             return 0
         self._asleep = []
-        of_head = HEAD_MARK in model.fingerprint
-        # One by one: in host memory, which a CPU computes in, both would lie at once.
-        for path, leaf in zip(model.graph.paths, model.leaves, strict=True):
-            stays = of_head and path.startswith(HEAD_PATH)  # it has another folder
-            self._asleep.append(None if drop and not stays else np.array(leaf))
+        for leaf in model.leaves:  # one by one: in host memory, which a CPU computes in, both would lie at once
+            self._asleep.append(None if drop else np.array(leaf))
             leaf.delete()
         return sum(leaf.nbytes for leaf in model.leaves)
 
@@ -258,18 +238,10 @@ class Weights:
 
     def _replacement(self, weights: Any) -> LoadedModel:
         """Return the model with other weights, changed as those before."""
-        model = replacement(self.model, weights, self._config, self._head)
+        model = replacement(self.model, weights, self._config)
         if not isinstance(weights, LoadedModel | str | Path):
             model = dataclasses.replace(model, fingerprint=self._fingerprint(weights, model.fingerprint))
         return model if self._change is None else self._change(model)
-
-    @property
-    def _head(self) -> dict[str, Any] | None:
-        """The draft head's arrays as a sleeping session keeps them, None for dropped ones; None while it is awake."""
-        if self._asleep is None:
-            return None
-        leaves = zip(self.model.graph.paths, self._asleep, strict=True)
-        return {path: leaf for path, leaf in leaves if path.startswith(HEAD_PATH)}
 
     def _fingerprint(self, weights: Any, new: str) -> str:
         """Return the fingerprint of a caller's arrays: the one they had before, if they are the very same ones."""

@@ -106,10 +106,10 @@ class StepInputs(NamedTuple):
     num_prefills: Array  # []
     last: Array  # [N]: index of each sequence's last token
     flags: Array  # [N]: `RowFlag`s of each row
-    any_flags: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
+    any_flags: Array | RowFlag  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
-    own: tuple[Any, ...]  # of each feature: the result of its `unpack`
-    sides: Mapping[str, Any]  # what layers use of each side cache, by its name; see `Paging`
+    own: tuple[object, ...]  # of each feature: the result of its `unpack`
+    sides: Mapping[str, tuple[Array, ...]]  # what layers use of each side cache, by its name; see `Paging`
 
     def flag(self, flag: int) -> Array:
         return (self.flags & flag) != 0
@@ -152,13 +152,13 @@ class TokenPlaces(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A feature's part of a step's buffers, on the device; None for what it does not have."""
+    """A feature's part of a step's buffers, on the device. It reads none that it does not have: those are None."""
 
     flags: Array  # [N]
-    ints: Any  # [N, Feature.ints]
-    row_ints: Any  # [N, Feature.row_ints]
-    floats: Any  # [N, len(Feature.neutral)]
-    tokens: Any  # [T]
+    ints: Array  # [N, Feature.ints]
+    row_ints: Array  # [N, Feature.row_ints]
+    floats: Array  # [N, len(Feature.neutral)]
+    tokens: Array  # [T]
 
 
 class FeatureRead(NamedTuple):
@@ -171,13 +171,14 @@ class FeatureRead(NamedTuple):
     output: object  # as `on_host` returns it; None if the program has none
 
 
-class ChosenStep(NamedTuple):
+class ChosenStep(NamedTuple, Generic[Own, Operands]):
     """A whole step whose tokens are chosen, on the device."""
 
     model: Model
     read: Array  # [R + T, F]: what a drafter reads of each token, the final hidden state or the inputs of layers
     inputs: StepInputs
-    own: Any  # of the feature: the result of its `unpack`
+    own: Own  # of the feature: the result of its `unpack`
+    operands: Operands  # of the feature
     tokens: Array  # [N]: those that rows chose
     state: RequestState  # after the step
 
@@ -235,6 +236,9 @@ class Feature(Generic[Own, Operands]):
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
     follows: bool = False  # it writes into pages once tokens are chosen: see `follow`
+    # Layers whose inputs in the residual stream all steps keep for it in the request state, where the model's number of
+    # layers stands for the last one's output; see `ChosenStep.read`
+    streams: tuple[int, ...] = ()
     has_output: bool = False
     copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
     shard_axis: int = 0  # of the array, along which data shards follow each other
@@ -326,7 +330,7 @@ class Feature(Generic[Own, Operands]):
         """
         raise NotImplementedError
 
-    def follow(self, step: ChosenStep, kv: KV) -> KV:
+    def follow(self, step: ChosenStep[Own, Operands], kv: KV) -> KV:
         """After the choice: return the pages with what it writes."""
         raise NotImplementedError
 

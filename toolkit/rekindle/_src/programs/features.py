@@ -115,6 +115,7 @@ class Features:
         self.neutral = tuple(value for feature in entries for value in feature.neutral)
         self.per_token = tuple(feature for feature in entries if feature.per_token)
         self.outputs = tuple(feature for feature in entries if feature.has_output)
+        self.streams = next((feature.streams for feature in entries if feature.streams), ())
         self.copied = tuple(bool(feature.variant) and feature.copied for feature in self.outputs)  # in every step
         self.steady = functools.reduce(lambda bits, feature: bits | feature.steady, entries, 0)
         self.changing = functools.reduce(lambda bits, feature: bits | feature.changing, entries, 0)

@@ -49,7 +49,7 @@ class OpeningOutput(NamedTuple):
 
 Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
-Streams = tuple[Array, ...]  # [R + T, E]: the output of the last layer, and the inputs of layers that a head reads
+Streams = tuple[Array, ...]  # [R + T, E]: the output of the last layer, and the inputs of layers that are read
 Closing = Callable[[Leaves, RequestState, Streams, StepInputs], tuple[RequestState, StepOutput]]
 ForwardClosing = Callable[[Leaves, Streams, StepInputs], tuple[ChoiceInputs, tuple[Any, ...]]]
 
@@ -172,11 +172,12 @@ class LayeredProgram:
         greedy: CompiledProgram | None,
         rest: Callable[[], CompiledProgram],
         has_rest: Callable[[], bool],
+        reads: Sequence[int] = (),
     ) -> None:
         """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
-        other steps, and `has_rest` is True if it is ready."""
+        other steps, and `has_rest` is True if it is ready. `reads` are the layers of `Features.streams`."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
-        self._has_rest = has_rest
+        self._has_rest, self._reads = has_rest, reads
 
     def lacks(self, flags: int) -> bool:
         """True if a step whose rows have these flags would have to make the closing first."""
@@ -198,7 +199,7 @@ class LayeredProgram:
         outer = tuple(leaves[index] for index in cut.outer)
         opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
-        wanted = cut.graph.config.streams_read
+        wanted = self._reads
         streams = {0: x} if 0 in wanted else {}
         for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
             own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
@@ -318,7 +319,8 @@ class LayeredPrograms:
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))
         rest, has_rest = functools.partial(self._closed, key), functools.partial(self._has_closed, key)
-        return kind(self._cut, found[self._opening_name(key)], layers, greedy, rest, has_rest)
+        reads = self._recipes.features.streams
+        return kind(self._cut, found[self._opening_name(key)], layers, greedy, rest, has_rest, reads)
 
     def _has_closed(self, key: Bucket) -> bool:
         """True if the closing that serves all steps is ready."""
@@ -465,7 +467,7 @@ class LayeredPrograms:
 
     def _streams(self, shapes: OpeningOutput) -> tuple[Any, ...]:
         """Return the shapes of the streams that a closing gets."""
-        return (shapes.x,) * (1 + len(self._cut.graph.config.streams_read))
+        return (shapes.x,) * (1 + len(self._recipes.features.streams))
 
     @property
     def _outer(self) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ A program is written for one device: its shapes are local ones, and its layers c
     HEADS     heads of attention by rows, [rows, heads, …]: divided by heads, and rows as in ROWS
     WHOLE     the same on every device
     PARTS     different on each of the devices that share a model, along an axis of its own in front
+    WeightsOf the leaves of a part of a model, each by its role
 
 A recipe's arguments that are ROWS or PAYLOAD have the shapes of one data shard.
 
@@ -59,6 +60,14 @@ class DeviceLayout(enum.Enum):
 WEIGHTS, PAGES, PAYLOAD, ROWS, POOLED, HEADS, WHOLE, PARTS = DeviceLayout
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightsOf:
+    """The layout of leaves that are not the model's own; `shapes` are theirs."""
+
+    placement: Placement
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3
 
@@ -66,11 +75,11 @@ PAYLOAD_HEADS = 3
 class Recipe(NamedTuple):
     """A program as it is traced for one device, and the layout of its operands and results on several."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # the shapes of whole arrays that the caller of one data shard passes
+    function: Callable[..., object]
+    arguments: tuple[object, ...]  # the shapes of whole arrays that the caller of one data shard passes
     donated: tuple[int, ...]
-    operands: tuple[Any, ...]  # of each argument a DeviceLayout, or a tree of them
-    results: Any  # DeviceLayout, or a tree of them
+    operands: tuple[object, ...]  # of each argument a DeviceLayout, or a tree of them
+    results: object  # DeviceLayout, or a tree of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +291,11 @@ class MeshPartitioning(Partitioning):
         counts = (shape[PAYLOAD_HEADS] // self.placement.size for shape, _ in paged.payload_layout(kv))
         return [(places * per_device + np.arange(per_device)).reshape(-1) for per_device in counts]
 
-    def spec(self, kind: DeviceLayout, argument: Any = None) -> Any:
+    def spec(self, kind: DeviceLayout | WeightsOf, argument: Any = None) -> Any:
         """Return the partition of this layout. For WEIGHTS, `argument` are the leaves."""
+        if isinstance(kind, WeightsOf):
+            assert isinstance(kind.placement, MeshPlacement), "they lie on the same devices"
+            return kind.placement.specs(kind.shapes)
         if kind is WEIGHTS:
             return self.placement.specs(argument)
         if kind is PARTS:
@@ -299,9 +311,9 @@ class MeshPartitioning(Partitioning):
             return PartitionSpec()
         return PartitionSpec(None, over) if kind is POOLED else PartitionSpec(over)
 
-    def _placed(self, kind: DeviceLayout, argument: Any) -> Any:
+    def _placed(self, kind: DeviceLayout | WeightsOf, argument: Any) -> Any:
         placement, spec = self.placement, self.spec(kind, argument)
-        if kind is WEIGHTS:
+        if kind is WEIGHTS or isinstance(kind, WeightsOf):
             return tuple(
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(leaf_spec))
                 for leaf, leaf_spec in zip(argument, spec, strict=True)

@@ -13,9 +13,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
 from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.draft_block import BlockEntries
-from rekindle._src.programs.draft_head import DraftChains, HeadEntries
-from rekindle._src.programs.draft_model import DraftShapes
+from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftPrograms
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.pictures import Pictures
@@ -37,14 +35,14 @@ class ProgramPlan:
     taps: tuple[Tap, ...] = ()
     ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
-    drafter: DraftShapes | None = None  # the small model or assistant that drafts, if there is one
+    drafter: DraftPrograms = NO_DRAFTS
 
     @property
     def features(self) -> Features:
         """The features of its steps."""
         return session_features(
             self.model, self.graph, self.config, self.placement,
-            processors=self.processors, taps=self.taps, ahead=self.ahead,
+            processors=self.processors, taps=self.taps, ahead=self.ahead, drafter=self.drafter,
         )  # fmt: skip
 
     @property
@@ -68,11 +66,10 @@ class ProgramPlan:
             "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves],
             "config": store.config_fields(config),
             "sides": slots_of(self.sides),
-            "drafts": self.config.drafts == "mtp",
             "spare": {plan.name: plan.spare for plan in self.sides if plan.spare},
             "processors": [processor.key for processor in self.processors],
             "taps": [tap.key for tap in self.taps],
-            **({} if self.drafter is None else {"drafter": self.drafter.facts()}),
+            **self.drafter.facts(),
             **self.placement.key(),
         }
 
@@ -86,6 +83,7 @@ def session_features(
     processors: Sequence[LogitsProcessor] = (),
     taps: Sequence[Tap] = (),
     ahead: ProgramVariant = PLAIN_VARIANT,
+    drafter: DraftPrograms = NO_DRAFTS,
 ) -> Features:
     """Return the features of steps of this model with these options of a session."""
     sides = side_caches(model, config, placement)
@@ -97,8 +95,6 @@ def session_features(
     more += [plan.feature(number) for number, plan in enumerate(sides)]
     if any(plan.spare for plan in sides):
         more.append(DraftChains())
-    if config.drafts == "mtp":
-        head = model.draft_head
-        more.append(HeadEntries() if head is None or head.block is None else BlockEntries(head.num_layers))
+    more += drafter.features()
     deterministic = graph.precision.deterministic
     return features_of(check_processors(processors), model.vocab_size, *more, deterministic=deterministic)

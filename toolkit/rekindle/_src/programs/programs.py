@@ -26,11 +26,10 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.kvcache.node import least_copied
-from rekindle._src.models.base import ALONE, Graph, Placement
+from rekindle._src.models.base import ALONE, Graph, Placement, ShapeLike
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.assistants import AssistantRecipes
 from rekindle._src.programs.buckets import (
     ADMIT,
     COPY,
@@ -48,9 +47,7 @@ from rekindle._src.programs.buckets import (
     ProgramVariant,
     StepPart,
 )
-from rekindle._src.programs.draft_block import BlockRecipes
-from rekindle._src.programs.draft_head import HeadRecipes
-from rekindle._src.programs.draft_model import DraftRecipes, DraftShapes
+from rekindle._src.programs.drafting import NO_DRAFTS, DraftPrograms
 from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
@@ -71,7 +68,6 @@ from rekindle._src.programs.store import (
     ProgramStore,
     watching_hits,
 )
-from rekindle._src.programs.target_drafts import TargetDrafts
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     current_platform,
@@ -227,35 +223,27 @@ class Programs:
         self,
         model: ModelConfig,
         graph: Graph,
-        leaves: Sequence[object],
+        leaves: Sequence[ShapeLike],
         config: EngineConfig,
         *,
         features: Features | None = None,
         store: Executables | None = None,
         placement: Placement = ALONE,
-        drafter: DraftShapes | None = None,
+        drafter: DraftPrograms = NO_DRAFTS,
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `features` are those of a session without options of its caller by default; `drafter` is the small model that
-        drafts.
+        `features` are those of a session without options of its caller by default.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         single = traits(graph.precision.implementation).single_rows
         self.sides = side_caches(model, config, placement)
-        self.features = features or session_features(model, graph, config, placement)
+        self.features = features or session_features(model, graph, config, placement, drafter=drafter)
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
-        keeps = config.drafts == "mtp" or (drafter is not None and drafter.assists)
+        keeps = drafter.reads is not None
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
-        self.drafting: DraftRecipes | TargetDrafts | None = None
-        if config.drafts == "mtp":
-            in_blocks = model.draft_head is not None and model.draft_head.block is not None
-            self.drafting = (BlockRecipes if in_blocks else HeadRecipes)(config, self._recipes)
-        elif drafter is not None and drafter.assists:
-            self.drafting = AssistantRecipes(config, self._recipes, drafter)
-        elif drafter is not None:
-            self.drafting = DraftRecipes(drafter, config, model.vocab_size)
+        self.drafting = drafter.calls(config, self._recipes)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
         self.width, self.page_size, self.parts = self._recipes.width, self._recipes.page_size, self._recipes.parts
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
@@ -309,12 +297,7 @@ class Programs:
         tree = self.sides if sizes and self.config.prefix_cache else ()
         entries = [key for plan in tree for key in (plan.read_out, plan.fill)]
         fills = self.fills if sizes else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self._draft_keys)
-
-    @property
-    def _draft_keys(self) -> tuple[Helper, ...]:
-        """The programs of the small model, the assistant or the model's own head that drafts."""
-        return () if self.drafting is None else self.drafting.keys
+        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self.drafting.keys)
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -473,13 +456,13 @@ class Programs:
             return whole.lower(*self.parts.arguments(recipe))
 
     def _recipe(self, key: Key) -> Recipe:
-        if self.drafting is not None and isinstance(key, Helper) and key in self.drafting.keys:
+        if isinstance(key, Helper) and key in self.drafting.keys:
             return self.drafting.recipe(key)
         return self._recipes.recipe(key)
 
     def _runs_a_model(self, key: Key) -> bool:
         """True if a program is a step, or one of a model that drafts."""
-        return isinstance(key, Bucket) or key in self._draft_keys
+        return isinstance(key, Bucket) or key in self.drafting.keys
 
     def compile(self, key: Key, traced: TracedProgram | None = None) -> CompiledProgram:
         """Compile one program, which is built first if it is not traced already."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.models.base import Graph, Placement, merge
+from rekindle._src.models.base import Graph, Placement, ShapeLike, merge
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.packing import is_packed
 from rekindle._src.programs import host_pages, packing, request_state
@@ -67,7 +67,7 @@ class Recipes:
         cls,
         model: ModelConfig,
         graph: Graph,
-        leaves: Sequence[Any],
+        leaves: Sequence[ShapeLike],
         config: EngineConfig,
         features: Features,
         placement: Placement,
@@ -75,7 +75,7 @@ class Recipes:
         keeps_hidden: bool,
     ) -> Recipes:
         """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's. The
-        state has hidden states if a drafter reads them."""
+        state has hidden states, or the inputs of layers that a feature reads, if it `keeps_hidden`."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -100,7 +100,7 @@ class Recipes:
                 config.max_requests,
                 model.vocab_size,
                 width if resident else None,
-                (model.read_size, graph.precision.stream) if keeps_hidden else None,
+                (model.hidden_size * max(1, len(features.streams)), graph.precision.stream) if keeps_hidden else None,
             ),
             config=config,
             features=features,
@@ -247,7 +247,7 @@ class Recipes:
         sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
         arrays: list[Any] = [jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes]
         logits, last = arrays
-        scores = ChoiceInputs(logits, last, (last,) * len(self.model.streams_read))
+        scores = ChoiceInputs(logits, last, (last,) * len(self.features.streams))
         operand = jax.ShapeDtypeStruct((layout.sequences, self.features.late.operand_width(vocab_size)), jnp.int32)
         choice = make_choice(layout, self.page_size, implementation=precision.implementation)
         return Recipe(choice, (self.state, scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))

@@ -14,7 +14,7 @@ sessions, and views.
   no kernel reads there.
 
 The pages of a small model that drafts are no kind: they lie at the ids of the model's pages, and are computed again
-where they lack a text (`scheduling.drafting.models`).
+where they lack a text (`drafts.model`).
 
 One more, on paper:
 
@@ -227,8 +227,7 @@ def _states(kv: KV) -> Iterator[jax.Array]:
 
 def _spare(config: EngineConfig) -> int:
     """Return how many slots there are for states after drafts: one for each row of a step, up to SPARE."""
-    drafts = config.prompt_lookup > 0 or config.drafts not in ("auto", "none")
-    return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if drafts else 0
+    return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if config.asks_for_drafts else 0
 
 
 class StateSlots(Feature[tuple[Array, Array], tuple[()]]):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class ChoiceInputs(NamedTuple):
 
     logits: Array  # float32 [N, V]
     last: Array  # hidden states of the N last tokens
-    streams: tuple[Array, ...] = ()  # [N, E]: of these tokens, the inputs of layers that a draft head reads
+    streams: tuple[Array, ...] = ()  # [N, E]: of these tokens, the inputs of layers that `Features.streams` names
 
 
 class StepOutput(NamedTuple):
@@ -57,7 +57,7 @@ class ModelOutput(NamedTuple):
     model: Model
     hidden: Array  # [R + T, E], after the final norm
     kept: tuple[Any, ...]  # of each feature in the program, from its `hooks`
-    streams: tuple[Array, ...] = ()  # [R + T, E]: the inputs of layers that a draft head reads
+    streams: tuple[Array, ...] = ()  # [R + T, E]: the inputs of layers that `Features.streams` names
 
 
 Step = Callable[..., tuple[paged.KV, RequestState, StepOutput]]
@@ -84,10 +84,10 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
         new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
-        for feature, own in layout.compiled_with(inputs.own):
+        for (feature, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
             if feature.follows:
                 read = jnp.concatenate(computed.streams or (computed.hidden,), axis=-1)
-                chosen = ChosenStep(computed.model, read, inputs, own, tokens, new_state)
+                chosen = ChosenStep(computed.model, read, inputs, own, arrays, tokens, new_state)
                 new_kv = feature.follow(chosen, new_kv)
         return new_kv, new_state, output
 
@@ -141,7 +141,7 @@ def _compute(
 ) -> tuple[paged.KV, ModelOutput]:
     compiled = zip(layout.compiled_with(inputs.own), operands, strict=True)
     hooks = [feature.hooks(inputs, own, arrays) for (feature, own), arrays in compiled]
-    streams, places = dict[int, Array](), graph.config.streams_read
+    streams, places = dict[int, Array](), layout.features.streams
     listeners = [hook.listener for hook in hooks if hook.listener is not None]
     listeners += [stream_at(streams, places)] if places else []
     deltas = {path: delta for hook in hooks for path, delta in hook.deltas.items()}
@@ -272,7 +272,8 @@ def _sample(
         return _changed(layout, logits, inputs, state)
 
     def drawn(shaped: Array, masks: Array | None) -> Array:
-        return choose(shaped, inputs.choice, inputs.any_flags, masks, implementation=implementation)
+        # Where flags are known while a program is traced, all its rows are greedy.
+        return choose(shaped, inputs.choice, cast(Array, inputs.any_flags), masks, implementation=implementation)
 
     def options() -> Any:
         return take(branch(changes, change, lambda: logits), drawn)

@@ -50,7 +50,7 @@ from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 from rekindle._src.scheduling.admission import Admission, DeviceRoom, Reserve, RunningSet
 from rekindle._src.scheduling.boundaries import Boundaries
 from rekindle._src.scheduling.drafting.drafter import DraftCounts, Drafter
-from rekindle._src.scheduling.drafting.drafts import Drafts, drafters_of
+from rekindle._src.scheduling.drafting.drafts import Drafts
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.page_runs import PageRuns
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
@@ -103,12 +103,11 @@ class Scheduler:
         arrivals: Iterator[int] | None = None,
         program_wait: ProgramWait = NO_WAIT,
         programs: StepProgramsLike | None = None,
-        drafters: Items[Drafter] | None = None,
+        drafters: Items[Drafter] = (),
     ) -> None:
         """`sides` are the side caches of the model, those of `cache` if there is one. `arrivals` number
         the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs.
-        Without `programs`, a row joins a step whether its program is ready or not. `drafters` are those of all shards;
-        by default it has its own."""
+        Without `programs`, a row joins a step whether its program is ready or not; `drafters` are those of all."""
         self.limits, self.pool, self.cache = limits, pool, cache
         rules = [_RULES[side.plan.keying](limits, side) for side in sides]
         self._sides = WholePrompts(rules) if limits.whole else SideRules(rules)
@@ -121,7 +120,7 @@ class Scheduler:
             limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
         )
         self._ready_rows = EveryRow() if programs is None else ReadyRows(programs, limits, program_wait)
-        self._drafts = Drafts(limits, self._ledger, drafters_of(limits) if drafters is None else drafters)
+        self._drafts = Drafts(limits, self._ledger, drafters)
         self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()

@@ -17,7 +17,7 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.config import DraftSource, EngineConfig
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.extension import PromptNote
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
@@ -49,16 +49,10 @@ class Limits:
     page_size: int
     max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
     max_queue: int = 1024
-    prompt_lookup: int = 0  # draft tokens of one request in a step, at most; 0: none from its own text
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
-    drafts: DraftSource | str = "auto"  # where drafts come from
-    head: str = ""  # the drafter of the head that is part of the model; empty: none drafts
-    block: int = 0  # tokens of a block that it drafts at once, the last one of the text included; 0: no blocks
-    draft_positions: int = 0  # that the model has which drafts, with weights of its own; 0: there is none
-    assists: bool = False  # it is an assistant, which reads the model's pages
 
     @classmethod
     def of(
@@ -86,8 +80,6 @@ class Limits:
             max_prefill_rows=max_prefill_rows,
             max_beside_decode=beside,
             max_queue=config.max_queue,
-            prompt_lookup=config.prompt_lookup,
-            drafts=config.drafts,
             edge=edge if fits else 1,
             whole=whole,
         )

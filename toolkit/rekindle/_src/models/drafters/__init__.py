@@ -5,6 +5,6 @@ A module is imported when a config of its type is read or its model is made.
 
 MODULES = {  # of each model_type that drafts for another model and is none by itself
     "dflash": "dflash", "eagle3": "eagle3", "gemma4_assistant": "gemma4_assistant",
-    "gemma4_unified_assistant": "gemma4_assistant",
+    "gemma4_unified_assistant": "gemma4_assistant", "glm4_moe_lite_mtp": "mtp", "qwen3_5_mtp": "mtp",
 }  # fmt: skip
 OWN_HEADS = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text")  # model types with a head of their own, in `mtp`

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import deepseek_v2, llama, qwen2, qwen3_5_text
-from rekindle._src.models.loading.manifest import Source, one
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import ConfigKeys
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from rekindle._src.models.precision import Precision
 
 
 class DraftForm(NamedTuple):
@@ -23,6 +29,7 @@ def config_of_qwen(config: ModelConfig) -> ModelConfig:
     attends = next((layer for layer, state in enumerate(config.states) if state is None), 0)
     return dataclasses.replace(
         config,
+        model_type="qwen3_5_mtp",
         num_layers=1,
         attention=config.attention[attends : attends + 1],
         moe=config.moe[:1],
@@ -55,6 +62,7 @@ def config_of_glm(config: ModelConfig) -> ModelConfig:
     last = config.num_layers - 1
     return dataclasses.replace(
         config,
+        model_type="glm4_moe_lite_mtp",
         num_layers=1,
         attention=config.attention[last:],
         pages=config.pages[last:],
@@ -80,5 +88,30 @@ def sources_of_glm(config: ModelConfig) -> dict[str, Source]:
     }
 
 
+def part_of_a_checkpoint(keys: ConfigKeys) -> ModelConfig:
+    """Refuse a config of a head alone."""
+    raise UnsupportedModel(f'{keys.get("model_type")} is part of a model. Open that model, with drafts="mtp".')
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    """Return no sources: the model's form has them."""
+    return Manifest({})
+
+
+def module_of(block: str) -> Callable[[ModelConfig, Precision], Any]:
+    """Return the `module` of a head with this block, by its name in `nn/decoders.py`."""
+
+    def module(config: ModelConfig, precision: Precision) -> Any:
+        from rekindle._src.models.nn import decoders, draft_heads
+
+        return draft_heads.DraftHead(config, precision, getattr(decoders, block))
+
+    return module
+
+
 QWEN, GLM = DraftForm(config_of_qwen, sources_of_qwen), DraftForm(config_of_glm, sources_of_glm)
 HEADS = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "glm4_moe_lite": GLM}
+FAMILIES = {
+    "glm4_moe_lite_mtp": Family("", part_of_a_checkpoint, module_of("LatentBlock"), manifest),
+    "qwen3_5_mtp": Family("", part_of_a_checkpoint, module_of("DeltaBlock"), manifest),
+}

@@ -104,17 +104,12 @@ def unified_config(keys: ConfigKeys) -> ModelConfig:
 module = decoder_of("LayerEmbeddingBlock", "LayerEmbeddingDecoder")
 
 
-def _has_keys(config: ModelConfig, layer: int) -> bool:
-    """True if a layer makes keys and values of its own."""
-    return config.assists is None and config.source(layer) == layer
-
-
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, spec = f"model.layers.{layer}.self_attn", config.attention[layer]
     pages, H = config.pages_of(layer), config.num_heads
     K, D = pages.heads, pages.key_size
     spans, counts = heads(H, K, D), heads(H, K, 1)
-    parts = "q" if not _has_keys(config, layer) else "qk" if spec.keys_as_values else "qkv"
+    parts = "q" if not config.makes_keys(layer) else "qk" if spec.keys_as_values else "qkv"
     normed = min(2, len(parts))
     rows, role = tuple(span.size for span in spans[: len(parts)]), column(*spans[: len(parts)])
     sources = {
@@ -179,7 +174,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 def without_keys(manifest: Manifest, config: ModelConfig) -> Manifest:
     """Return a manifest that ignores projections of layers which attend to other pages: checkpoints may have them."""
-    shared = "|".join(str(layer) for layer in range(config.num_layers) if not _has_keys(config, layer))
+    shared = "|".join(str(layer) for layer in range(config.num_layers) if not config.makes_keys(layer))
     unused = (rf"layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
     return dataclasses.replace(manifest, ignored=(*manifest.ignored, *unused))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from jax.typing import DTypeLike
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.hooks import Listener, heard
-from rekindle._src.models.nn.block_head import BlockHead, ContextEntry
-from rekindle._src.models.nn.draft_heads import DraftEntries, DraftHead, DraftScores, EagleHead
 from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import (
     Attention,
@@ -386,14 +384,6 @@ class Decoder(nnx.Module):
             if config.tie_embeddings
             else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
         )
-        self.drafter: Any = nnx.data(None if config.draft_head is None else self._head(config.draft_head, block))
-
-    def _head(self, own: ModelConfig, block: Callable[..., nnx.Module]) -> DraftHead | EagleHead | BlockHead:
-        if own.block is not None:
-            return BlockHead(own, self.precision, QkNormBlock)
-        if own.eagle is not None:
-            return EagleHead(own, self.precision)
-        return DraftHead(own, self.precision, cast(Any, block))
 
     def __call__(
         self,
@@ -442,40 +432,6 @@ class Decoder(nnx.Module):
         """The tokens of the whole model, of which a device of a mesh has a part."""
         shards = self.precision.shards
         return self.config.vocab_size if shards is None else shards.vocab_size
-
-    def draft_context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
-        """Compute what each layer of a head that drafts blocks keeps of tokens, of what it reads of them [T, F]."""
-        entries: list[ContextEntry] = self.drafter.context(read, positions, lengths)
-        return entries
-
-    def draft_block(self, tokens: Array, positions: Array, attend: Attend) -> Array:
-        """Compute the hidden states [T, E] of the tokens of blocks, whose logits draft a token each."""
-        hidden: Array = self.drafter(self.embedded(tokens), positions, attend)
-        return hidden
-
-    def draft_state(self, read: Array) -> Array:
-        """Compute the hidden states [T, D] from which the draft head drafts, of what it reads [T, F] of the model."""
-        state: Array = self.drafter.state(read)
-        return state
-
-    def draft_entries(self, tokens: Array, hidden: Array, positions: Array, lengths: Array | None) -> DraftEntries:
-        """Compute what the draft head keeps of its hidden states [T, D] and of the tokens [T] that follow them."""
-        tables = RopeTables(self.drafter.config, positions, lengths)
-        embed = self.embed if self.drafter.embed is None else self.drafter.embed
-        entries: DraftEntries = self.drafter.begin(embed(tokens), hidden, tables)
-        return entries
-
-    def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
-        """Compute the draft head's hidden states [N, D], of which `draft_scores` drafts a token each."""
-        tables = RopeTables.of({})
-        drafted: Array = self.drafter.end(x, attended, gate, ForwardPass(tables, cast(Attend, None)))
-        return drafted
-
-    def draft_scores(self, hidden: Array, count: Array | None = None) -> DraftScores:
-        """Compute the scores of the tokens that the draft head can draft; rows after the first `count` are
-        undefined."""
-        scores: DraftScores = self.drafter.scores(hidden, self.logits, count)
-        return scores
 
     def logits(self, hidden: Array, count: Array | None = None) -> Array:
         """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
@@ -594,7 +550,7 @@ class NormedValuesAttention(QkNormAttention):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
         H, K, D = self.heads, self.kv_heads, self.head_dim
-        self.shares = config.assists is not None or config.source(layer) != layer
+        self.shares = not config.makes_keys(layer)
         self.keys_as_values = config.attention[layer].keys_as_values
         self.kv_heads = K = 0 if self.shares else K
         rows = H + (K if self.keys_as_values else 2 * K)

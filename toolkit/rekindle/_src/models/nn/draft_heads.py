@@ -6,7 +6,7 @@ T tokens, N rows, E hidden size, H query heads, K kv heads, D head dim or tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.nn.forward import ForwardPass, RopeTables
+from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
 from rekindle._src.models.nn.layers import Attention, GatedMlp
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, parameter
 from rekindle._src.models.precision import Precision
@@ -41,7 +41,9 @@ class DraftScores(NamedTuple):
     ids: Array | None = None  # int32 [D]: which tokens of the model they are; None: the first D
 
 
+Embed = Callable[[Array], Array]  # the model's embedding, of tokens [T]
 Logits = Callable[[Array, Array | None], Array]  # of hidden states [N, E], of which so many first rows count
+_NOWHERE = ForwardPass(RopeTables.of({}), cast(Attend, None))  # of an MLP, which attends to nothing
 
 
 class DraftHead(nnx.Module):
@@ -51,8 +53,6 @@ class DraftHead(nnx.Module):
     The keys and values of its block depend on the joined vector alone. So they can be kept for all tokens, and the rest
     be computed for those tokens after which one is drafted.
     """
-
-    embed: Embedding | None = None  # of its own
 
     def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., Any]) -> None:
         E, eps = config.hidden_size, config.norm_eps
@@ -66,21 +66,24 @@ class DraftHead(nnx.Module):
         """Return the hidden states of which it drafts: the model's own."""
         return read
 
-    def begin(self, embedded: Array, hidden: Array, tables: RopeTables) -> DraftEntries:
+    def entries(
+        self, tokens: Array, embed: Embed, hidden: Array, positions: Array, lengths: Array | None
+    ) -> DraftEntries:
         """Compute the block's input, its queries and what it keeps, of hidden states [T, E] after the model's final
-        norm and of the embeddings [T, E] of the tokens that follow them."""
+        norm and of the tokens [T] that follow them."""
+        tables, embedded = RopeTables(self.config, positions, lengths), embed(tokens)
         with jax.named_scope("draft_entries"):
             both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
             x = self.join(both)
             return DraftEntries(x, *self.layer.attention.split(x, tables, self.layer.attention_norm))
 
-    def end(self, x: Array, attended: Array, gate: Array | None, step: ForwardPass) -> Array:
+    def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
         """Compute the rest of the block and the norm, of the block's input x [N, E] and what was attended to [N, H, D].
 
         The result [N, E] is what the model's head reads, and the hidden state of a next token to draft."""
         with jax.named_scope("draft"):
             x = self.layer.attention.join(attended, gate, x.dtype, x)
-            return self.norm(self.layer.mlp(x, step, x, self.layer.mlp_norm))
+            return self.norm(self.layer.mlp(x, _NOWHERE, x, self.layer.mlp_norm))
 
     def scores(self, hidden: Array, logits: Logits, count: Array | None) -> DraftScores:
         """Compute the scores of all tokens by the model's `logits`."""
@@ -119,20 +122,24 @@ class EagleHead(nnx.Module):
         with jax.named_scope("draft_state"):
             return self.join(read, norm=self.inputs_norm)
 
-    def begin(self, embedded: Array, hidden: Array, tables: RopeTables) -> DraftEntries:
-        """Compute the block's residual, its queries and what it keeps, of hidden states [T, E] and of the embeddings
-        [T, E] of the tokens that follow them."""
+    def entries(
+        self, tokens: Array, embed: Embed, hidden: Array, positions: Array, lengths: Array | None
+    ) -> DraftEntries:
+        """Compute the block's residual, its queries and what it keeps, of hidden states [T, E] and of the tokens [T]
+        that follow them."""
+        tables = RopeTables(self.config, positions, lengths)
+        embedded = (embed if self.embed is None else self.embed)(tokens)
         with jax.named_scope("draft_entries"):
             normed = self.hidden_norm(hidden)
             both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
             residual = normed if self.spec.norm_before_residual else hidden
             return DraftEntries(residual, *self.attention.split(both, tables, None))
 
-    def end(self, x: Array, attended: Array, gate: Array | None, step: ForwardPass) -> Array:
+    def draft(self, x: Array, attended: Array, gate: Array | None) -> Array:
         """Compute the block's output [N, E], of its residual x [N, E] and what was attended to [N, H, D]."""
         with jax.named_scope("draft"):
             x = self.attention.join(attended, gate, x.dtype, x)
-            return self.mlp(x, step, x, self.mlp_norm)
+            return self.mlp(x, _NOWHERE, x, self.mlp_norm)
 
     def scores(self, hidden: Array, logits: Logits, count: Array | None) -> DraftScores:
         """Compute the scores of the tokens that it can draft, by its own head or by the model's `logits`."""

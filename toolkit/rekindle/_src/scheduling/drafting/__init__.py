@@ -1,1 +1,1 @@
-"""Drafting: the drafters that propose tokens ahead, how likely each proposal is, and how many a step computes."""
+"""Drafting: the seam of drafters on the host, how likely each proposal is, and how many drafts a step computes."""

@@ -50,6 +50,8 @@ class Drafter:
     name = ""
     crowded = False  # the step being planned has no room for drafts, so that none are to be waited for
     reach = 0  # positions after a request's known tokens that have to have pages while it drafts, however few
+    most = 0  # drafts of a request in a step, where an option says how many; 0: none does
+    bound = 1 << 30  # drafts of a request in a step that it can take at most
 
     @property
     def awake(self) -> bool:

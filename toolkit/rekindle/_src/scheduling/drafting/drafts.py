@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import (
-    HIDDEN_KEPT,
-    MOST_MISSING,
     NOBODY,
     DraftTask,
     EntryLag,
@@ -28,12 +26,7 @@ from rekindle._src.core.records import (
 from rekindle._src.programs.buckets import SMALLEST_ROWS, padded_rows
 from rekindle._src.scheduling.drafting.costs import StepCosts
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, DraftCounts, Drafter
-from rekindle._src.scheduling.drafting.forced import ForcedDrafter
-from rekindle._src.scheduling.drafting.heads import AssistantDrafter, HeadDrafter
-from rekindle._src.scheduling.drafting.models import ModelDrafter
 from rekindle._src.scheduling.drafting.proposal import Proposal
-from rekindle._src.scheduling.drafting.repeats import LookupDrafter
-from rekindle._src.scheduling.drafting.suffix import SuffixDrafter
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
@@ -41,23 +34,6 @@ from rekindle._src.scheduling.sequence import Limits, Sequence
 FEW_ROWS = 8
 _LEAST_LIKELY = 0.05  # a draft that is accepted less often is none
 _MOST = 7  # drafts of a request in a step, where no option says how many
-
-
-def drafters_of(limits: Limits) -> tuple[Drafter, ...]:
-    """Return the drafters of a session, in their order: the first with a proposal for a row has that row."""
-    if limits.drafts == "none":
-        return ()
-    past: tuple[Drafter, ...] = ()
-    if limits.drafts == "suffix":
-        past = (SuffixDrafter(),)
-    elif limits.prompt_lookup:
-        past = (LookupDrafter(),)
-    if limits.head:
-        past = (*past, HeadDrafter(limits.max_model_len, limits.head, limits.block))
-    if limits.draft_positions:
-        positions = limits.draft_positions
-        past = (*past, AssistantDrafter(positions) if limits.assists else ModelDrafter(limits.page_size, positions))
-    return ForcedDrafter(), *past
 
 
 class Drafts:
@@ -68,10 +44,8 @@ class Drafts:
         # A state can be taken back to before a rejected draft if there are slots for those after each draft.
         self._drafters = tuple(drafters) if ledger.sides.drafts else ()
         self._working = tuple(one for one in self._drafters if type(one).tasks is not Drafter.tasks)
-        self._has_head = bool(limits.head) and bool(self._drafters)
-        self._most = limits.prompt_lookup or _MOST
-        if self._has_head:
-            self._most = min(self._most, HIDDEN_KEPT - MOST_MISSING - 1)  # a step keeps the states of all its rows
+        most = next((one.most for one in self._drafters if one.most), _MOST)
+        self._most = min([most, *(one.bound for one in self._drafters)])
         self._costs = StepCosts()
         self._waits = -1  # the step whose plan waited for drafts
         self._alone = -1  # the step that was planned while no other ran

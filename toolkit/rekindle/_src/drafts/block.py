@@ -1,4 +1,4 @@
-"""A head that drafts a block of tokens at once: its entries of every token in a step, and the programs that draft.
+"""Heads that draft a block of tokens at once (DFlash): the rule, the entries of every token in a step, the programs.
 
 The entries of a token are keys and values for each of the head's layers, made of the inputs of some of the model's
 layers. They lie in the head's layers of the pages at the token's own place, and depend on the text up to there alone.
@@ -7,27 +7,84 @@ A call before a step drafts for all rows: the last token of a row and the masks 
 the row's entries and each other. The block's own keys and values are written to the pages after the text, as those of a
 prompt are. The step that checks the drafts overwrites them, or they lie past the text's length.
 
-When entries are written: `draft_entries`.
+When entries are written: `entries`.
 
 Axes: N rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.models.base import Model, merge
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, DraftShaping
+from rekindle._src.drafts.checkpoint import DraftCheckpoint, DraftShapes, Target, refuse
+from rekindle._src.drafts.entries import (
+    FIX,
+    EarlierTokens,
+    Entry,
+    EntryCalls,
+    EntryDrafter,
+    EntryInputs,
+    EntryPrograms,
+    EntryStep,
+    KeptEntries,
+    OtherHeadKind,
+    fitted,
+    shapes_in,
+)
+from rekindle._src.drafts.kind import DraftKind
+from rekindle._src.models.base import merge
+from rekindle._src.models.config import BlockSpec, ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS
-from rekindle._src.programs.draft_entries import EarlierTokens, Entry, EntryInputs, KeptEntries
-from rekindle._src.programs.draft_model import DRAFTS, DraftChoice, DraftLayout, DraftShaping
-from rekindle._src.programs.feature import ChosenStep, Columns
+from rekindle._src.programs.drafting import DraftCalls
+from rekindle._src.programs.feature import Columns, Feature
+from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.target_drafts import HeadProgramRecipes
+from rekindle._src.scheduling.drafting.drafter import Drafter
+from rekindle._src.scheduling.sequence import Limits
+
+
+def kind_of(checkpoint: DraftCheckpoint, target: Target) -> DraftKind:
+    """Return the drafter of such a head. Raise ConfigError if it was made for another model."""
+    spec, model = checkpoint.config.block, target.model
+    assert spec is not None, "the checkpoint is a head of DFlash"
+    checkpoint = fitted(checkpoint, target, checkpoint.config.reads, checkpoint.config.hidden_size)
+    if spec.mask >= model.vocab_size:
+        problem = f"has mask_token_id={spec.mask:,}, and the vocabulary of this model has"
+        refuse(checkpoint.name, f"{problem} {model.vocab_size:,} tokens", FIX)
+    shapes = shapes_in(checkpoint.plan.graph, target, checkpoint.shapes.leaves)
+    return BlockKind("dflash", "the DFlash head", checkpoint, BlockPrograms(shapes, checkpoint.config, spec))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockKind(OtherHeadKind):
+    """The drafter that is a head of DFlash."""
+
+    programs: BlockPrograms
+
+    def drafter(self, limits: Limits) -> Drafter:
+        return EntryDrafter(self.name, self.words, limits.max_model_len, self.programs.spec.size)
+
+
+class BlockPrograms(EntryPrograms):
+    """Adds such a head to a session's programs."""
+
+    def __init__(self, shapes: DraftShapes, config: ModelConfig, spec: BlockSpec) -> None:
+        super().__init__(shapes, config)
+        self.spec = spec
+
+    def features(self) -> tuple[Feature, ...]:
+        return (BlockEntries(self.shapes),)
+
+    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+        return BlockCalls(config, target, self.shapes, self.spec)
 
 
 class BlockEntries(KeptEntries[EntryInputs]):
@@ -36,45 +93,49 @@ class BlockEntries(KeptEntries[EntryInputs]):
     def unpack(self, columns: Columns) -> EntryInputs:
         return EntryInputs(columns.row_ints[:, 0])
 
-    def entries(self, step: ChosenStep) -> Sequence[Entry]:
-        return step.model.draft_context(step.read, step.inputs.positions, step.inputs.rope_lengths)
+    def entries(self, head: Any, step: EntryStep[EntryInputs]) -> Sequence[Entry]:
+        context: Sequence[Entry] = head.context(step.read, step.inputs.positions, step.inputs.rope_lengths)
+        return context
 
-    def earlier_entries(self, model: Model, state: RequestState, tokens: EarlierTokens) -> Sequence[Entry]:
-        return model.draft_context(tokens.read, tokens.positions, tokens.lengths)
+    def earlier_entries(self, head: Any, step: EntryStep[EntryInputs], tokens: EarlierTokens) -> Sequence[Entry]:
+        context: Sequence[Entry] = head.context(tokens.read, tokens.positions, tokens.lengths)
+        return context
 
 
-class BlockRecipes(HeadProgramRecipes):
-    """The recipes of the programs by which a head drafts blocks."""
+@dataclasses.dataclass(frozen=True)
+class BlockCalls(EntryCalls):
+    """The programs by which a head drafts blocks."""
 
     name = "block"
+    spec: BlockSpec
 
     def _draft(
         self,
         layout: DraftLayout,
         leaves: Sequence[Array],
+        target_leaves: Sequence[Array],
         kv: paged.KV,
         state: RequestState,
         ints: Array,
         floats: Array,
     ) -> tuple[paged.KV, Array]:
         """Draft tokens [N, DRAFTS] for all rows. Those beyond a row's number are undefined."""
-        head, columns, tables = layout.sections(ints)
-        steps, used, flags = head
+        counted, columns, tables = layout.sections(ints)
+        steps, used, flags = counted
         graph, vocab_size = self.target.graph, self.target.model.vocab_size
-        own = graph.config.draft_head
-        assert own is not None, "the model has a head"
-        assert own.block is not None, "it drafts blocks"
         choice = DraftChoice.of(columns[:, 1:], floats, flags, vocab_size, graph.precision.implementation)
         shaping = DraftShaping.of(layout, columns, floats, state)
         latest, lengths = columns[:, 1], columns[:, 2]
-        size, count = own.block.size, min(DRAFTS, own.block.size - 1)
-        blocks = jnp.full((layout.rows, size), own.block.mask, jnp.int32)
+        size, count = self.spec.size, min(DRAFTS, self.spec.size - 1)
+        blocks = jnp.full((layout.rows, size), self.spec.mask, jnp.int32)
         blocks = blocks.at[:, 0].set(jnp.clip(latest, 0, vocab_size - 1))
-        model: Any = merge(graph, leaves)
+        head: Any = merge(self.shapes.graph, leaves)
+        model: Any = merge(graph, target_leaves)
+        own = head.config
         paging, positions = self._paging(tables[0], lengths, used, size)
         attend = paged.PagedAttention(own, kv[-own.num_layers :], paging, SMALLEST_ROWS, self.config.kernels)
         tokens = jnp.concatenate([jnp.zeros(SMALLEST_ROWS, jnp.int32), blocks.reshape(-1)])
-        hidden = model.draft_block(tokens, positions, attend)[SMALLEST_ROWS:]
+        hidden = head(model.embedded(tokens), positions, attend)[SMALLEST_ROWS:]
         hidden = hidden.reshape(layout.rows, size, -1)[:, 1 : 1 + count]
         logits = model.logits(hidden.reshape(layout.rows * count, -1), used * count)
         logits = logits.reshape(layout.rows, count, -1)

@@ -1,9 +1,9 @@
-"""The programs of an assistant, which drafts tokens over the pages of the session's model.
+"""An assistant that drafts tokens over the pages of the session's model: its rule, its programs and weights.
 
 A call drafts for all rows, up to `DRAFTS` tokens each, all at the position of the row's last token, whose keys the
 model has not computed yet: the assistant attends to those before it. It reads the model's hidden state before that
 token, and after it its own. Where a layer has a window, it sees the keys that the model's own row at that position
-will see, whose pages the row brings.
+will see, whose pages the row brings. It misses nothing of a text, and keeps nothing of it.
 
 Axes: N rows, W pages of the longest sequence.
 """
@@ -19,21 +19,107 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, PageRun
+from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, DraftShaping, TargetCalls
+from rekindle._src.drafts.checkpoint import DraftCheckpoint, DraftShapes, Target, refuse
+from rekindle._src.drafts.hidden import HiddenDrafter
+from rekindle._src.drafts.kind import DraftKind, DraftOpening
+from rekindle._src.drafts.weights import DraftWeights, take
+from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.models.base import merge
-from rekindle._src.models.config import ModelConfig, Pages
+from rekindle._src.models.config import AssistantSpec, ModelConfig, Pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.draft_model import (
-    DRAFTS,
-    DraftChoice,
-    DraftLayout,
-    DraftShapes,
-    DraftShaping,
-)
+from rekindle._src.programs.drafting import DraftCalls, DraftPrograms
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
+from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.target_drafts import TargetDrafts
+from rekindle._src.scheduling.drafting.drafter import Drafter
+from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import AttentionInputs, AttentionOptions, paged_attention
+
+
+def kind_of(checkpoint: DraftCheckpoint, target: Target) -> DraftKind:
+    """Return the drafter of an assistant. Raise ConfigError for one of another model."""
+    if target.placement.divided:
+        problem = "is an assistant, which attends to this model's pages: several devices have a part of them each"
+        refuse(checkpoint.name, problem, "Use one device, or a small model with the same tokenizer")
+    spec = checkpoint.config.assists
+    assert spec is not None, "the checkpoint is an assistant"
+    _check(checkpoint.name, checkpoint.config, spec, target.model)
+    return AssistantKind(checkpoint, AssistantPrograms(checkpoint.shapes))
+
+
+def _check(name: str, own: ModelConfig, spec: AssistantSpec, model: ModelConfig) -> None:
+    fix = "Use the assistant that was made for this model"
+    if spec.hidden_size != model.hidden_size:
+        problem = f"drafts for a model whose hidden states have {spec.hidden_size:,} numbers, and this one's have"
+        refuse(name, f"{problem} {model.hidden_size:,}", fix)
+    if own.vocab_size != model.vocab_size:
+        problem = f"has a vocabulary of {own.vocab_size:,} tokens, and this model one of {model.vocab_size:,}"
+        refuse(name, problem, fix)
+    for layer, source in enumerate(source_layers(own, model)):
+        kind = "full attention" if own.attention[layer].sliding_window is None else "a window"
+        if source is None:
+            refuse(name, f"attends to a layer with {kind}, and this {model.model_type} model has none", fix)
+        wanted, there = own.pages_of(layer), model.pages_of(source)
+        if wanted != there:
+            problem = f"attends to a layer with {kind} and {_heads(wanted)}, and this model's has {_heads(there)}"
+            refuse(name, problem, fix)
+
+
+def _heads(pages: Pages) -> str:
+    return f"{pages.heads} heads of {pages.key_size}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AssistantKind(DraftKind):
+    """The drafter that is an assistant."""
+
+    checkpoint: DraftCheckpoint
+    programs: AssistantPrograms
+
+    @property
+    def device_bytes(self) -> int:  # type: ignore[override]
+        return self.checkpoint.device_bytes
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return self.checkpoint.fingerprint
+
+    def drafter(self, limits: Limits) -> Drafter:
+        return HiddenDrafter("assistant", "the assistant", self.checkpoint.config.max_position_embeddings)
+
+    def check(self, tokenizer: Any) -> None:
+        self.checkpoint.check_tokens(tokenizer, required=False)
+
+    def open(self, opening: DraftOpening) -> DraftWeights:
+        opening.show("weights of the model that drafts")
+        return AssistantWeights(opening.programs, lambda: self.checkpoint.load().leaves)
+
+
+class AssistantWeights(DraftWeights):
+    """Owns an assistant's weights. An assistant has no pages, so it never has to catch up with a text."""
+
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        program, ints, floats = self._drafting(tasks)
+        take(tasks, calls.ahead(program, self._leaves, ints, floats))
+        return True
+
+
+class AssistantPrograms(DraftPrograms):
+    """Adds calls of an assistant, which read the final hidden state, to a session's programs."""
+
+    reads = ()
+
+    def __init__(self, shapes: DraftShapes) -> None:
+        self.shapes = shapes
+
+    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+        return AssistantCalls(config, target, self.shapes)
+
+    def facts(self) -> dict[str, object]:
+        return {"drafter": self.shapes.facts()}
 
 
 def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | None, ...]:
@@ -46,8 +132,8 @@ def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | Non
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantRecipes(TargetDrafts):
-    """The recipes of an assistant's programs, over those of the model that it drafts for."""
+class AssistantCalls(TargetCalls):
+    """The programs of an assistant, over those of the model that it drafts for."""
 
     name = "assistant"
     shapes: DraftShapes
@@ -74,9 +160,9 @@ class AssistantRecipes(TargetDrafts):
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
         """The layer whose pages each layer attends to."""
-        found = source_layers(self.shapes.graph.config, self.target.model)
-        assert None not in found, "it was checked"
-        return tuple(layer for layer in found if layer is not None)
+        checkpoint = source_layers(self.shapes.graph.config, self.target.model)
+        assert None not in checkpoint, "it was checked"
+        return tuple(layer for layer in checkpoint if layer is not None)
 
     def _recipe(self, layout: DraftLayout, arguments: tuple[Any, ...]) -> Recipe:
         operands = (WEIGHTS, WEIGHTS, PAGES, ROWS, ROWS, ROWS)

@@ -10,6 +10,7 @@ A request sees texts of its own namespace alone, as it does with pages.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from array import array
 from collections import OrderedDict
@@ -20,8 +21,8 @@ import numpy as np
 
 from rekindle._src.core.prefix import SHARED, PageNamespace
 from rekindle._src.core.records import IntArray
-from rekindle._src.scheduling.drafting.proposal import RequestDrafts
-from rekindle._src.scheduling.drafting.repeats import (
+from rekindle._src.drafts.kind import DraftKind
+from rekindle._src.drafts.repeats import (
     BITS,
     MASK,
     SIZE,
@@ -32,7 +33,9 @@ from rekindle._src.scheduling.drafting.repeats import (
     keys_of,
     last_key,
 )
-from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.drafting.drafter import Drafter
+from rekindle._src.scheduling.drafting.proposal import RequestDrafts
+from rekindle._src.scheduling.sequence import Limits, Sequence
 
 SUFFIX_BYTES = 16 << 20  # half for the table: a million runs of tokens, and two million tokens of texts
 DEPTH = 16  # tokens by which two places are compared, at most
@@ -217,8 +220,8 @@ class SuffixDrafter(RepeatDrafter):
 
     name = "suffix"
 
-    def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
-        super().__init__()
+    def __init__(self, most: int = 0, most_bytes: int = SUFFIX_BYTES) -> None:
+        super().__init__(most)
         self.index = SuffixIndex(most_bytes)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
@@ -240,3 +243,13 @@ class SuffixDrafter(RepeatDrafter):
 
     def forget(self) -> None:
         self.index.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixKind(DraftKind):
+    """The drafter of `drafts="suffix"`."""
+
+    most: int = 0
+
+    def drafter(self, limits: Limits) -> Drafter:
+        return SuffixDrafter(self.most)

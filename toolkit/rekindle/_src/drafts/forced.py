@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from rekindle._src.drafts.kind import DraftKind
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
-from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.sequence import Limits, Sequence
 
 
 class ForcedDrafter(Drafter):
@@ -23,3 +24,10 @@ class ForcedDrafter(Drafter):
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         return [row.sequence.forced.propose(row.skip, row.most) if row.sequence.forced else None for row in rows]
+
+
+class ForcedKind(DraftKind):
+    """The drafter of any session with drafts."""
+
+    def drafter(self, limits: Limits) -> Drafter:
+        return ForcedDrafter()

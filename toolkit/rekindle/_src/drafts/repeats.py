@@ -17,10 +17,8 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from rekindle._src.core.records import IntArray
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
-from rekindle._src.scheduling.sequence import Sequence
 
 SIZE = 3  # latest tokens that have to have occurred before, in this order
 BITS = 20  # of a token id in a key; larger ids collide, which costs a rejected draft
@@ -144,8 +142,9 @@ class FollowedText(RequestDrafts):
 class RepeatDrafter(Drafter):
     """The base of drafters whose requests keep a `FollowedText`."""
 
-    def __init__(self) -> None:
-        self.chances = RepeatChances()
+    def __init__(self, most: int = 0) -> None:
+        """`most` is the option that says how many drafts a request has in a step; 0: it says nothing."""
+        self.chances, self.most = RepeatChances(), most
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         proposals: list[Proposal | None] = []
@@ -154,50 +153,6 @@ class RepeatDrafter(Drafter):
             assert isinstance(drafts, FollowedText), f"{row.sequence.id} has drafts of another kind"
             proposals.append(drafts.propose(row.skip, row.most))
         return proposals
-
-
-class PromptLookup(FollowedText):
-    """Follows what came after a request's latest tokens at their last occurrence in its own text.
-
-    It keeps the position after the last occurrence of each run of `SIZE` tokens.
-    """
-
-    __slots__ = ("_followers", "_key", "_own_tokens")
-
-    def __init__(self, chances: RepeatChances, tokens: IntArray) -> None:
-        ids = tokens.astype(np.int64)
-        self._own_tokens: list[int] = ids.tolist()
-        super().__init__(chances, self._own_tokens)
-        keys, places = keys_of(ids)[:-1], np.arange(SIZE, len(ids))
-        if len(ids) and ids.min() < 0:
-            texts = are_texts(ids)[:-1]
-            keys, places = keys[texts], places[texts]
-        self._followers: dict[int, int] = dict(zip(keys.tolist(), places.tolist(), strict=True))
-        self._key = last_key(self._own_tokens)
-        self._follow(self._followers.get(self._key, 0))
-        self._followers[self._key] = len(ids)
-
-    def _append(self, token: int) -> int:
-        self._key = key = (self._key << BITS | token) & MASK
-        tokens, followers = self._own_tokens, self._followers
-        place = followers.get(key, 0)
-        tokens.append(token)
-        followers[key] = len(tokens)
-        return place
-
-    def _follow(self, place: int) -> None:
-        self.ready = place > 0
-        self._earlier = self._own_tokens if place else None
-        self._at, self._first, self._length = place, 0, 0
-
-
-class LookupDrafter(RepeatDrafter):
-    """Proposes what followed a request's latest tokens earlier in its own text."""
-
-    name = "lookup"
-
-    def begin(self, sequence: Sequence) -> RequestDrafts:
-        return PromptLookup(self.chances, sequence.text())
 
 
 def keys_of(ids: np.ndarray) -> np.ndarray:

@@ -1,0 +1,25 @@
+"""The seam of drafters in the runner: the tasks that they have on the device before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rekindle._src.core.records import DraftTask
+from rekindle._src.execution.device_calls import DeviceCalls
+
+
+class DraftWorker:
+    """Does the tasks of steps. This one belongs to a session whose drafters work on the host, and has none."""
+
+    def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
+        """Run tasks. If any of them drafts, wait for the tokens, write them into the tasks' rows, and return True.
+
+        `calls` reach the session's model with its pages and state.
+        """
+        raise NotImplementedError
+
+    def renew(self) -> None:
+        """Replace what was lost with a failed step."""
+
+
+NO_WORKER = DraftWorker()
