@@ -147,7 +147,7 @@ _ARGUMENTS = _arguments(chat_prompt) & _arguments(ChatTemplate.prepare)
 
 
 def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the variables for a template, which come before those of `reasoning_effort`."""
+    """Return the variables for a template; they override the variables that `reasoning_effort` sets."""
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):

@@ -266,7 +266,7 @@ class ChatRequests:
         """Make a chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
 
         `system` opens it with a system message; `restore` continues one that `chat.save(path)` wrote. The other options
-        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
+        work as in `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
         """
         from rekindle._src.calls.conversation import open_conversation  # chats alone need it

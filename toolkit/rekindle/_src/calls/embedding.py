@@ -72,7 +72,7 @@ class Embeddings(Call[T]):
 
     @property
     def status(self) -> Status:
-        """The state of the first text that has not ended; once all have, that of the last one."""
+        """The state of the first unfinished text, or of the last text once all have ended."""
         handles = self._batch.handles
         running = next((handle for handle in handles if not handle.done), None)
         return running.status if running is not None else handles[-1].status if handles else Status.FINISHED

@@ -200,7 +200,7 @@ class Handle(RequestOutput, Call[T_co]):
 
     @property
     def status(self) -> Status:
-        """The state of the request; of several sequences, that of the first one that has not ended."""
+        """The state of the request, or of the first unfinished sequence if it has several."""
         results = self._mailbox.results
         if self._mailbox.ended:
             error = self._mailbox.error
@@ -405,7 +405,7 @@ class Handle(RequestOutput, Call[T_co]):
 
 
 def _captured(deltas: Sequence[TextDelta]) -> Captured | None:
-    """Return what deltas have captured; None if the request captures nothing."""
+    """Join the captures of deltas; None if the request captures nothing."""
     parts = [delta.captured for delta in deltas if delta.captured is not None]
     return Captured.joined([part for part in parts if len(part.positions)], parts[0].layers) if parts else None
 

@@ -33,7 +33,7 @@ def with_images(
 ) -> list[Prompt]:
     """Return the prompts of a call with the pictures of its argument, which has an entry for each of `many` prompts.
 
-    A picture that is none raises, or its prompt is in the list with this error if errors are kept.
+    An invalid picture raises an error, or its prompt is listed with this error if errors are kept.
     """
     if images is None:
         return prompts
@@ -73,7 +73,7 @@ def with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "image
 
 
 def keyed(front: Front, prompt: Prompt, images: object, sampling: Sampling) -> KeyedPrompt:
-    """Return all on which the pages of a prompt depend."""
+    """Return everything that the pages of a prompt depend on."""
     prompt = with_pictures(front, prompt, images)
     token_ids = prompt.token_ids
     if token_ids is None:
@@ -98,7 +98,7 @@ def parts_of(text: str, pictures: Sequence[Any] | None) -> str | list[dict[str, 
 
 
 def read_values(front: Front, images: Any, field: str = "images") -> tuple[PictureLike, ...]:
-    """Return the pictures of an argument, of which files' headers are read."""
+    """Open the pictures of an argument and read the headers of files."""
     if images is None:
         return ()
     reader = _reader(front, images)
@@ -126,8 +126,9 @@ def written_messages(front: Front, messages: Any, most: int) -> tuple[Any, int]:
 
 
 def restored_messages(front: Front, messages: Any) -> Any:
-    """Return messages of a file with their pictures opened, of which headers are read. Only `data:` URIs are pictures:
-    no path is opened. Raises `InvalidRequest`."""
+    """Open the pictures in messages from a file, and read their headers. Only `data:` URIs are accepted as pictures: no
+    path is opened. Raises `InvalidRequest`.
+    """
     for index, message in enumerate(messages):
         for part in filter(is_picture, message["content"] if _has_parts(message) else ()):
             value = _value(part)
@@ -192,7 +193,7 @@ def _question(text: str) -> str:
 
 
 def thumbnails(content: Any, most: int) -> list[ImageLike]:
-    """Return the pictures in the content of a message, of which the first `most` are drawn."""
+    """Return the pictures in the content of a message; only the first `most` are drawn."""
     parts = filter(is_picture, content) if _has_pictures(content) else ()
     return [_shown(_value(part)) if place < most else Thumbnail() for place, part in enumerate(parts)]
 

@@ -26,7 +26,7 @@ class Prompt:
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
     error: BaseException | None = None  # the reason why it is no prompt
-    extensions: Extensions = NONE  # what is known of the request's capabilities
+    extensions: Extensions = NONE  # of the request's capabilities, as far as they are known
     messages: Sequence[Mapping[str, object]] | None = None  # of a chat
     long: bool = False  # True if rendering it takes long
     shown: str | None = None  # the text as its caller wrote it, if it is another
@@ -58,7 +58,7 @@ def from_column(values: object) -> object:
 
 
 def is_missing(value: Any) -> bool:
-    """True for None, NaN, and what else DataFrames have in cells without a value."""
+    """True for None, NaN and the other missing values of DataFrames."""
     if value is None:
         return True
     try:

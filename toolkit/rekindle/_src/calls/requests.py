@@ -446,7 +446,7 @@ def structured_text(front: Front, sampling: Sampling) -> StructuredText | None:
 
 
 def same_structure(left: Sampling, right: Sampling) -> bool:
-    """True if both have the same structure, so that a fork continues that of its source."""
+    """True if both have the same structure, so that a fork continues the structure of its source."""
     from rekindle._src.structured.spec import structure_of
 
     first, second = structure_of(left), structure_of(right)
@@ -454,7 +454,8 @@ def same_structure(left: Sampling, right: Sampling) -> bool:
 
 
 def sampling_of(front: Front, sampling: Sampling | None, options: Mapping[str, Any], *, chat: bool = False) -> Sampling:
-    """Return the request's options. Without a `Sampling`, they default to those of the checkpoint, or of a `chat`.
+    """Return the request's options. Without a `Sampling`, they default to the options of the checkpoint, or of a
+    `chat`.
 
     In that case None leaves an option at its default there, as leaving it out does.
     """
@@ -474,7 +475,7 @@ def shown(front: Front, sampling: Sampling) -> Callable[[Sequence[Mailbox]], Act
 
 
 class BatchProgress:
-    """Reads the mailboxes of a batch. The cost of a look is that of the deltas since the last one."""
+    """Reads the mailboxes of a batch. A look costs as much as the deltas that came since the last one."""
 
     def __init__(self, mailboxes: Sequence[Mailbox], sampling: Sampling, compiling: Callable[[], str] = str) -> None:
         self._mailboxes, self._pace = mailboxes, Pace(compiling)
@@ -497,7 +498,7 @@ class BatchProgress:
 
 
 class Pace:
-    """The rate of tokens since the first of them, without the time in which all requests waited for a program, and the
+    """Tracks the rate of tokens since the first one, without the time when all requests waited for a program, and the
     time left.
 
     The time left follows from the progress since there was any, or from its latest half, so that a slow beginning does

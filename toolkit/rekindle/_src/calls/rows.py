@@ -98,7 +98,7 @@ class RowAnswers(list[RowAnswer]):
         return {answer.row: answer.error for answer in self if answer.error is not None}
 
     def to_pandas(self) -> DataFrame:
-        """Return a DataFrame of the rows' own columns, followed by those of the answers.
+        """Return a DataFrame of the rows' own columns, followed by the columns of the answers.
 
         These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if the request has a
         structure. A column whose name the rows have already begins with `answer_`. The index is that of the rows'
@@ -354,7 +354,7 @@ class RowPictures:
                 raise InvalidRequest("images", f"{len(column):,} entries", problem, fix)
 
     def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
-        """Return the pictures of a row, of which headers are read; None if no row has any. Errors name the row."""
+        """Open the pictures of a row and read their headers; None if no row has any. Errors name the row."""
         if self._images is None:
             return None
         field = f"images[{index}]"
@@ -379,7 +379,7 @@ def row_key(options: str, prompt: Any) -> str:
 
 
 class RowsFile:
-    """The answers of earlier calls, to which new ones are added."""
+    """The answers of earlier calls; new answers are appended."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._offsets: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
@@ -418,7 +418,7 @@ _OF_A_ROW = (InvalidRequest, RequestAborted, RequestFailed)  # errors that leave
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A row whose request is running."""
+    """A row and its running request."""
 
     row: int
     key: str
@@ -519,7 +519,7 @@ class RowMap(Call[RowAnswers]):
             return None
 
     def _keyed(self, prompt: Any, pictures: Sequence[PictureLike] | None) -> tuple[str, Any]:
-        """Return the key of a row, and its prompt with its pictures read: the key has digests of what they are."""
+        """Return the key of a row, and its prompt with its pictures read; the key includes digests of the pictures."""
         front, shown = self._session._front, prompt
         if isinstance(prompt, list):
             prompt, inside = read_messages(front, prompt)
@@ -593,7 +593,7 @@ class RowMap(Call[RowAnswers]):
             tokens = self._tokens + sum(live)
             resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
             computed, share = ended - resumed, None
-            if total is not None and computed > 0:  # running rows count by the mean length of those that ended
+            if total is not None and computed > 0:  # running rows count by the mean length of ended ones
                 mean = max(1.0, self._tokens / computed)
                 share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
             words = [
@@ -631,14 +631,14 @@ class RowMapping(Requests, ChatRequests):
     ) -> RowMap:
         """Await it for one answer for each row: `await session.map(rows, "Summarise: {text}", max_tokens=64)`.
 
-        `rows` is a DataFrame, a list of dicts or any iterable of mappings. `template` is a format string whose names
-        are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
+        `rows` is a DataFrame, a list of dicts or any iterable of mappings. `template` is a format string with fields
+        of a row as names, or a function that makes a row into a prompt or into messages. With `chat` the text is
         the user's message, after `system` if that is given; `template_options` are variables of the chat template.
 
         `images` is the name of the column that has each row's picture or list of pictures, or a column or list with an
         entry for each row; None is no picture. `<image>` in the template marks a picture's place, as in `generate`.
 
-        What is wrong with all rows alike raises an error before any is computed: a name in the template that no row
+        A mistake that affects all rows raises an error before any is computed: a name in the template that no row
         has, rows that are no mappings, an option such as a schema that can't be followed. A row that fails alone has
         its error in the result, and the others go on.
 

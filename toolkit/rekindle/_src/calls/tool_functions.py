@@ -204,7 +204,7 @@ def _class(kind: type, depth: int) -> Schema:
 
 
 def fields_of(kind: type) -> dict[str, tuple[Any, bool]] | None:
-    """Return the fields of a dataclass, TypedDict or NamedTuple: their types, and True for those that are required."""
+    """Return the fields of a dataclass, TypedDict or NamedTuple: their types, and True for required fields."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         return {
@@ -309,7 +309,7 @@ def _items(base: Any, arguments: tuple[Any, ...], value: list[Any]) -> Any:
 
 
 def _member(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Convert a value to the first member of a union whose instance it is, or else to the first that takes it."""
+    """Convert a value to the first member of a union that it is an instance of, or else to the first that takes it."""
     if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
         return value
     for kind in kinds:
@@ -317,7 +317,7 @@ def _member(kinds: tuple[Any, ...], value: Any) -> Any:
             return convert(kind, value)
         except (TypeError, ValueError):
             continue
-    raise ValueError(f"{value!r} is none of {', '.join(map(str, kinds))}")
+    raise ValueError(f"{value!r} matches none of {', '.join(map(str, kinds))}")
 
 
 def _single(kind: type, value: Any) -> Any:
@@ -347,14 +347,14 @@ def _single(kind: type, value: Any) -> Any:
 
 
 _SECTION = re.compile(r"(?:Args|Arguments|Parameters|Params):\s*")
-_OTHER = re.compile(r"[A-Z][A-Za-z ]+:\s*")  # another section of the Google style ends that of the parameters
+_OTHER = re.compile(r"[A-Z][A-Za-z ]+:\s*")  # another section of the Google style ends the parameters
 _ENTRY = re.compile(r"\*{0,2}(\w++)\s*+(?:\([^)]*\)\s*+)?:\s*+(.*)")
 _FIELD = re.compile(r":param\s(?:[^:]*\s)?(\w++)\s*+:\s*+(.*)")
 _NUMPY = re.compile(r"\*{0,2}(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
 
 
 def read_docstring(documented: object) -> tuple[str, dict[str, str]]:
-    """Return the description of the object, and those of its parameters by name."""
+    """Return the description of the object, and its parameters' descriptions by name."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     description: list[str] = []
     parameters: dict[str, str] = {}

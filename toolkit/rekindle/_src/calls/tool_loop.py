@@ -115,7 +115,7 @@ def _described_part(part: Any) -> str:
 
 
 class ToolLoop(Call[ToolRun]):
-    """A chat whose tools are run: await it for the answer, or iterate over the deltas of all its replies.
+    """A chat that runs its tools: await it for the answer, or iterate over the deltas of all its replies.
 
     The model gets the errors of functions as their results. Cancelling it leaves functions in worker threads to end by
     themselves.
@@ -197,7 +197,7 @@ class ToolLoop(Call[ToolRun]):
         return self._run
 
     def _current(self) -> Handle[Completion]:
-        """Return the request of the current reply, or make that of the next."""
+        """Return the request of the current reply, or make the next one."""
         if self._error is not None:
             raise fresh(self._error)
         if self._handle is None:
@@ -236,7 +236,7 @@ class ToolLoop(Call[ToolRun]):
 
 
 class ToolStream(html.Line, AsyncIterator[TextDelta]):
-    """An iterator over the deltas of all replies of a `ToolLoop`; tools run between those of two replies."""
+    """An iterator over the deltas of all replies of a `ToolLoop`; tools run between two replies."""
 
     def __init__(self, loop: ToolLoop) -> None:
         self._loop = loop
@@ -308,7 +308,7 @@ def _names(choice: ToolChoice, tool: Tool) -> bool:
 
 
 def forcing(choice: ResolvedToolChoice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
-    """Return the options of a request whose reply has to be a call, by a grammar of the family's syntax."""
+    """Return the options of a request that has to reply with a call, enforced by a grammar of the family's syntax."""
     if sampling.structured:
         raise InvalidRequest(
             "tool_choice", choice.value, "can't be combined with a schema or grammar of the text", "Leave one out"
