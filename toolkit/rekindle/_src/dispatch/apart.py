@@ -16,7 +16,7 @@ class JobThreads:
     """Threads for jobs that may be slow, so that nothing else waits for them. Jobs beyond `most` at a time wait."""
 
     def __init__(self, most: int, seconds: float, name: str) -> None:
-        """Each job has `seconds`, with its wait. `name` is that of the threads."""
+        """Give each job `seconds`, including its wait. Threads are named `name`."""
         self._most, self._seconds, self._name = most, seconds, name
         self._busy = 0
         self._lock = threading.Lock()

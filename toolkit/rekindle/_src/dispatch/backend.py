@@ -1,8 +1,8 @@
 """The two sides of a session: a front, which turns prompts into requests and tokens into text, over any backend.
 
-The front is the same for a session and for a fleet; only what runs the requests differs. A backend is an `Engine` over
-one device or mesh, or the replicas of a fleet. First come the messages between callers, front and backend, in addition
-to the records of rekindle._src.core.records.
+The front is the same for a session and for a fleet; only the backend differs, which runs the requests. A backend is an
+`Engine` over one device or mesh, or the replicas of a fleet. First come the messages between callers, front and
+backend, in addition to the records of rekindle._src.core.records.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class AdaptersLike(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
     def use(self, value: str | Mapping[str, float]) -> Extension:
-        """Return what a request with the option carries. Raise `InvalidRequest` for an unknown name."""
+        """Return the extension of a request with this option. Raise `InvalidRequest` for an unknown name."""
         ...
 
 
@@ -201,7 +201,7 @@ class PicturesLike(Protocol):
         ...
 
     def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
-        """Return the pictures in values of the caller. Raises `InvalidRequest` for anything that is none."""
+        """Return the pictures in values of the caller. Raises `InvalidRequest` for anything else."""
         ...
 
     def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
@@ -267,7 +267,7 @@ class Backend(Protocol):
         """End a request in any state; nothing happens if it has ended."""
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request whose text is complete, because it has a stop string."""
+        """End a request because its text has a stop string and is complete."""
 
     def fail(self, request_id: str, error: RekindleError) -> None:
         """End a request by an error of the backend's own work for it."""
@@ -311,7 +311,7 @@ class Front(NamedTuple):
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
     processors: tuple[str, ...] = ()  # names that requests may use
-    adapters: AdaptersLike | None = None  # those that requests may use; None: there can't be any
+    adapters: AdaptersLike | None = None  # usable by requests; None: there can't be any
     # Most characters that one token can stand for, computed at first use; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
@@ -331,7 +331,7 @@ class Front(NamedTuple):
         return () if self.taps is None else tuple(self.taps.steering)
 
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
-        """Return the tokens by which a text ends of its own accord: none with `ignore_eos`."""
+        """Return the tokens that end a text on their own; empty with `ignore_eos`."""
         return frozenset() if sampling.ignore_eos else frozenset(self.tokenizer.eos_ids)
 
 

@@ -1,4 +1,4 @@
-"""The capabilities of requests, in the order in which intake checks them."""
+"""The capabilities of requests, in the order of their checks at intake."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _overrides(capability: Capability, method: str) -> bool:
 
 
 class Capabilities:
-    """Capabilities, and what they do together."""
+    """The capabilities of requests, called together."""
 
     def __init__(self, *entries: Capability) -> None:
         self.entries = entries
@@ -234,7 +234,7 @@ class Capabilities:
         return submission
 
     def expanded(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
-        """Return the token ids of the prompt, in which one may stand for several. Raise the request's error."""
+        """Return the token ids of the prompt with placeholder tokens expanded. Raise the request's error."""
         for expand in self._expanding:
             token_ids = expand(submission, token_ids, front)
         return token_ids
@@ -248,13 +248,13 @@ class Capabilities:
         return any(overtaken(submission, front) for overtaken in self._overtaken)
 
     async def resources(self, submission: Submission, front: Front) -> Resources:
-        """Return what `admit` needs and has to be waited for, by capability. Raise the request's error."""
+        """Wait for the resources that `admit` needs, and return them by capability. Raise the request's error."""
         return {one: await one.resource(submission, front) for one in self._resources}
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resources: Resources = NO_RESOURCES
     ) -> Extensions:
-        """Return what a request of this prompt carries. Raise `InvalidRequest` for what can't be had."""
+        """Return the extensions of a request with this prompt. Raise `InvalidRequest` if one is unavailable."""
         admitted = [one.admit(submission, token_ids, front, resources.get(one)) for one in self._admitting]
         extensions = [extension for extension in admitted if extension is not None]
         return Extensions(*extensions) if extensions else NONE

@@ -35,13 +35,13 @@ class Part:
     __slots__ = ()
     visible: frozenset[str] = frozenset()  # special tokens that need a text, because the part reads them
     opens: bool = False  # `open` is to be awaited before the request is handed on
-    last_work: str = ""  # what the completion waits for, in words
+    last_work: str = ""  # the work that the completion waits for, in words
 
     async def open(self, mailbox: Mailbox) -> None:
-        """Make what the output needs. Raise the request's error if that can't be made."""
+        """Make the resources that the output needs. Raise the request's error if they can't be made."""
 
     def take(self, event: TokenEvent) -> None:
-        """Add what an event has for the part."""
+        """Add an event's data for this part."""
 
     def cut(self, count: int) -> None:
         """Drop what belongs to tokens after the first `count`: a stop string ended the text there."""
@@ -51,7 +51,7 @@ class Part:
         return NO_FIELDS
 
     def ending(self, count: int) -> OneShot[Any] | None:
-        """Return what the completion of `count` tokens waits for; its value is then passed to `take_over`."""
+        """Return the value that the completion of `count` tokens waits for; it is then passed to `take_over`."""
         return None
 
     def take_over(self, value: Any) -> None:
@@ -66,11 +66,11 @@ class Part:
         return None
 
     def close(self, reason: FinishReason, count: int) -> None:
-        """Give up what the part holds; its sequence has ended with `count` tokens."""
+        """Release the resources of the part; its sequence has ended with `count` tokens."""
 
 
 class KeyedPrompt(NamedTuple):
-    """A prompt whose cached pages a caller names: all on which they depend, and nothing that runs."""
+    """A prompt to look up in the cache: everything that its pages depend on, and nothing that runs."""
 
     token_ids: IntArray
     sampling: Sampling
@@ -85,7 +85,7 @@ class Capability:
         return text
 
     def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
-        """Return the token ids of the prompt, in which one may stand for several. Raise the request's error."""
+        """Return the token ids of the prompt with placeholder tokens expanded. Raise the request's error."""
         return token_ids
 
     def waits(self, submission: Submission, front: Front) -> bool:
@@ -93,23 +93,25 @@ class Capability:
         return False
 
     def overtaken(self, submission: Submission, front: Front) -> bool:
-        """True if controls, and what comes after them, go on while it waits: that can take minutes."""
+        """True if controls and later submissions go on while it waits: that can take minutes."""
         return False
 
     async def resource(self, submission: Submission, front: Front) -> Any:
-        """Return what `admit` needs and has to be waited for, such as a compiled grammar. Raise the request's error."""
+        """Wait for a resource that `admit` needs, such as a compiled grammar, and return it. Raise the
+        request's error.
+        """
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
-        """Return what a request of this prompt carries; None if it does not use the capability.
+        """Return the extension of a request with this prompt; None if it does not use the capability.
 
-        Raise `InvalidRequest` for what can't be had. `resource` is that of the method.
+        Raise `InvalidRequest` if the request can't be met. The method `resource` has returned the `resource`.
         """
         return None
 
     def keying(self, prompt: KeyedPrompt, front: Front) -> Extension | None:
-        """Return the extension that decides what the prompt's pages are known by, without what `admit` waits for.
+        """Return the extension that enters the keys of the prompt's pages, without waiting for resources of `admit`.
 
-        Raise `InvalidRequest` for what can't be had. Overridden where extensions override `altered` or `names`.
+        Raise `InvalidRequest` if the request can't be met. Overridden where extensions override `altered` or `names`.
         """
         return None
 

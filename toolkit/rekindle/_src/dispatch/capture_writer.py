@@ -1,8 +1,8 @@
 """Writing captures into files, in a thread of each request's own, so that a slow disk delays that request alone.
 
 A request's parts are written in the order in which they came, then its files are completed or removed. The dispatch
-loop waits for none of this. How much may wait is bounded by the request's `Backlog`: the scheduler plans no step for a
-request whose backlog is full.
+loop waits for none of this. The request's `Backlog` bounds the waiting captures: the scheduler plans no step for a
+request with a full backlog.
 
 A thread can't be stopped while its disk hangs. How many threads work for requests that do not run, because they have
 not begun or are over, is bounded by `Doors`.
@@ -28,8 +28,10 @@ Job = Callable[[], object]
 
 
 class Doors:
-    """The threads that work for no running request: those that make a request's folder, and those of requests that are
-    over. There are `most` of them at most; further requests that capture into folders wait for one to end."""
+    """The threads that work for no running request: they make a request's folder, or finish a request that is over.
+
+    There are at most `most` of them; further requests that capture into folders wait for one to end.
+    """
 
     def __init__(self, most: int = MOST_UNATTENDED) -> None:
         self._most = most
@@ -85,7 +87,7 @@ class CaptureWriter:
         self._awake = threading.Condition()
         self._working = False  # there is a thread
         self._begun = False
-        self._ended = False  # no job comes after those that wait
+        self._ended = False  # no job comes after the waiting ones
 
     @property
     def folder(self) -> str:
@@ -114,7 +116,7 @@ class CaptureWriter:
         return reply
 
     def leave(self, end: int | None = None) -> None:
-        """Complete the files with the positions before `end`, or without one remove them; nobody waits for it."""
+        """Complete the files with the positions before `end`, or remove them if it is None; does not wait."""
         if not self._begun:
             return
         with self._awake:

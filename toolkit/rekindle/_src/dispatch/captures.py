@@ -1,4 +1,4 @@
-"""Taps as a capability of requests: what they read and change inside the model, and the output of what they capture."""
+"""Taps as a capability of requests: sites to read and change inside the model, and the captured output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TapIntake(Capability):
         self._doors = Doors()
 
     def waits(self, submission: Submission, front: Front) -> bool:
-        """True if a folder has to be made for what it captures."""
+        """True if the captures need a new folder."""
         capture = submission.sampling.capture
         return capture is not None and capture.into is not None
 

@@ -62,7 +62,7 @@ class Output:
         return False
 
     async def whole(self) -> None:
-        """Wait for what the completion of a sequence that has ended waits for."""
+        """Wait for everything that the completion of an ended sequence needs."""
 
     @property
     def ended(self) -> bool:
@@ -77,14 +77,14 @@ class Output:
         """Let a sequence that has ended wait no longer; files are completed if their disk lets them."""
 
     def closings(self, reason: FinishReason) -> Iterable[Callable[[], object]]:
-        """Return functions that give up what the sequence held, each of them for itself. It ended for `reason`."""
+        """Return functions that each release one resource of the sequence. It ended for `reason`."""
         return ()
 
 
 class OutputState(Output):
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it.
 
-    What is more than text and tokens is in the `parts` of its capabilities.
+    Everything but text and tokens is in the `parts` of its capabilities.
     """
 
     __slots__ = (

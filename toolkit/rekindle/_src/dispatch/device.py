@@ -75,4 +75,4 @@ class Device:
         """Drop the cached pages that depend on a digest (`Extension.altered`). Called on the host's loop."""
 
     def close(self) -> None:
-        """Free what the runner does not own; called last of all."""
+        """Free the resources that the runner does not own; called last of all."""

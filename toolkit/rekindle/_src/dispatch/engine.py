@@ -152,7 +152,7 @@ class Engine:
         return TurnOutcome(result, tuple(failed))
 
     def awaited(self, turn: LoopTurn) -> StepPlan | None:
-        """Return the step whose result a turn fetches: the one in flight, or its own if the next plan needs it."""
+        """Return the step that a turn fetches: the one in flight, or its own if the next plan needs its result."""
         if self._in_flight is not None:
             return self._in_flight.plan
         # Reading a step with drafts right away saves a round trip to the scheduler.
@@ -242,7 +242,7 @@ class Engine:
         self.device.watch(lost)
 
     def close(self) -> None:
-        """Free the device memory, then what the runner does not own."""
+        """Free the device memory, then the resources that the runner does not own."""
         try:
             self.runner.close()
         finally:

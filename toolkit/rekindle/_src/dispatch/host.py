@@ -138,7 +138,7 @@ class AdmissionLimiter:
             self._admit()
 
     def close(self, error: BaseException) -> None:
-        """Refuse every caller from now on, those that wait included."""
+        """Refuse every caller from now on, including waiting ones."""
         with self._lock:
             if self.closed is None:
                 self.closed = error

@@ -178,7 +178,7 @@ def check_characters(text: str, front: Front) -> None:
 
 
 def check_beginning(text: str, front: Front) -> None:
-    """Raise `PromptTooLong` for a text whose beginning alone has more than `max_model_len` tokens."""
+    """Raise `PromptTooLong` if the beginning of a text alone has more than `max_model_len` tokens."""
     limit = front.config.max_model_len
     if limit is None or len(text) <= 2 * _PROBED * limit + LONG_TEXT:
         return

@@ -143,8 +143,8 @@ def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front
 def after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> NewGuide:
     """Return a new guide advanced past the `covered` tokens of its prompt; see `GrammarLike.guide`.
 
-    Raises `InvalidRequest` if they don't follow its structure, whose `kind` and `shown` tokens the error names. If they
-    complete it, the end may come.
+    Raises `InvalidRequest`, with the `kind` of structure and the `shown` tokens, if they don't follow the structure. If
+    they complete it, the end may come.
     """
     for token in covered:
         if guide.consume(token).problem:
@@ -201,7 +201,7 @@ class GuideOutput(Part):
 
 
 class TextStructure(NamedTuple):
-    """The structure of a request's text, and the parts from which its object is made."""
+    """The structure of a request's text, and the parts that its object is made from."""
 
     structure: Structure
     before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork

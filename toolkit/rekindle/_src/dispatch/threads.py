@@ -328,7 +328,7 @@ class OneShot(Generic[T]):
 
 
 class RelayResult(NamedTuple):
-    """The result of a sequence whose events went to another process."""
+    """The result of a sequence that sent its events to another process."""
 
     reason: FinishReason
 
@@ -456,7 +456,9 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job`; return its result or raise its error. A job whose caller is cancelled still runs to its end."""
+        """Run `job`; return its result or raise its error. If the caller is cancelled, the job still runs to
+        its end.
+        """
         reply: OneShot[T] = OneShot()
         self._jobs.put((job, reply))
         return await reply.get()
