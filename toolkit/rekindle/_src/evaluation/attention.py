@@ -161,11 +161,13 @@ class AttentionMapCall(Call[AttentionMap]):
 
 
 def _layers_of(layers: Layers, facts: TapFacts) -> list[int]:
-    """Return the layers' numbers. "all" are those whose weights can be computed; others are refused by name."""
+    """Return the layers' numbers; "all" means every layer with weights to compute. Unknown layers are refused
+    by name.
+    """
     if isinstance(layers, str) and layers == "all":
         numbers = [layer for layer, spec in enumerate(facts.attention) if spec is not None]
         if not numbers:
-            raise InvalidRequest("layer", layers, "has no layer whose weights can be shown", "Use session.view.lens")
+            raise InvalidRequest("layer", layers, "has no layer with weights to show", "Use session.view.lens")
         return numbers
     several = [layers] if hasattr(layers, "__index__") or isinstance(layers, str) else layers
     numbers = sorted({layer_of("layer", layer, facts.layers) for layer in several})
@@ -173,7 +175,7 @@ def _layers_of(layers: Layers, facts: TapFacts) -> list[int]:
         raise InvalidRequest("layer", layers, "names no layer", 'Pass an int, several, or "all"')
     for layer in numbers:
         if facts.attention[layer] is None:
-            raise InvalidRequest("layer", layer, "has attention whose weights can't be shown", "Show another layer")
+            raise InvalidRequest("layer", layer, "has attention without weights to show", "Show another layer")
     return numbers
 
 

@@ -82,7 +82,7 @@ class MapGrid(NamedTuple):
         return np.add.reduceat(weights[:, self.rows, :stop], starts, axis=-1)
 
     def words(self, shown: MapLike) -> str:
-        """Describe what has no place in the picture; empty if everything has."""
+        """Describe the data left out of the picture; empty if everything fits."""
         left_out = len(shown.positions) - len(self.rows)
         parts = [f"the last {len(self.rows)} of {len(shown.positions):,} positions that read"] if left_out else []
         summed = [stop - start for start, stop in self.columns if stop > start + 1]
@@ -96,7 +96,7 @@ def _pixels(name: str) -> float:
 
 
 def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
-    """Return the data of an interactive figure, its summary, and what a page without scripts shows."""
+    """Return the data of an interactive figure, its summary, and its markup for a page without scripts."""
     frame = MapGrid.of(maps[0], len(maps) * max(len(each.weights) for each in maps))
     shares = [frame.shares(each.weights) for each in maps]
     left_out = frame.words(maps[0])

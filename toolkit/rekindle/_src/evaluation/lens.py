@@ -1,4 +1,4 @@
-"""The logit lens: what a model would say after each of its layers."""
+"""The logit lens: the next token as predicted after each layer of a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 
 TOP = 5  # tokens of a position that hovering shows
-BLOCK = 64  # logits of which the largest is looked at first
+BLOCK = 64  # logits; the largest of a block is looked at first
 AT_ONCE = 1 << 25  # logits of one request
 SHOWN = 40  # positions of a picture
 
@@ -62,7 +62,7 @@ class Lens:
         return ranks.index(answer) if answer in ranks else None
 
     def leads_from(self, place: int) -> int:
-        """Return the layer from which on the answer is the likeliest token after each layer."""
+        """Return the first layer from which the answer stays the likeliest token."""
         layer = len(self.texts) - 1
         while layer and self.rank(layer - 1, place) == 0:
             layer -= 1
@@ -116,7 +116,7 @@ def _shade(rank: int | None, share: float) -> str:
 
 
 def _finding(leads: Sequence[int], layers: Sequence[str]) -> str:
-    """Say from which layer on the answers lead, from the layer of each."""
+    """Say where the answers begin to lead, given the layer at which each does."""
     if not leads:
         return ""
     middle = layers[sorted(leads)[(len(leads) - 1) // 2]].partition(":")[0]
@@ -138,7 +138,7 @@ def _bar(entropy: float, most: float) -> str:
 
 
 def _legend(mean: str) -> Markup:
-    """Return what shades and lines mean."""
+    """Return a legend of shades and lines."""
     sample = "padding:0 6px;white-space:nowrap"
     shades = "".join(
         f'<span style="{sample};background:{_shade(0, share)};{_FIRST}">{share:.0%}</span>' for share in _SHARES
@@ -321,7 +321,7 @@ async def captured_of(
     positions: Positions,
     options: Mapping[str, object],
 ) -> tuple[Completion, Captured]:
-    """Return the completion of a prompt, of which only the prompt is computed, and what was captured."""
+    """Compute a prompt without generating, and return its completion and its captures."""
     wanted = Capture(sites, "prompt" if positions is None else positions)
     done = await session.generate(prompt, **{"max_tokens": 0, "temperature": 0.0, **options, "capture": wanted})
     assert done.captured is not None, "the request captures"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     normalize_gen_kwargs: Any
 
     class TemplateLM:
-        """The harness has no types: this is what is used of its base class."""
+        """The parts of the harness's base class that are used here; the harness has no types."""
 
         cache_hook: Any
 
@@ -93,7 +93,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's name, by which the harness keeps requests."""
+        """The model's name; the harness caches requests under it."""
         return self._session.model
 
     def chat_template(self, chat_template: bool | str = False) -> str:

@@ -65,7 +65,7 @@ class ParityReport(html.Record):
     differences: tuple[NDArray[np.float32], ...] = dataclasses.field(repr=False)  # of each text, token by token
 
     def __str__(self) -> str:
-        where = f"they begin in {self.first}" if self.first else "none of its parts differs"
+        where = f"they begin in {self.first}" if self.first else "all parts of the model agree"
         return (
             f"log-probabilities of {html.count(self.tokens, 'token')} differ by {self.largest:.2g} at most and "
             f"{self.mean:.2g} on average; {where}"
@@ -99,7 +99,7 @@ def compare(
     model: LoadedModel | nnx.Module,
     texts: Sequence[str] | Sequence[Sequence[int]],
 ) -> ParityReport:
-    """Compare the log-probabilities of a session, which has these `weights`, with those of a trainer's model."""
+    """Compare the log-probabilities of a session that has these `weights` with a trainer's model."""
     encode = session.tokenizer.encode
     sequences = [np.asarray(encode(text) if isinstance(text, str) else text, np.int32) for text in texts]
     for number, ids in enumerate(sequences):
@@ -167,7 +167,7 @@ def _forward(graph: Any, state: Any, tokens: jax.Array) -> tuple[list[jax.Array]
 def deterministic_logprobs(plain: Graph, config: EngineConfig) -> Callable[[Any, Any], jax.Array]:
     """Return a function of weights and tokens [B, T] that computes a deterministic session's log-probabilities.
 
-    Its values are those of the session to the last bit; its derivatives are those of `token_logprobs`, since native
+    Its values equal the session's to the last bit; its derivatives are taken from `token_logprobs`, since native
     kernels have none.
     """
     fixed = deterministic(plain, config)

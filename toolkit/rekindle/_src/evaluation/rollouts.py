@@ -30,7 +30,7 @@ NO_VERSION = -1
 class RolloutSupport:
     """The tokens that were possible at each place of a `RolloutBatch`, one place after another.
 
-    Those of line b at place t are `ids[offsets[b, t] : offsets[b, t + 1]]`; there are none outside of completions.
+    Line b at place t has the tokens `ids[offsets[b, t] : offsets[b, t + 1]]`; outside of completions there are none.
     """
 
     ids: IntArray
@@ -200,7 +200,7 @@ class Rollout(Call[RolloutBatch]):
                     del waiting[ended]
                     yield self._made([ended])
         finally:
-            self.cancel()  # nothing happens to those that have ended
+            self.cancel()  # ended ones stay as they are
 
     def cancel(self) -> None:
         """Abort the sequences that have not ended, from any thread."""
@@ -241,7 +241,7 @@ class RolloutRequests:
 
         Or iterate with `async for`: each prompt's sequences come when the last of them has ended. A prompt is computed
         once for all of its completions. Drawn at temperature 1 unless an option says otherwise; defaults of the
-        checkpoint are not applied. Log-probabilities are those of the distribution that was drawn from.
+        checkpoint are not applied. Log-probabilities belong to the distribution that was drawn from.
 
         Weights may be swapped meanwhile: sequences go on with the new ones, and `versions` has those of each token.
         Lines are padded at their ends with `pad_id`, to the longest one or to `pad_to` tokens, which keeps the shapes
@@ -300,7 +300,7 @@ def one_each(
 
 
 def draws_plainly(sampling: Sampling) -> bool:
-    """True if tokens are drawn from the model's own distribution, so that its log-probabilities are those of draws."""
+    """True if tokens are drawn from the model's own distribution, so that its log-probabilities are also the draws'."""
     unchanged = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
     shaped = sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors
     return unchanged and not (shaped or sampling.restricted or sampling.structured)

@@ -123,7 +123,7 @@ class ScoreTable(list[Scores]):
         return functools.partial(ScoreTable, prompts=self._prompts, index=self._index), (list(self),)
 
     def to_pandas(self, by: Measure = "logprob") -> DataFrame:
-        """Return a DataFrame with a row for each prompt; the index is that of the prompts' own column.
+        """Return a DataFrame with a row for each prompt, indexed like the prompts' own column.
 
         Its columns are prompt, choice and place (the best choice's text, and its place from 0), its score by the
         measure, the margin to the second best (NaN where there is one choice), and scores, a tuple of all choices'.
@@ -149,7 +149,7 @@ class ScoreTable(list[Scores]):
         return pandas.DataFrame(columns, index=self._index)
 
     def accuracy(self, expected: Any, by: Measure = "logprob") -> float:
-        """Return the share of the prompts whose best choice is the expected one.
+        """Return the share of prompts for which the best choice is the expected one.
 
         `expected` is a column or list with an entry for each prompt, in their order: the choice's text as it was
         passed, or its place, from 0.
@@ -179,7 +179,9 @@ class ScoreTable(list[Scores]):
 
 
 def _expected(entry: object, row: int, scores: Scores) -> frozenset[int]:
-    """Return the places of the expected choice: those of its text, which may stand twice, or the one that is named."""
+    """Return the places of the expected choice: every place with its text, which may occur twice, or the named
+    place.
+    """
     field = f"expected[{row}]"
     if isinstance(entry, str):
         places = frozenset(place for place, score in enumerate(scores) if score.text == entry)
@@ -235,7 +237,7 @@ class Scoring(Call[T]):
 
     @property
     def usage(self) -> Usage:
-        """The tokens of the choices that have been scored so far, those of their prompts included."""
+        """The tokens of the choices scored so far, including their prompts."""
         return usage_so_far([] if self._batch is None else self._batch.handles)
 
     def __repr__(self) -> str:
