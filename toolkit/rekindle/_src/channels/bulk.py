@@ -100,7 +100,7 @@ class BulkChannel(Channel):
         if self.sealed:
             seal = exactly(self._connection, _MARK)
             if not hmac.compare_digest(seal, _seal(self._keys.receiving, self._received, pieces)):
-                raise ProcessLost("what followed a message is not what the other process sent")
+                raise ProcessLost("the data after a message differs from what the other process sent")
 
     def receive(self) -> tuple[MessageKind, bytes]:
         """Receive the next message, once the other side has read the bytes that follow this side's messages."""
@@ -248,7 +248,7 @@ def _parse_offer(offer: Any) -> tuple[int, int, bytes]:
                 content = bytes.fromhex(number)
                 if len(content) == _RANDOM:
                     return process, file, content
-    raise OSError("what is offered makes no sense")
+    raise OSError("the offer of shared memory is invalid")
 
 
 def _cut(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:

@@ -18,7 +18,7 @@ The kinds of messages of a session:
     STEP … RENEW  calls of programs, in their order     DONE      a step's tokens, as a checksum
     KEEP          a page's part for host memory
     READ          pages to be read from disk            HAVE      the parts of them that are there
-    STORE         pages whose parts are to be written
+    STORE         pages, to write their parts
     FORGET        parts on disk are to be removed
     DROP          pages that leave host memory
     FETCH         a page that is needed whole           PART      the part of it that is there

@@ -1,4 +1,4 @@
-"""The greeting of a connection, in which both sides prove that they know the secret, and derive the keys of it.
+"""The greeting of a connection: both sides prove that they know the secret, and derive the connection's keys.
 
 Between the processes of a session:
 
@@ -90,7 +90,7 @@ def secret() -> bytes:
 
 
 def checked_secret(text: str | None) -> bytes:
-    """Return a caller's secret as bytes, or that of the environment. Raises ConfigError for a short one."""
+    """Return a caller's secret, or else the secret of the environment, as bytes. Raises ConfigError for a short one."""
     if text is None:
         return secret()
     if not isinstance(text, str) or len(text) < SHORTEST_SECRET:
@@ -182,10 +182,10 @@ def call(connection: socket.socket, secret: bytes) -> ChannelKeys:
 
 
 class PendingConnections:
-    """The connections whose greeting has not ended. For one too many, an old one is closed, not the new one.
+    """The connections still in their greeting. If there are too many, an old one is closed, not the new one.
 
-    So connections that never speak keep no rightful one out: of the address with the most, the oldest is closed. Any
-    thread may use it.
+    So connections that never speak keep no rightful one out: the oldest connection of the address with the most is
+    closed. Any thread may use it.
     """
 
     def __init__(self, most: int) -> None:
@@ -209,7 +209,7 @@ class PendingConnections:
             _shut(crowded)
 
     def leave(self, connection: socket.socket) -> bool:
-        """Free the place of a connection whose greeting has ended. Return False if another one has taken it."""
+        """Free the place of a connection after its greeting. Return False if another one has taken it."""
         with self._lock:
             return self._hosts.pop(connection, None) is not None
 

@@ -245,7 +245,7 @@ class DeviceCalls:
             self.kv = program(self.kv, ids, padded)
 
     def scatter_pinned(self, ids: np.ndarray, payload: Sequence[np.ndarray]) -> None:
-        """Fill the pages `ids` from one payload for all of them, whose arrays are not written any more."""
+        """Fill the pages `ids` from one payload for all of them; its arrays are not written any more."""
         self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
         self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.parts, payload))
@@ -262,7 +262,7 @@ class DeviceCalls:
         return self._reading(self.program(plan.read_out), ids, pinned=plan.pinned)
 
     def fill_side(self, plan: DevicePlan, ids: np.ndarray, entries: Mapping[int, paged.Payload]) -> None:
-        """Fill slots of a side cache, each with the entry for its place among `ids`, of which the rest is 0."""
+        """Fill slots of a side cache, each with the entry for its place among `ids`; the remaining ids are 0."""
         key = plan.fill
         program = self.program(key)
         payload: Any
@@ -306,7 +306,7 @@ class DeviceCalls:
         return jax.tree.leaves((self.kv, self.state))
 
     def renew(self) -> None:
-        """Replace pages and state by new ones, whose content is lost."""
+        """Replace pages and state by new ones; their content is lost."""
         self._delete()
         self.kv, self.state = self._new()
 
@@ -336,7 +336,7 @@ class DeviceCalls:
         self._recorder.failed(error)
 
     def _put_tables(self) -> None:
-        """Write the tables in which the next step changes more than its upload can carry."""
+        """Write the tables if the next step changes more of them than its upload can carry."""
         if self.tables is None:
             return
         for ints in self.tables.packed_whole(PUT):
@@ -409,8 +409,8 @@ class LateSteps:
     """Starts late steps: one of their operands is filled while the model runs, and reaches the device after it.
 
     Where a program can wait (`rekindle_kernels.MaskGate`), a step is one program that is dispatched like any other.
-    Elsewhere it is two programs, the second of which is dispatched once the operand is filled. Operands and gates are
-    reused when their step has ended.
+    Elsewhere it is two programs, and the second is dispatched once the operand is filled. Operands and gates are reused
+    when their step has ended.
     """
 
     def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
@@ -424,7 +424,7 @@ class LateSteps:
     def start(
         self, step: InFlight, programs: Sequence[Any], latest: InFlight | None, read: Callable[[InFlight], object]
     ) -> None:
-        """Dispatch a step after the `latest` one, whose tokens may be needed for its operand.
+        """Dispatch a step after the `latest` one; its operand may depend on the tokens of that step.
 
         Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
         open its gate. In that case the latest step has ended: it is read at once, and the gate opens before dispatch.
@@ -438,7 +438,7 @@ class LateSteps:
             operand = free.pop() if free else self._new_operand(upload.layout)
             step.choice = ChoiceCall(bucket.programs[1], programs[1], forwarded, operand)
             return
-        before = latest if self.needs_unread_token(plan) else None  # the step whose tokens it needs
+        before = latest if self.needs_unread_token(plan) else None  # the step with the tokens it needs
         if before is not None and _has_ended(before.output):
             try:
                 read(before)
@@ -475,7 +475,7 @@ class LateSteps:
             in_flight.error = error
 
     def release_gate(self, in_flight: InFlight | None) -> None:
-        """Let a step end whose tokens will not be read. Call it before waiting for everything on the device."""
+        """Let a step end although its tokens will not be read. Call it before waiting for everything on the device."""
         if in_flight is not None and isinstance(in_flight.choice, MaskGate):
             in_flight.choice.open()
             in_flight.choice = None
@@ -485,7 +485,7 @@ class LateSteps:
         return self._late.needs_unread_token(plan)
 
     def advance(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
-        """Return the results of a late step, whose tokens are taken; of another one as they are."""
+        """Return the results of a late step with its tokens taken; results of other steps are returned as they are."""
         if in_flight.bucket is None or not in_flight.bucket.part:
             return results
         if isinstance(in_flight.operand, MaskGate) and in_flight.operand.missed:

@@ -23,7 +23,7 @@ from rekindle._src.programs.packing import PageBatch
 from rekindle._src.programs.side_caches import DevicePlan
 from rekindle.errors import StoreError
 
-MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
+MEASURE_EVERY = 16  # of so many steps that restore pages, one is timed
 
 
 class PayloadStore(Protocol):
@@ -85,7 +85,9 @@ class PageTransfers:
                 self._host_tier.put(move.digest, page)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill pages from the host tier; returns those whose payload is missing or does not fit."""
+        """Fill pages from the host tier; returns the pages that failed because their payload is missing or does not
+        fit.
+        """
         if not moves:
             return ()
         payloads: dict[PageMove, paged.Payload] = {}
@@ -183,7 +185,9 @@ class SideTransfers:
                 self._store.put(move.digest, entry)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill slots from the host tier; returns those whose payload is missing or does not fit."""
+        """Fill slots from the host tier; returns the slots that failed because their payload is missing or does not
+        fit.
+        """
         payloads: dict[PageMove, paged.Payload] = {}
         lost: list[LostPage] = []
         for move in moves:
@@ -208,7 +212,7 @@ class SideTransfers:
         return [entry for batch, payload in leaving for entry in self._arrived(batch, payload)]
 
     def _batches(self, moves: Sequence[PageMove]) -> Iterator[PageBatch]:
-        """Yield the moves of one transfer after the other; slots are those of a single data shard."""
+        """Yield the moves of one transfer after the other; slots belong to a single data shard."""
         most = self._plan.moved
         for start in range(0, len(moves), most):
             batch = tuple(moves[start : start + most])
@@ -235,7 +239,7 @@ class SideTransfers:
 
 
 class AllSideTransfers:
-    """The transfers of all side caches of a session; moves say whose they are."""
+    """The transfers of all side caches of a session; each move names its side cache."""
 
     def __init__(self, calls: DeviceCalls, stores: Sequence[PayloadStore | None]) -> None:
         plans = calls.programs.sides
@@ -252,7 +256,9 @@ class AllSideTransfers:
             side.store(own)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill slots from the host tiers; returns those whose payload is missing or does not fit."""
+        """Fill slots from the host tiers; returns the slots that failed because their payload is missing or does not
+        fit.
+        """
         return tuple(lost for side, own in self._each(moves) for lost in side.restore(own)) if moves else ()
 
     def read(self, side: int, slots: Sequence[int]) -> list[paged.Payload]:

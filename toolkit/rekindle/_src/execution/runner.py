@@ -240,7 +240,9 @@ class Runner:
         return upload
 
     def fill(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill pages from the host tier between steps; returns those whose payload is missing or does not fit."""
+        """Fill pages from the host tier between steps; returns the failed pages: their payload is missing or does not
+        fit.
+        """
         return self._transfers.restore(moves)
 
     def prefault(self, pages: int) -> None:
@@ -473,7 +475,7 @@ class RunnerStatistics(html.Record):
 
     steps: int
     tokens: int
-    padding: int  # tokens that programs computed beyond those of their steps
+    padding: int  # tokens that programs computed in addition to their steps' own
     host_seconds: float  # packing and dispatch
     device_seconds: float  # during which a step ran, as far as the host can tell
     traces: int
@@ -550,7 +552,7 @@ def drop_rows(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
 
 
 def pack_rows(upload: AnyUpload, plan: StepPlan, constants: Constants, refused: dict[str, Exception]) -> StepPlan:
-    """Pack the rows; those that raise are added to `refused`. Returns the plan that was packed."""
+    """Pack the rows and add the errors of failing ones to `refused`. Returns the packed plan."""
     try:
         upload.pack(plan, constants)
     except Exception:

@@ -123,7 +123,7 @@ class _Change(NamedTuple):
 
 
 class StepCodec:
-    """One side of a session's steps. Messages are decoded in the order in which the other side has encoded them."""
+    """One side of a session's steps. Messages are decoded in the order in which they were encoded."""
 
     def __init__(self, slots: int, width: int, page_size: int, features: Features = PLAIN) -> None:
         """Set up for `slots`, not counting the scratch slot; `width` is the most pages of a sequence."""
@@ -317,7 +317,7 @@ class CallCodec:
         return ints, floats
 
     def encode_move(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
-        """Encode a gather, collect or scatter: device pages, and the digests of those that are not padding."""
+        """Encode a gather, collect or scatter: the device pages, and the digests of all that are not padding."""
         return packed(ids) + self.encode_digests(digests)
 
     def read_move(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
@@ -342,7 +342,7 @@ class CallCodec:
 
     def read_digests(self, content: bytes) -> list[bytes]:
         if len(content) % DIGEST_SIZE:
-            raise ProcessLost(f"{len(content)} bytes name no pages, whose names have {DIGEST_SIZE}")
+            raise ProcessLost(f"{len(content)} bytes name no pages: a name has {DIGEST_SIZE} bytes")
         return [content[at : at + DIGEST_SIZE] for at in range(0, len(content), DIGEST_SIZE)]
 
     def encode_records(self, pages: Sequence[Page]) -> bytes:

@@ -23,7 +23,7 @@ from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleEr
 
 log = logging.getLogger("rekindle.processes")
 JOIN_SECONDS = 300.0  # how long a leader waits for its followers
-# Seconds without a message, of which there is one each second, after which the other side counts as gone. A leader gets
+# Seconds without a message until the other side counts as gone; a message comes each second. A leader gets
 # longer: other work in its process may hold Python's lock for a while.
 FOLLOWER_SILENCE, LEADER_SILENCE = 15.0, 60.0
 GREETINGS = 32  # connections at once that have not shown yet that they know the secret
@@ -115,7 +115,7 @@ class _Gathering:
         return self._channels
 
     def _connected(self) -> set[int]:
-        """Return the followers that are connected. Pings them now and then, and forgets those that have left."""
+        """Return the connected followers. Pings them now and then, and forgets any that have left."""
         with self._lock:
             if time.monotonic() - self._pinged > PING_SECONDS:
                 self._pinged = time.monotonic()
@@ -210,7 +210,7 @@ def _check_unused(processes: int) -> None:
             raise ConfigError(
                 "processes",
                 processes,
-                "JAX's devices are in use in this process already, so they can't be joined with those of others",
+                "JAX's devices are in use in this process already, so other processes' devices can't join them",
                 "Open this session before anything else uses JAX, or restart the kernel",
             )
 

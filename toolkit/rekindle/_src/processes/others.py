@@ -27,7 +27,7 @@ class OtherProcesses(CallRecorder):
         return None
 
     def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:
-        """Wait until all others have their weights. `say` is called with what is waited for."""
+        """Wait until all others have their weights. `say` is called with the reason for the wait."""
 
     def host(self, budget: int) -> HostTier:
         return HostTier(budget)

@@ -71,7 +71,7 @@ class Replay:
         self._weights = weights
         self._loaded: LoadedWeights | None = None  # weights that may replace them
         self._calls: DeviceCalls | None = None
-        self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step whose tokens have not been chosen
+        self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step before its tokens are chosen
         self._steps = 0
         self._results: queue.Queue[tuple[int, Any, np.ndarray] | None] = queue.Queue(WAITING_RESULTS)
         self._problem: BaseException | None = None

@@ -92,7 +92,7 @@ class FollowerPages:
             self._followers.send_to(process, MessageKind.KEEP, content)
 
     def forget_read(self) -> None:
-        """Forget read parts: followers are about to read other pages, and drop those that they need not keep."""
+        """Forget read parts: followers are about to read other pages, and drop the parts they need not keep."""
         self._on_disk = {}
 
     def read(self, digests: Sequence[bytes]) -> None:
@@ -125,7 +125,7 @@ class FollowerPages:
                         self._followers.send_to(process, MessageKind.DROP, content)
 
     def whole(self, digest: bytes, own_part: paged.Payload) -> paged.Payload | None:
-        """Join this process's part of a page with those of all followers; None if one of them has none."""
+        """Join this process's part of a page with the parts of all followers; None if a part is missing."""
         parts = []
         try:
             with self._asking:
@@ -166,10 +166,10 @@ class Team(OtherProcesses):
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
         self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
-        self._expected = collections.deque[np.ndarray]()  # such rows of every step whose result is not read
+        self._expected = collections.deque[np.ndarray]()  # such rows of every step without a read result
         self._everywhere: set[Key] = set()  # programs that are ready in every process
-        self._scores: Any = None  # of the guided step whose tokens have not been chosen
-        self._steps = 0  # steps whose rows were read here
+        self._scores: Any = None  # of the guided step before its tokens are chosen
+        self._steps = 0  # with rows that were read here
         # Of each step, the checksum here (process 0) and in every follower, until all are known.
         self._sums: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self._listening = [
