@@ -70,7 +70,7 @@ class FleetAdapters:
         return tuple(self._remote)
 
     def use(self, value: str | Mapping[str, float]) -> RemoteAdapterUse:
-        """Return what a request's option means now."""
+        """Resolve a request's option to adapters of this fleet."""
         known = self._remote
         for name in (value,) if isinstance(value, str) else value:
             if name not in known:

@@ -303,8 +303,8 @@ def fleet(
     takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work: with
     {"prefill": 1, "decode": 2} one replica computes prompts up to their first token, and two continue with the pages
     that they take from it, so long prompts don't delay streams. `resources` are options of Ray for each process, such
-    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. `steering` and the other options are
-    those of `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed
+    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. `steering` and the other options work
+    as in `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed
     near each other; they end together and are replaced together. Needs the extra `ray`.
     """
     note_opening()
@@ -320,7 +320,7 @@ def fleet(
 def roles_and_range(
     roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
 ) -> tuple[tuple[Role, ...], Range | None]:
-    """Return the roles of the first replicas, and the range in which their number follows the load, or None."""
+    """Return the roles of the first replicas, and the range for an automatic number of replicas, or None."""
     if replicas is None or isinstance(replicas, int):
         return roles_of(roles, replicas), None
     size = Range.of(replicas)

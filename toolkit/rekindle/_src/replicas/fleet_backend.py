@@ -97,7 +97,7 @@ class FleetBackend(Routes):
 
     @property
     def size(self) -> Range | None:
-        """The range in which the number of replicas follows the load; None if it is fixed."""
+        """The range of the number of replicas when it follows the load; None if it is fixed."""
         return None if self._autoscaler is None else self._autoscaler.size
 
     def follow_load(self, size: Range | None) -> None:

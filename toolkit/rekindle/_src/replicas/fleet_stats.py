@@ -28,7 +28,7 @@ class ReplicaStats(html.Record):
     reopened_after: tuple[float, ...]  # seconds from each loss of a process until the next one was ready
     why: str  # reason why the latest process was lost, or could not be opened
     figures: Mapping[str, Any]  # of its session, at most a few seconds old; counts continue after a replacement
-    weights: str = ""  # from `swap_weights`; empty: those that it was opened with
+    weights: str = ""  # from `swap_weights`; empty: the weights that it was opened with
 
     @property
     def hit_rate(self) -> float:
@@ -49,7 +49,7 @@ class FleetStats(EngineFigures, html.Record):
     waiting: int  # sequences without a replica, and those in the replicas' queues
     moved: int  # sequences that went on in another replica
     lost: int  # processes of replicas that were lost
-    handed_over: int = 0  # sequences whose prompt one replica has computed for another
+    handed_over: int = 0  # sequences with a prompt that one replica has computed for another
     follows: tuple[int, int] | None = None  # range in which the number of replicas follows the load; None: it is fixed
 
     @property

@@ -339,7 +339,7 @@ class Link:
 async def roll_out(
     what: str, without: Callable[[], list[Link]], give: Callable[[Link], Awaitable[object]], decided: Callable[[], bool]
 ) -> None:
-    """Give something to all replicas, one after another, until `without` names none that lacks it.
+    """Give something to all replicas, one after another, until `without` returns no replica that lacks it.
 
     The first replica decides: if it can't take it, its error is raised. A later one that dies or can't take it is
     replaced, and its successor takes it before it takes requests.

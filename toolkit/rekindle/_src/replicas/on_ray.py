@@ -177,7 +177,7 @@ def actors(
     shared: str | None,
     most: int | None = None,
 ) -> Callable[[], RayConnection]:
-    """Return a function that starts one more replica: those of `roles` first, then others like the last one.
+    """Return a function that starts one more replica: first one for each of `roles`, then others like the last one.
 
     On one machine they divide the cores, among `most` replicas if there may be that many later.
     """
@@ -262,7 +262,7 @@ def parts(
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores."""
+    """Keep all threads of this process, and any threads that they start, on these cores."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
@@ -288,7 +288,7 @@ def shares(index: int, replicas: int, processes: int) -> tuple[tuple[int, ...], 
     return tuple(part[:size] for part in parts)
 
 
-LEAST_CPU = 0.001  # of a bundle whose processes request no CPU: Ray takes no empty bundle
+LEAST_CPU = 0.001  # of a bundle without a request for CPUs: Ray takes no empty bundle
 
 
 class Group(NamedTuple):

@@ -1,6 +1,6 @@
 """A replica: a session in its own process, the mail to the fleets that send it requests, and the pages of others.
 
-News of a sequence are merged while they wait for the mail. A replica gives its pages, and takes those of its requests
+News of a sequence are merged while they wait for the mail. A replica gives its pages, and takes its requests' pages
 from other replicas.
 """
 
@@ -127,7 +127,7 @@ class Replica:
         return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
 
     async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
-        """Run requests, and abort those whose ids are in `ended`. A request that can't be run ends with its error."""
+        """Run requests, and abort the ones with ids in `ended`. A request that can't be run ends with its error."""
         self._client.host.check()
         box = self._boxes.setdefault(sender, Box())
         for request_id in ended:
@@ -225,7 +225,7 @@ class Replica:
 def _admitted(
     capabilities: Capabilities, front: Front, request: Request, remote: RemoteGuide | None, grammar: GrammarLike | None
 ) -> Request:
-    """Return the request with what it carries here. Its guide has consumed the request's tokens."""
+    """Return the request with its extensions on this replica. Its guide has consumed the request's tokens."""
     extensions = request.extensions
     if remote is not None and grammar is not None:
         extensions = extensions.plus(Guidance(remote.build(grammar)))
@@ -358,7 +358,7 @@ Then = Callable[[Callable[[], object]], object]  # continues a request; its argu
 
 
 class Pulls:
-    """The pulls of one open session whose pages can be shared."""
+    """The pulls of one open session that can share its pages."""
 
     def __init__(self, client: Client, shared: SharedPages) -> None:
         self._host, self._puller = client.host, Puller(client.host, client.writer)

@@ -98,7 +98,7 @@ class LiveSequence:
         self.blamed = 0  # deaths that only this request can have caused
         self.proven = False  # it has given a token on its current replica
         self.generated: list[int] = []
-        self.scored = 0  # prompt positions whose log-probabilities have arrived
+        self.scored = 0  # prompt positions with log-probabilities that have arrived
         self.cached: int | None = None  # prompt tokens in the cache of its first replica
         self.sent = 0.0
         self.reason = "waits for a replica that takes it"
@@ -140,7 +140,7 @@ class Counts:
     def __init__(self) -> None:
         self.moved = 0  # sequences that went on elsewhere
         self.lost = 0  # deaths of replicas
-        self.handed_over = 0  # sequences whose prompt one replica has computed for another
+        self.handed_over = 0  # sequences with a prompt that one replica has computed for another
         self.routed: dict[str, int] = {}  # by replica
 
 
@@ -231,7 +231,7 @@ class Routes:
         return self._inside.get(name, 0)
 
     def arrived(self, link: LinkLike, news: Iterable[News]) -> None:
-        """Take a replica's news. Drop those of requests that have left it."""
+        """Take a replica's news. Drop the news of requests that have moved to another replica."""
         for item in news:
             live = self._by_wire.get(item.event.request_id)
             if live is None or live.link is not link:
