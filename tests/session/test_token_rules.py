@@ -81,7 +81,7 @@ def test_over_another_guide_both_count() -> None:
     assert may_come(guide) == {98, 99}
     guide.consume(98)
     mask = np.zeros(mask_words(VOCAB), np.int32)
-    assert guide.fill(mask) == "allowed_token_ids leave no token of those that the structure allows"
+    assert guide.fill(mask) == "allowed_token_ids leave no token that the structure allows"
     assert not guide.ended and guide.consume(5).ended and guide.ended and guide.consumed == 2
 
 

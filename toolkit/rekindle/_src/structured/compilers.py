@@ -47,7 +47,7 @@ _REMEMBERED = 1_024  # callers
 MOST_LEVELS = 500
 SIMPLE_CHARACTERS = 8_192
 SIMPLE_COUNT = 1_000  # such as minItems: each is a part of the grammar
-# Keywords of a schema whose parts are compiled once each, so that a short schema takes a few milliseconds.
+# Keywords of a schema; their parts are compiled once each, so that a short schema takes a few milliseconds.
 _SCHEMAS = frozenset(("items", "additionalProperties"))
 _NAMED = frozenset(("properties", "$defs", "definitions"))
 _COUNTS = frozenset(("minItems", "maxItems", "minLength", "maxLength", "minimum", "maximum"))
@@ -334,7 +334,7 @@ class Trial:
 
 
 def busy_error(why: str) -> Busy:
-    """Return the error of a request whose grammar could not be compiled because of other requests."""
+    """Return the error for a request that could not compile its grammar because of other requests."""
     return Busy(f"grammars of other requests are being compiled, and {why}. Send the request again", retry_after=5.0)
 
 

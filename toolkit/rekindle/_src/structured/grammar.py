@@ -1,7 +1,7 @@
 """Compiled grammars of one model: made within bounds of size, time, memory and stack, and kept.
 
 A grammar that compiles quickly can still be slow to follow, which every request in the step would wait for. So its
-first mask is computed here, and a grammar that allows nothing, or whose mask takes too long, is refused at once.
+first mask is computed here, and a grammar that allows nothing, or takes too long for its mask, is refused at once.
 
 Each sequence follows a grammar with a guide of its own, over llguidance's matcher: it finds the allowed next tokens,
 and follows the sampled ones.
@@ -49,7 +49,7 @@ class First(NamedTuple):
     run: tuple[int, ...]  # tokens that have to follow
 
 
-_OPEN, _COMPLETE = GuideReport(), GuideReport(accepting=True)  # what is said of most tokens
+_OPEN, _COMPLETE = GuideReport(), GuideReport(accepting=True)  # the reports of most tokens
 
 
 class Guide:
@@ -92,7 +92,7 @@ class Guide:
         self._reasoning = reasoning
         self._thinks = reasoning is not None and reasoning.inside
         self._first = first  # until the grammar takes a token
-        self._run: tuple[int, ...] = ()  # forced tokens, of which those before `_at` have come
+        self._run: tuple[int, ...] = ()  # forced tokens; the ones before `_at` have come
         self._at = self._skip = 0
         if reasoning is None:
             self._look_ahead()
@@ -381,7 +381,7 @@ class Grammars:
 
 
 def wait_error(seconds: float) -> Exception:
-    """Return the error of a request whose grammar has not begun to compile after so many seconds."""
+    """Return the error for a request that waited this many seconds for its grammar to begin compiling."""
     return busy_error(f"this one has waited for {seconds:g} s")
 
 

@@ -145,7 +145,7 @@ def _type_schema(kind: Any) -> TypeSchema:
     try:
         schema = closed(schema_of(kind))  # also before Python 3.12, where pydantic refuses TypedDicts
     except Exception as error:
-        fix = "Pass its JSON schema as a dict, or a type whose values JSON can express"
+        fix = "Pass its JSON schema as a dict, or a type with values that JSON can express"
         raise InvalidRequest("schema", kind, f"has no JSON schema: {error} ({problem})", fix) from None
     return TypeSchema(schema, lambda text: build(kind, json.loads(text)), checks=True)
 
@@ -245,7 +245,7 @@ def build(kind: Any, value: Any) -> Any:
                 return build(argument, value)
             except (TypeError, ValueError):
                 continue
-        raise ValueError(f"{value!r} fits none of {kind}")
+        raise ValueError(f"{value!r} fits no member of {kind}")
     if origin is tuple and isinstance(value, list):
         kinds = (arguments[0],) * len(value) if len(arguments) == 2 and arguments[1] is ... else arguments
         return tuple(build(argument, part) for argument, part in zip(kinds, value, strict=True))

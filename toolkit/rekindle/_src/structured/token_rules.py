@@ -78,7 +78,7 @@ class RestrictedGuide:
 
     @property
     def inner(self) -> GuideLike | None:
-        """The guide whose choice is narrowed; None if all other tokens may come."""
+        """The guide that this one narrows; None if all other tokens may come."""
         return self._inner
 
     @property
@@ -96,7 +96,7 @@ class RestrictedGuide:
         elif problem := self._inner.fill(mask):
             return problem
         self._rules.apply(mask, self._latest)
-        suffix = "" if self._inner is None else " of those that the structure allows"
+        suffix = "" if self._inner is None else " that the structure allows"
         return "" if mask.any() else f"{self._rules.options} leave no token{suffix}"
 
     def consume(self, token: int) -> GuideReport:
