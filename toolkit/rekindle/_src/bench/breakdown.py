@@ -83,7 +83,7 @@ def traced_times(
 
 
 def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of the entries whose sum is between the quartiles: robust like a median, but the parts add up."""
+    """Return the mean of the entries with a sum between the quartiles: robust like a median, but the parts add up."""
     ordered = sorted(times, key=lambda parts: sum(parts.values()))
     chosen = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {name: statistics.fmean(parts[name] for parts in chosen) for name in chosen[0]}
@@ -214,7 +214,7 @@ PARTS = {
     "attention": "",
     "pages": "writing keys and values",
     "states": "layers with a state, between their products",
-    "norms": "those that are not part of a product",
+    "norms": "norms outside of products",
     "rope": "",
     "logits": "the product with the head",
     "sampling": "with log-probabilities",

@@ -130,7 +130,7 @@ class Plan(html.Record):
 
 
 def is_planned(model: str) -> bool:
-    """True if `model` names a shape, of which there are no weights."""
+    """True if `model` names a shape, which has no weights."""
     return model in PLANNED
 
 
@@ -191,13 +191,14 @@ def make_plan(
     shards: int = 1,
     kinds: tuple[tuple[str, str], ...] = (),
 ) -> Plan:
-    """Return the plan for a model; raises ConfigError if the devices can't share it. `kinds` are those of matrices
-    that stay as they are stored."""
+    """Return the plan for a model; raises ConfigError if the devices can't share it. `kinds` lists the matrices that
+    stay as they are stored.
+    """
     partition.check(config)
     length = min(8192 if context is None else context, config.max_position_embeddings)
     weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards), kinds)
     itemsize = 4 if dtype == "float32" else 2
-    by_kind = [0, 0]  # of layers that keep everything, and of those that give pages back
+    by_kind = [0, 0]  # of layers that keep everything, and of layers that give pages back
     apart = shards == 1 and config.window > 0
     for cache, windowed in zip(config.caches, config.windowed, strict=True):
         if isinstance(pages := cache.pages, Pages):
@@ -246,7 +247,7 @@ def _weights(
     rows: int,
     kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights on a device, and of them those that steps of one row and of `rows` rows read."""
+    """Return the bytes of weights on a device, and the bytes that steps of one row and of `rows` rows read."""
     graph, leaves = abstract_model(config, dtype, quantize, kinds=kinds)
     partition.check_packed(graph)
     roles, sources = roles_of(graph), manifest(config).sources

@@ -1,4 +1,4 @@
-"""A fleet in simulated time: the real scheduler, prefix cache and routers over steps whose time a model gives.
+"""A fleet in simulated time: the real scheduler, prefix cache and routers over steps with modelled durations.
 
 Each replica has the engine and the prefix cache of a session; only the device is replaced, by `StepCost`. As in a
 session, a step is planned while the one before it runs, so a request that arrives meanwhile waits for the next one.
@@ -133,7 +133,7 @@ class SimulatedReplica:
         self.busy = 0.0
 
     def take(self, request: Request) -> None:
-        """Take in a request whose prompt another replica has computed, with the prompt's pages."""
+        """Take in a request with the pages of its prompt, which another replica has computed."""
         cache, tokens = self._cache, request.token_ids
         if cache is not None:
             nodes = cache.graft(tokens[: len(tokens) // cache.page_size * cache.page_size]) or []
@@ -175,7 +175,7 @@ class SimulationOutcome(NamedTuple):
     seconds: float
     hit_rate: float  # share of the prompt tokens that were cached
     imbalance: float  # requests of the busiest replica, in proportion to the mean
-    busy: float  # share of the time in which devices ran steps
+    busy: float  # share of the time that devices ran steps
     first_token: tuple[float, float]  # p50, p99
     between: tuple[float, float]
     tokens_per_second: float
@@ -235,7 +235,7 @@ def simulate(
     members = [SimulatedReplica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
     fleet = {member.name: member for member in members}
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
-    handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
+    handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests with a prompt computed for another replica
     order = itertools.count()
     queue: list[tuple[float, int, SimulatedRequest | SimulatedReplica | str]] = [
         (ask.at + cost.request, next(order), ask) for ask in asks
@@ -313,7 +313,7 @@ _SURE = 0.02  # smaller relative errors count as equal
 class StepWork(NamedTuple):
     rows: int  # decoding ones
     prefill: int  # tokens of prompts
-    context: int  # positions to which the rows attend
+    context: int  # positions that the rows attend to
     chunks: int = 0  # prompts of these tokens
 
     @classmethod

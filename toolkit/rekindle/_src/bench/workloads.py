@@ -56,7 +56,7 @@ class RandomPrompts:
 
 
 class Idleness:
-    """Measures the share of time since its creation in which the device was idle."""
+    """Measures the share of time since its creation that the device was idle."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._start, self._busy = session, time.perf_counter(), session.stats().device_seconds
