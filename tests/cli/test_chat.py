@@ -197,7 +197,7 @@ def test_a_saved_conversation_is_taken_up(
     assert main(["chat", "--max-tokens", "6", "--system", "Be brief."]) == 0
     out, err = capsys.readouterr()
     assert "Name a file: /load chat.json" in err and "nothing.json can't be read (No such file" in err
-    assert "goes on after 2 turns, the last of which was" in err and "> second" in err
+    assert "goes on after 2 turns. The last one:" in err and "> second" in err
     assert "no answer can be forked: there is none yet, or it was loaded without its tokens" in err
     assert "took back 'second'; 1 turn left" in err
     answers = out.split("\n")
@@ -223,7 +223,7 @@ def test_a_saved_conversation_with_a_picture_is_taken_up(
     said(monkeypatch, f"/load {file}", "/again", "And why?", "/undo", "/edit What was it?", "/undo")
     assert main(["chat", "--max-tokens", "4"]) == 0
     err = capsys.readouterr().err
-    assert "goes on after 1 turn, the last of which was" in err and "> [picture] What is it?" in err
+    assert "goes on after 1 turn. The last one:" in err and "> [picture] What is it?" in err
     assert "took back 'And why?'; 1 turn left" in err and "which a terminal can't write anew: load it in Python" in err
     assert "can't answer again: load it in Python" in err and "took back '[picture] What is it?'; 0 turns left" in err
     *_, last = made

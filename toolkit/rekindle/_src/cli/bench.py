@@ -77,7 +77,7 @@ def shares(
 async def _workload(model: LoadedModel | str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
     from rekindle_kernels import current_platform
 
-    # A GPU's compiler measures alternatives: all programs of a session take it many minutes, those of a workload one.
+    # A GPU's compiler measures alternatives: all programs of a session take it many minutes, a workload's programs one.
     precompile = "all" if current_platform() == "cpu" else "lazy"
     options = {"precompile": precompile, "quiet": True, **needed(model, name, options), **options}
     async with opening.open(model, **options) as session:
@@ -96,7 +96,7 @@ COMPILING = 6  # runs at most that are left out because a program was compiled i
 async def _runs(
     session: Session, workload: Callable[[], Awaitable[dict[str, float]]], repeat: int
 ) -> list[dict[str, float]]:
-    """Return the figures of `repeat` runs in which nothing was compiled, after one that warms the session up."""
+    """Return the figures of `repeat` runs without compilation, after a first run that warms the session up."""
     await workload()
     runs: list[dict[str, float]] = []
     for _ in range(repeat + COMPILING):

@@ -154,7 +154,7 @@ def _snapshots(items: Iterable[CacheItem]) -> list[str]:
 
 
 def by_worth(items: Sequence[CacheItem]) -> list[CacheItem]:
-    """Return entries in the order in which they are kept: each class most recently used first.
+    """Return entries in the order of their worth: by class, and within a class the most recently used first.
 
     A snapshot that somebody named is kept before all else, and then the pages that it lists: without them it is empty.
     """
@@ -176,7 +176,7 @@ def by_worth(items: Sequence[CacheItem]) -> list[CacheItem]:
 
 
 def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
-    """Return the entries to remove, so that at most `keep` bytes are left: those that come last in `by_worth`."""
+    """Return the entries to remove, the last in `by_worth`, so that at most `keep` bytes are left."""
     total, surplus = 0, []
     for entry in by_worth(items):
         total += entry.size
@@ -186,7 +186,7 @@ def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
 
 
 def _remove_all(items: Iterable[CacheItem]) -> dict[Path, str]:
-    """Remove entries. Return the reasons of those that stay."""
+    """Remove entries. Return the reason for each entry that stays."""
     failures: dict[Path, str] = {}
     for entry in items:
         try:

@@ -1,6 +1,6 @@
 """`rekindle chat`: an interactive conversation. Its prefix stays cached from turn to turn.
 
-What can be done, and what is said below an answer, is the same as in the chat view of a notebook.
+The commands, and the facts below an answer, are the same as in the chat view of a notebook.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Chat:
     ) -> None:
         self.session, self.reader, self.writer = session, reader, writer
         self._system, self._options = system, options
-        self._tuned: dict[str, Any] = {}  # settings that differ from those that the chat began with
+        self._tuned: dict[str, Any] = {}  # settings that differ from the chat's first ones
         self._typed = ""  # text of the next message, to be edited
         self._new()
 
@@ -92,7 +92,7 @@ class Chat:
                 COMMANDS[name].run(self, (command[2] or "").strip())
             else:
                 close = nearest(name, COMMANDS)
-                advice = f"Did you mean /{close}?" if close else "/help lists those that there are"
+                advice = f"Did you mean /{close}?" if close else "/help lists all commands"
                 self.note(f"there is no command /{name}. {advice}")
 
     def _messages(self) -> Iterator[str]:
@@ -369,7 +369,7 @@ class Chat:
         self._show_settings()
 
     def _tune(self, name: str, value: str) -> bool:
-        """Take a setting's value. False if it is none."""
+        """Take a setting's value. False if it is invalid."""
         try:
             number = int(value) if name == "max_tokens" else float(value)
             Sampling.of(None, {name: number})
@@ -437,7 +437,7 @@ class Chat:
             return
         self._new(restored)
         self._system = restored.system or None
-        self.note(f"goes on after {html.count(self.turns, 'turn')}" + (", the last of which was" if self.turns else ""))
+        self.note(f"goes on after {html.count(self.turns, 'turn')}" + (". The last one:" if self.turns else ""))
         users = [place for place, message in enumerate(restored.messages) if message["role"] == "user"]
         self._show_from(users[-1] if users else len(restored.messages))
 
@@ -504,7 +504,7 @@ COMMANDS = {
     "undo": Command("takes the last turn back", Chat.undo),
     "reset": Command("starts a new conversation", Chat.reset),
     "settings": Command("shows temperature and others, or sets one, or a preset", Chat.settings, "[NAME] [VALUE]"),
-    "reasoning": Command("shows what the model wrote before its last answer", Chat.reasoning),
+    "reasoning": Command("shows the model's reasoning before its last answer", Chat.reasoning),
     "save": Command("writes the conversation to a file", Chat.save, "FILE"),
     "load": Command("goes on with a conversation from a file", Chat.load, "FILE"),
     "stats": Command("shows tokens, speed and cache", Chat.stats),

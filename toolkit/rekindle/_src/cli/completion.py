@@ -15,7 +15,7 @@ from rekindle._src.models.loading.stores import known
 BASH = """_rekindle() {
     local IFS=$'\\n'
     COMPREPLY=($(rekindle completion words --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
-    # Bash completes what comes after the last of its own word breaks, such as the colon in ollama:qwen3.
+    # Bash completes the text after the last of its own word breaks, such as the colon in ollama:qwen3.
     local typed=${COMP_LINE:0:COMP_POINT}; typed=${typed##* }
     if [[ $typed == *:* && $COMP_WORDBREAKS == *:* ]]; then
         COMPREPLY=("${COMPREPLY[@]#"${typed%"${typed##*:}"}"}")
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def following(root: Parser, line: str) -> list[str]:
-    """Return the words that may stand where a line ends: those that begin as its last word does.
+    """Return the words that complete the last word of a line.
 
     A file's name is a stranger's, and bash puts a word into the line as it is: names that a shell would not read as one
     plain word are left out.

@@ -18,5 +18,7 @@ def without_controls(text: str) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return what is written of a text: all of it to a file or a pipe, no control characters to a terminal."""
+    """Return the text to write to a stream: unchanged for a file or a pipe, without control characters for a
+    terminal.
+    """
     return without_controls(text) if stream.isatty() else text

@@ -38,7 +38,7 @@ class Lines(Protocol):
 
     def ask(self, question: str) -> str | None: ...
     def waiting(self) -> AbstractContextManager[None]:
-        """Return a block in which nothing is read. What is typed meanwhile is kept for the next message."""
+        """Return a block that reads nothing. Input typed meanwhile is kept for the next message."""
         ...
 
 
@@ -125,7 +125,7 @@ class EditedLines:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Keep what is typed meanwhile off the screen, where answers and spinners are drawn, and through Ctrl-C.
+        """Keep input typed meanwhile off the screen, where answers and spinners are drawn, and through Ctrl-C.
 
         The terminal hands it to the next prompt, which shows it.
         """

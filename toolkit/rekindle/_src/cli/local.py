@@ -1,4 +1,4 @@
-"""`rekindle ls`, `pull` and `rm`: the models on this machine, whoever has stored them.
+"""`rekindle ls`, `pull` and `rm`: the models on this machine, stored by rekindle or by other tools.
 
 `pull` downloads into the Hub's cache, where other tools find the model as well. `rm` removes what rekindle has made
 of a model, in its own cache; a model in another tool's store is that tool's to remove, and `rm` says how.
@@ -42,7 +42,7 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Download a model, and print what it is. What an earlier call has downloaded whole is not downloaded again."""
+    """Download a model and print a description. Files that an earlier call has completed are not downloaded again."""
     path = download(arguments.model)
     model = describe(arguments.model, path)
     print(path)
@@ -51,7 +51,7 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def rm(arguments: argparse.Namespace) -> int:
-    """Remove what is kept of models, after showing it; say who can remove the models themselves."""
+    """Remove the cached data of models, after showing it; say who can remove the models themselves."""
     folder = cache_folder(arguments.cache_dir)
     items, chosen, others = cache.entries(folder), [], []
     for name in arguments.names:

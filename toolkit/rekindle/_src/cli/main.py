@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
         return 1
 
 
-# What the functions of `commands` import, so that it is loaded before they run.
+# The imports of the functions in `commands`, loaded before they run.
 _NEEDED = {
     "export": "opening.exporting", "follow": "opening.following", "generate": "session.opening",
     "run_batch": "serve.batch", "simulate": "bench.simulation", "warm": "opening.blueprint",
@@ -105,9 +105,9 @@ def parser() -> Parser:
 
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
     doctor.add("--cache-dir", "the cache directory to check")
-    doctor.add("--model", "a checkpoint, whose weights and layers are checked for NaN and infinity")
+    doctor.add("--model", "a checkpoint to check for NaN and infinity in weights and layers")
     doctor.add("--mesh", "check that so many devices can share a model: 4, model=4,expert=2", type=_mesh, metavar="N")
-    shape = "only tell what a folder or a shape such as 70b needs on each device of --mesh"
+    shape = "only show the memory that a folder or a shape such as 70b needs on each device of --mesh"
     doctor.add("--plan", shape, metavar="SHAPE")
     doctor.add("--device", "with --plan: the kind of device (default H100); here: this machine's", default="H100")
     doctor.add("--quantize", "with --plan", type=_quantize, metavar="KIND")
@@ -126,15 +126,15 @@ def parser() -> Parser:
 
     here = "list the models on this machine: the Hub's cache, Ollama, LM Studio, llama.cpp, and what rekindle keeps"
     ls = commands.add_parser("ls", help=here)
-    ls.add("begin", "only those whose names begin so, such as ollama:", nargs="?", default="", metavar="NAME")
+    ls.add("begin", "list only names with this beginning, such as ollama:", nargs="?", default="", metavar="NAME")
     ls.model_arguments = ("begin",)
     ls.flag("--names", "only the names, without a look into the models")
-    ls.add("--cache-dir", "the cache directory, whose kept weights are listed too")
+    ls.add("--cache-dir", "the cache directory; its kept weights are listed too")
     ls.flag("--json", "print them as JSON")
 
     pull = commands.add_parser("pull", help="download a model from the Hub, or go on with a download")
     pull.add("model", "owner/name, owner/name/file.gguf, each with @revision if it is not the main one")
-    pull.model_arguments = ()  # what is to be downloaded
+    pull.model_arguments = ()  # the model to download
     pull.checks.append(usage.check_pull)
 
     rm = commands.add_parser("rm", help="remove what rekindle has made of models; other tools' files stay")
@@ -145,7 +145,7 @@ def parser() -> Parser:
 
     tab = commands.add_parser("completion", help="print a script with which Tab completes commands and models")
     tab.add("shell", 'for ~/.bashrc: eval "$(rekindle completion bash)"', choices=("bash", "fish", "words", "zsh"))
-    tab.add("--line", "words: a line whose last word is to be completed", default="")
+    tab.add("--line", "words: a line; its last word is completed", default="")
 
     export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
     export.add("model", "a folder, a GGUF file, a hub id, a name of `rekindle ls`, or 'tiny'")
@@ -155,7 +155,7 @@ def parser() -> Parser:
     export.add("--type", words, default="auto", choices=types)
     export.checks += usage.check_out, usage.check_models
 
-    kept = "list, remove, prune or clear what is kept on disk: programs, pages, snapshots, weights"
+    kept = "list, remove, prune or clear the cache on disk: programs, pages, snapshots, weights"
     cache = commands.add_parser("cache", help=kept)
     cache.add("action", None, choices=("ls", "rm", "prune", "clear"))
     cache.add("names", "rm: models as ls names them, or single entries as ls --all does", nargs="*", metavar="NAME")
@@ -180,7 +180,7 @@ def parser() -> Parser:
     batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
     batch.add("input", "a JSON object with custom_id, method, url and body on each line", type=Path)
     batch.add("output", "gets a line for each; called again after a kill, it goes on", type=Path)
-    batch.add("--name", "what the model is called in the requests; by default as --model")
+    batch.add("--name", "the model's name in the requests; by default as --model")
     batch.flag("--strict", "refuse unknown fields instead of ignoring them")
     batch.checks.append(usage.check_files)
     _model_options(batch)
@@ -191,7 +191,7 @@ def parser() -> Parser:
     follow.add("--processes", "how many there are, the leader included", required=True, type=int, metavar="N")
     follow.add("--model", "where this machine has the model, if not where the leader has it")
     follow.add("--cache-dir", "where programs persist")
-    follow.add("--wait", "seconds in which the leader may come (default 300)", type=float, default=300.0)
+    follow.add("--wait", "seconds to wait for the leader (default 300)", type=float, default=300.0)
     follow.checks.append(usage.check_follow)
 
     _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
@@ -202,7 +202,7 @@ def parser() -> Parser:
 def _serve(serve: Parser) -> None:
     several = {"action": "append", "default": []}
     serve.add("model", "local folders, hub ids, or 'tiny' (the default)", nargs="*", default=["tiny"])
-    serve.add("--name", "what a model is called; in the models' order", **several)
+    serve.add("--name", "a model's name; in the models' order", **several)
     serve.add("--host", "the address to listen at (default 127.0.0.1)", default="127.0.0.1")
     serve.add("--port", "0 takes a free one (default 8000)", type=int, default=8000)
     keys = "a key that requests may bring; several times for several; $REKINDLE_API_KEY is one, too"
@@ -215,7 +215,7 @@ def _serve(serve: Parser) -> None:
     waiting = "prompt tokens that may wait before requests get 429 (default 1048576)"
     serve.add("--max-queued-tokens", waiting, type=int, default=1 << 20, metavar="N")
     serve.add("--drain", "seconds that answers may go on after SIGTERM, up to a day", type=float, default=30.0)
-    serve.add("--cors-origin", "an origin whose pages may use the server", **several)
+    serve.add("--cors-origin", "an origin with pages that may use the server", **several)
     serve.add("--allowed-host", "a name that requests may be sent to", metavar="NAME", **several)
     serve.add("--max-connections", "at most; three quarters of them from one address", type=int)
     serve.flag("--trust-request-chat-template", "let requests bring a chat template, which is code")
@@ -238,7 +238,7 @@ def _serve(serve: Parser) -> None:
 
 
 def _additions(command: Parser) -> None:
-    """Add what a server's first model has in addition to its weights. Programs depend on whether it has any."""
+    """Add the first model's additions to its weights. Programs depend on whether there are any."""
     several = {"action": "append", "default": []}
     adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
     command.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
@@ -340,7 +340,7 @@ def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
     usage.add_options(command, Sampling, "command", {**_SAMPLING, "max_tokens": length})
 
 
-# What a command line says or reads otherwise than the declaration of an option.
+# Where a command line differs from the declaration of an option.
 _ENGINE: dict[str, dict[str, Any]] = {
     "dtype": {"type": _dtype, "default": "auto", "help": f"of the weights: {', '.join(DTYPES)}"},
     "quantize": {
@@ -360,7 +360,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},
     "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},
-    "restore": {"help": "a snapshot to restore, or 'auto' for what the last session left"},
+    "restore": {"help": "a snapshot to restore, or 'auto' for the last session's"},
     "precompile": {
         "default": "background", "help": "when programs compile (default background: requests are served meanwhile)",
     },

@@ -20,7 +20,7 @@ PACKAGES = (
     "jupyterlab", "ipykernel", "ipywidgets", "anywidget", "transformers", "torch", "ray",
 )  # fmt: skip
 IN_HEADER = frozenset({"rekindle", "Python", *PACKAGES})  # titles of checks that a header has said when they pass
-# Variables whose values are shown. Of other ones that concern rekindle only the name is: they may hold a secret.
+# Variables shown with their values. Others that concern rekindle are only named: they may hold a secret.
 SHOWN = frozenset(
     {
         "JAX_ENABLE_X64", "JAX_PLATFORMS", "REKINDLE_BUILD_KERNELS", "REKINDLE_CACHE", "REKINDLE_NATIVE",
@@ -43,7 +43,7 @@ def version() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit that a wheel was built from, or that of the clone which this process imports."""
+    """Return the commit that a wheel was built from, or the commit of the imported clone."""
     package = Path(__file__).parents[2]
     with contextlib.suppress(OSError):
         return (package / _COMMIT).read_text().strip() or None
@@ -101,7 +101,7 @@ def installed(package: str) -> str | None:
 
 
 def variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that concern rekindle, with the values of those that hold no secret."""
+    """Return the variables that concern rekindle; values are included unless they may be secret."""
     names = sorted(name for name in environment if name.startswith(_NAMED))
     return [f"{name}={environment[name]}" if name in SHOWN else f"{name} is set" for name in names]
 
@@ -136,7 +136,7 @@ def _homes() -> tuple[str, ...]:
 
 
 def for_others(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return text without what concerns nobody else: the home directory, the user's name in paths, and secrets."""
+    """Remove private details from a text: the home directory, the user's name in paths, and secrets."""
     for name, value in environment.items():
         if len(value) >= _LEAST and any(word in name.upper() for word in _SECRET):
             text = text.replace(value, f"<{name}>")

@@ -65,7 +65,7 @@ def wrapped(row: Row, columns: int, *, whole_words: bool = True) -> list[Row]:
 
 
 def _characters(row: Row) -> Iterator[tuple[str, str]]:
-    """Yield the characters of a line with their styles, none of which can steer the terminal."""
+    """Yield the characters of a line with their styles; no character can steer the terminal."""
     place = 0
     for look, text, *_ in row:
         for character in text:
@@ -79,7 +79,7 @@ def _characters(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def _joined(cells: Iterable[tuple[str, str]]) -> Row:
-    """Return fragments in which neighbours of one style are one."""
+    """Join neighbouring fragments of the same style."""
     joined: Row = []
     for look, text in cells:
         if joined and joined[-1][0] == look:

@@ -19,7 +19,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import erased_lines, terminal_columns
 
 INTERVAL: Final = 0.05  # seconds between two drawings at least
-PAUSE: Final = 4.0  # and so many times what the last one took: drawing takes a fifth of the time at most
+PAUSE: Final = 4.0  # and so many times the last drawing's time: drawing takes a fifth of the time at most
 _STYLE = Style([])
 
 
@@ -141,7 +141,7 @@ class TerminalWriter:
             self._print([rest, *rows[first + 1 :]])
             return
         first = min(first, max(0, len(rows) - 1))
-        first = max(first, len(before) - self._lines())  # what has left the screen can't be changed
+        first = max(first, len(before) - self._lines())  # lines that have left the screen can't be changed
         self._output.cursor_up(len(before) - 1 - first)
         self._output.write_raw("\r")
         self._output.erase_down()
@@ -160,7 +160,7 @@ class TerminalWriter:
 
 
 def _rest(before: Row, after: Row) -> Row | None:
-    """Return what a row has in addition to the one before; None if it begins differently."""
+    """Return the part of a row that extends the one before; None if they begin differently."""
     if not before:
         return after
     place = len(before) - 1

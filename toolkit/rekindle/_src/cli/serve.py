@@ -44,7 +44,7 @@ class _FleetOpening:
 
 @contextlib.contextmanager
 def _log_lines() -> Iterator[None]:
-    """Write what a server says of itself to stderr: how it shuts down and, without a terminal, what it waits for."""
+    """Log a server's own messages to stderr: its shutdown and, without a terminal, its progress."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     with contextlib.ExitStack() as before:

@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def completions(self, words: Sequence[str], models: Callable[[], list[str]]) -> list[str]:
-        """Return the words that may follow those of a command line: subcommands, options, values, names of models."""
+        """Return the words that may follow on a command line: subcommands, options, values, names of models."""
         positional = self._get_positional_actions()
         commands = next((action.choices for action in positional if isinstance(action.choices, dict)), None)
         if commands is not None:
