@@ -2,7 +2,7 @@
 
 `Activity` shows what a call waits for while the wait lasts: drawn by its own thread, removed when the wait is over.
 `ProgramWait` counts and shows the waits of a session's steps for their programs. `Progress` is a bar for work in
-counted parts, whose last picture stays:
+counted parts, and its last picture stays:
 
     session = await rekindle.open(folder, progress=Progress("loading"))
 """
@@ -59,7 +59,9 @@ def _count_erased() -> None:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Draw no activity inside this block, in which a line is typed at the terminal; they are drawn again afterwards."""
+    """Draw no activity inside this block, while a line is typed at the terminal; activities are drawn again
+    afterwards.
+    """
     global _typing
     with _lock:
         _typing += 1
@@ -182,7 +184,7 @@ class Screen:
         """Draw an activity in place of the picture before."""
 
     def clear(self) -> None:
-        """Remove what was drawn."""
+        """Remove the drawing."""
 
 
 class _Terminal(Screen):
@@ -289,8 +291,8 @@ _REMEMBERED = 512  # waits for programs, the latest ones
 
 
 class ProgramWait:
-    """Counts the seconds in which a session's steps stood still because a program was compiled or loaded, and those in
-    which single requests waited while others went on.
+    """Counts the seconds that a session's steps stood still because a program was compiled or loaded, and the seconds
+    that single requests waited while others went on.
 
     One thread waits at a time; any thread may read. The wait is shown while it lasts, unless the session is quiet.
     """
@@ -317,7 +319,7 @@ class ProgramWait:
             self._shown = None
 
     def add(self, request_id: str, seconds: float) -> None:
-        """Count seconds in which one request waited for a program while others went on."""
+        """Count seconds that one request waited for a program while others went on."""
         with self._lock:
             self._added[request_id] = self._added.get(request_id, 0.0) + seconds
             if len(self._added) > _REMEMBERED:
@@ -372,7 +374,7 @@ class ProgramWait:
             return (*spans, WaitSpan(self._since, time.perf_counter(), self.program)) if self.program else spans
 
 
-NO_WAIT = ProgramWait()  # of a session whose steps need no programs
+NO_WAIT = ProgramWait()  # of a session with steps that need no programs
 
 
 class CountedReport(Protocol):

@@ -63,7 +63,7 @@ def stop_of(reason: FinishReason | None, tokens: int, limit: int | None) -> str:
 def facts_of(
     model: str, completion: Completion, reason: FinishReason | None, tokens: int, limit: int | None
 ) -> tuple[str, str, str]:
-    """Return the model, its speed, and the end of an answer of so many tokens, of which `completion` is the last part.
+    """Return the model, the speed and the end of an answer with `tokens` tokens; `completion` is its last part.
 
     The speed begins with the time until the first token. `reason` is None if the answer failed.
     """

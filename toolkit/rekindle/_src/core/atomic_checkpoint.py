@@ -65,7 +65,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool
             orbax().save(partial, write_or_remember)
         private_files.make_private(partial)
         if durable:
-            private_files.sync_all(partial / ITEM)  # nobody reads Orbax's own files
+            private_files.sync_all(partial / ITEM)  # no reader opens Orbax's own files
             private_files.sync(partial)
         system.replace(partial, path)
         if durable:
@@ -138,9 +138,9 @@ def is_stale(path: Path) -> bool:
 
 
 def order_of_use(used: float) -> float:
-    """Return the key by which entries are removed, the least first.
+    """Return the key for removing entries, the least first.
 
-    A time that lies far ahead is from before the clock was set back, so whatever was used since then was used later.
+    A time far in the future dates from before the clock was set back, so entries used since then count as used later.
     """
     return used if used <= time.time() + STALE_SECONDS else 0.0
 

@@ -1,4 +1,4 @@
-"""The versions of a conversation: those of a message that was edited, answered again or forked."""
+"""The versions of a conversation, made when a message is edited, answered again or forked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A = TypeVar("A")
 
 
 class Branch(NamedTuple, Generic[A]):
-    """The messages from one place on, and what the view knows of the last one if the model has just written it."""
+    """The messages from one place on, and the view's record of the last one if the model has just written it."""
 
     messages: tuple[Message, ...]
     answer: A | None = None

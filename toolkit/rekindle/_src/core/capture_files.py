@@ -1,7 +1,7 @@
 """Captures in files: safetensors that grow while a request runs, and are mapped when it has ended.
 
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
-the array, whose lines are appended as they arrive, followed by their positions. The header is written last, into room
+the array, with lines appended as they arrive, followed by their positions. The header is written last, into room
 that was left for it; once all of it is on disk the file gets its name: one that ends in ".safetensors" is whole.
 Where pictures stand in the prompt is in a file of its own, which comes before them.
 All of this waits for a disk, so `dispatch/capture_writer.py` does it in a thread of the request's own.
@@ -49,7 +49,9 @@ class CaptureFiles:
     def __init__(
         self, tapped: RequestTaps, length: int, pictures: Sequence[PictureRun] = (), *, quiet: bool = True
     ) -> None:
-        """Make nothing yet. `length` are the positions that the request has at most, `pictures` those of its prompt."""
+        """Make nothing yet. `length` is the most positions that the request can have, and `pictures` are in its
+        prompt.
+        """
         assert tapped.into is not None, "the request names no folder"
         self.into, self._layers, self._pictures = Path(tapped.into), tapped.layers, tuple(pictures)
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
@@ -111,7 +113,7 @@ class CaptureFiles:
                 self._folder.rmdir()
 
     def _remove_pictures(self) -> None:
-        """Remove what was written of pictures, unless there are complete files that need it."""
+        """Remove the file of pictures, unless there are complete files that need it."""
         assert self._folder is not None, "files are in it"
         if not any(self._folder.glob(f"*{SUFFIX}")):
             for name in (PICTURES, PICTURES + PARTIAL):
@@ -134,7 +136,7 @@ def _write_pictures(path: Path, runs: Sequence[PictureRun]) -> None:
 
 
 class _GrowingFile:
-    """A safetensors file whose array is appended to."""
+    """A safetensors file with an array that is appended to."""
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:
         self._path, self._shape, self._dtype = path, like.shape[1:], like.dtype.newbyteorder("<")
@@ -174,7 +176,7 @@ class _GrowingFile:
             self._partial.unlink()
 
     def _write(self, data: bytes | memoryview) -> int:
-        """Write all of `data`, of which a file system may take a part at a time. Return how many bytes that are."""
+        """Write all of `data`, although a file system may take only a part at a time. Return the number of bytes."""
         left = memoryview(data)
         while len(left):
             left = left[self._file.write(left) :]

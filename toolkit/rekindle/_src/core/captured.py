@@ -57,7 +57,7 @@ class Backlog:
         return self.waiting >= self.most
 
     def add(self, count: int) -> None:
-        """Count bytes that wait, or with a negative `count` those that no longer do. Safe in every thread."""
+        """Add `count` waiting bytes, or subtract them if it is negative. Safe in every thread."""
         with self._lock:
             self.waiting += count
 
@@ -207,7 +207,7 @@ class Captured(Mapping[Any, Any]):
         return sum(array.nbytes for array in self._arrays.values())
 
     def select(self, *, layers: int | Sequence[int] | None = None, positions: object = None) -> Captured:
-        """Return the part of some layers, at some positions, such as for `patch`. Positions are those of the prompt and
+        """Return the part of some layers, at some positions, such as for `patch`. Positions count over the prompt and
         its output, from 0 on.
         """
         import numpy as np
@@ -321,7 +321,7 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
         raise InvalidRequest("folder", str(path.parent), f"has a damaged {PICTURES}", fix) from None
 
 
-_DRAWN = 120  # positions of a picture at most, each of which is then the mean of several
+_DRAWN = 120  # positions of a picture at most; each is then the mean of several
 
 
 def _along(array: NDArray[Any]) -> html.Markup:

@@ -1,7 +1,7 @@
 """Claims: one process makes an entry of the cache while others that want it wait, and then take it.
 
-A claim is an advisory lock on a file in the folder of the entries. The operating system ends it with its process: one
-that died holds nobody up. Where there are no such locks (some network file systems) each makes its own.
+A claim is an advisory lock on a file in the folder of the entries. The operating system ends it with its process: a
+dead process holds no other up. Where there are no such locks (some network file systems) each makes its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from rekindle_kernels import private_files, system
 
 POLL = 0.1  # seconds
-WANTED = ".wanted"  # touched by those that wait: the holder writes without its usual delay
+WANTED = ".wanted"  # touched by waiting processes: the holder writes without its usual delay
 
 
 class Claim:
-    """A claim on an entry; without a `file` it is one that nobody else sees."""
+    """A claim on an entry; without a `file` it is invisible to other processes."""
 
     def __init__(self, path: Path | None = None, file: int = -1) -> None:
         self._path, self._file = path, file

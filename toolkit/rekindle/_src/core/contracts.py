@@ -56,8 +56,9 @@ class SchedulerLike(Protocol):
 
     @property
     def held(self) -> bool:
-        """True if a request is in no step for now: it waits for its program, or for a disk to read its pages or to take
-        what it captures."""
+        """True if a request is in no step for now: it waits for its program, or for a disk to read its pages or to
+        write its captures.
+        """
 
     @property
     def cache(self) -> object | None:
@@ -88,7 +89,7 @@ class SchedulerLike(Protocol):
         """
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
-        """Take over a step's tokens, in the order in which the steps were planned."""
+        """Take over a step's tokens; steps are committed in the order of their plans."""
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
         """End with `StepFailed` the requests of a step that raised; everything else goes on."""
@@ -134,7 +135,7 @@ class SchedulerLike(Protocol):
 
 
 class InFlightLike(Protocol):
-    """A step on the device whose result has not been read."""
+    """A step on the device with an unread result."""
 
     @property
     def plan(self) -> StepPlan: ...
@@ -225,7 +226,7 @@ class DetokenizerLike(Protocol):
 
     stopped: str | None  # the stop string that ended the text
     tokens: int  # pushed, up to the one that completed a stop string
-    released: int  # of them, the tokens whose text was returned
+    released: int  # of them, the tokens with text that was returned
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """Return the text that became final with these tokens, and the stop string that ended it, or None."""
@@ -237,14 +238,14 @@ class DetokenizerLike(Protocol):
 
 
 class TemplateLike(Protocol):
-    """A chat template that was parsed, which says what it reads and writes."""
+    """A parsed chat template, which reports the variables and texts that it uses."""
 
     def reads(self, name: str) -> bool:
         """True if it uses a variable."""
         ...
 
     def writes(self, text: str) -> bool:
-        """True if the text is in a string of it, or in what it writes."""
+        """True if the text is in one of its strings, or in its output."""
         ...
 
     @property

@@ -1,6 +1,6 @@
 """Extensions of a request: what each capability that it uses carries with it, from its admission to its end.
 
-A capability declares a class of its own, and what runs the request finds the object by that class, as in
+A capability declares a class of its own, and the code that runs the request finds the object by that class, as in
 `request.extensions.get(RequestTaps)`. Records know none of these classes. They read the answers that all of them give,
 which are put together once for each request, because steps ask for some of them.
 """
@@ -73,22 +73,23 @@ class Extension:
         return length
 
     def names(self, tokens: NDArray[np.int32], start: int, page_size: int) -> NDArray[np.int32]:
-        """Return what the prefix tree calls the request's `tokens`, the first of which is at `start`: that of a page.
+        """Return the names of a page's `tokens` in the prefix tree; the first token is at `start` of the request.
 
         Overridden where more than the tokens decides what pages hold; called only then.
         """
         return tokens
 
     def masked(self, tokens: NDArray[np.int32], start: int) -> NDArray[np.int32]:
-        """Return the request's `tokens`, the first of which is at `start`, with a number below 0 in the place of each
-        that stands for something else than text.
+        """Return the request's `tokens` from `start` on, with a number below 0 in place of each token that is not text.
 
         Overridden where `names` is; called only then.
         """
         return tokens
 
     def note(self, cached: int) -> PromptNote | None:
-        """Return what it adds to an explanation of the request, whose first `cached` tokens came from the cache."""
+        """Return the extension's note for an explanation of the request; its first `cached` tokens came from
+        the cache.
+        """
         return None
 
     def another(self) -> Extension:
@@ -113,9 +114,9 @@ class Extensions(dict[type[Extension], Extension]):
         self.generates: bool = True
         self.by_position: bool = False
         self.reads_logits: bool = False
-        self.holding: tuple[Extension, ...] = ()  # those that may hold the request
-        self.cutting: tuple[Extension, ...] = ()  # those that decide where its prompt is cut
-        self.naming: Extension | None = None  # the one by which the prefix tree knows its tokens, if one does
+        self.holding: tuple[Extension, ...] = ()  # extensions that may hold the request
+        self.cutting: tuple[Extension, ...] = ()  # extensions that decide where its prompt is cut
+        self.naming: Extension | None = None  # the one that names its tokens for the prefix tree, if any
         for extension in self.values():
             self.altered += extension.altered
             self.generates = self.generates and extension.generates
@@ -141,15 +142,17 @@ class Extensions(dict[type[Extension], Extension]):
         return min((extension.reusable(prompt_length) for extension in self.values()), default=prompt_length)
 
     def names(self, tokens: NDArray[np.int32], page_size: int) -> NDArray[np.int32]:
-        """Return what the prefix tree calls a prompt's tokens."""
+        """Return the names of a prompt's tokens in the prefix tree."""
         return tokens if self.naming is None else self.naming.names(tokens, 0, page_size)
 
     def notes(self, cached: int) -> tuple[PromptNote, ...]:
-        """Return what they add to an explanation of the request, whose first `cached` tokens came from the cache."""
+        """Return the extensions' notes for an explanation of the request; its first `cached` tokens came from the
+        cache.
+        """
         return tuple(note for extension in self.values() if (note := extension.note(cached)) is not None)
 
     def plus(self, *more: Extension) -> Extensions:
-        """Return these extensions and `more`, each of which replaces one of its class."""
+        """Return these extensions and `more`; a new extension replaces one of its class."""
         return Extensions(*self.values(), *more)
 
     def another(self) -> Extensions:

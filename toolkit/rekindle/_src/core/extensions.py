@@ -45,7 +45,7 @@ class PromptPooling(Extension):
 class PromptScoring(Extension):
     """The prompt's own tokens have log-probabilities."""
 
-    first: int  # position whose scores are read, those of the token after it
+    first: int  # position of the first scores to read, which are for the token after it
 
     def reusable(self, prompt_length: int) -> int:
         return min(prompt_length, self.first)
@@ -65,7 +65,7 @@ class AdapterUse(Extension):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AdapterLoad(DeviceLoad):
-    """An adapter that is put into a slot and units of the device before a step, in place of what was there.
+    """An adapter that is put into a slot and units of the device before a step, in place of their content.
 
     It takes as many units of `UNIT` rows as its rank needs. The slot's number tells its tokens from others; slot 0
     means none.

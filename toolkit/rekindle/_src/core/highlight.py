@@ -121,7 +121,7 @@ def _run(code: str, start: int, more: str = "") -> int:
 
 
 def _end_of_string(code: str, start: int, quote: str) -> int:
-    """Return the end of a string that began before `start`; of one that is not closed, that of its line or the code."""
+    """Return the end of a string that began before `start`. An unclosed string ends with its line or with the code."""
     lines = len(quote) > 1 or quote == "`"
     stop = start
     while stop < len(code):

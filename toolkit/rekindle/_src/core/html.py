@@ -250,7 +250,7 @@ class Line:
 
 
 class Record:
-    """A dataclass whose repr is one line of its non-default fields, and whose HTML is a table of all fields."""
+    """A dataclass with a one-line repr of its non-default fields, and an HTML table of all fields."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -341,7 +341,7 @@ def text(value: str) -> Markup:
 
 
 def tokens(entries: Iterable[Token]) -> Markup:
-    """Return text whose background shows how unlikely each token was: clear where it was sure, orange where it
+    """Return text with a background that shows how unlikely each token was: clear where it was sure, orange where it
     surprises. Hovering tells more; forced ones are underlined.
     """
     return Markup(f'<div style="{_RUNNING};max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>')

@@ -46,7 +46,7 @@ class RunLike(Protocol):
 
 
 class HitCounts(Protocol):
-    """Counts of what a cache found so far; see `CacheStats`."""
+    """Counts of a cache's hits so far; see `CacheStats`."""
 
     @property
     def page_size(self) -> int: ...
@@ -110,7 +110,7 @@ def icicle(
 
 
 def _bars(nodes: Sequence[RunLike]) -> list[Bar]:
-    """Return the lines of each node: those of its branches, or one of its own."""
+    """Return the lines of each node: all lines of its branches, or one line for a leaf."""
     bars = [Bar(0, 0, 0)] * len(nodes)
     above: list[tuple[int, int]] = []  # of the branch so far: node and its first line
     line = 0
@@ -212,7 +212,7 @@ def _whole(text: str, room: int) -> int:
 
 
 def _hit(node: RunLike, bar: Bar, tokens: int, line: float, scale: float) -> Markup:
-    """Return the mark of what a prompt would hit: a line below its part of a bar."""
+    """Return the mark of a prompt's expected hit: a line below its part of a bar."""
     height = min(4.0, line)
     y = bar.stop * line - height
     title = f"the typed prompt hits {html.count(tokens, 'token')} here"
@@ -253,7 +253,7 @@ def _axis(most: int, y: float) -> Iterator[Markup]:
 
 
 def _legend(nodes: Sequence[RunLike], hit: bool) -> Markup:
-    """Return what colours mean, of those that are there."""
+    """Return a legend of the colours in use."""
     present = [(tier, colour) for tier, colour in style.TIERS.items() if any(node.tier == tier for node in nodes)]
     tiers = {tier: style.shade(colour, 1.0) for tier, colour in present if colour.startswith("#")}
     tiers |= {"the typed prompt": style.ORANGE} if hit else {}

@@ -1,7 +1,7 @@
 """A file of JSON objects, one on each line, to which lines are only added.
 
-A kill costs at most the last line. A power cut costs those of the last half minute: until they are on disk, a file may
-have zeros in their place, which no line has.
+A kill costs at most the last line. A power cut costs the lines of the last half minute: until they are on disk, a file
+may have zeros in their place, which no line has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Entry = dict[str, Any]
 
 
 class JsonLines:
-    """Opened with `with`, which reads the existing lines; what a kill or a power cut left of a line is removed, with
-    all that follows it. At the end of the block all lines are on disk.
+    """A JSON-lines file, opened with `with`: reads the existing lines, and removes a partial line left by a kill or a
+    power cut, with everything after it. At the end of the block all lines are on disk.
 
     Every line begins with `start`, and `on_entry` is called with each entry and the place of its line. It returns True
     if `writer` wrote such an entry: a file with any other content is refused and stays as it is.
@@ -41,7 +41,7 @@ class JsonLines:
 
     def __enter__(self) -> Self:
         folder = self.path.parent
-        if not folder.exists():  # made here, a misspelt folder would be noticed by nobody
+        if not folder.exists():  # made here, a misspelt folder would go unnoticed
             problem, fix = f"can't be written: the folder {folder} does not exist", "Create it, or choose another file"
             raise InvalidRequest(self._field, str(self.path), problem, fix)
         try:

@@ -1,4 +1,4 @@
-"""Tokens as labels in a picture, where each has to be seen and none may change what is around it."""
+"""Tokens as labels in a picture: every token is visible, and no token changes the text around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading of Markdown in an answer, in time that grows with the answer's length. What is drawn is another matter.
+"""Reads the Markdown of an answer, in time that grows with the answer's length. Drawing is done elsewhere.
 
 Known elements are headings, paragraphs, lists, quotes, rules, fenced and inline code, tables, bold, italic, formulas,
 and links to web pages. All else is text. A `Look` draws them: in HTML for a notebook, in rows for a terminal.
@@ -22,8 +22,8 @@ _DEEPEST = 8  # nesting of quotes and lists
 ROWS = 200  # of a table that are drawn
 _NO_TARGET = re.compile(r"[\s()<>\"'`]")  # one character that no link's target has
 _DISPLAYED = {"$$": "$$", "\\[": "\\]"}
-P = TypeVar("P")  # what a part of a line is drawn as
-B = TypeVar("B")  # what a block is drawn as
+P = TypeVar("P")  # the drawing of a part of a line
+B = TypeVar("B")  # the drawing of a block
 
 
 class Look(Protocol[P, B]):
@@ -192,7 +192,8 @@ def _end_of_fence(lines: list[str], start: int, fence: str) -> int:
 def _begins_table(lines: list[str], index: int) -> bool:
     """True if a line and the dashes below it begin a table.
 
-    Rows are filled up to the width of the first one, so a table that would mostly consist of such cells is none.
+    Rows are filled up to the width of the first one, so a table that would mostly consist of such cells is read as
+    text.
     """
     if "|" not in lines[index] or index + 1 == len(lines) or not _is_dashes(lines[index + 1]):
         return False
@@ -279,7 +280,7 @@ def _is_rule(line: str) -> bool:
 
 
 def _quoted(line: str) -> str | None:
-    """Return what a line quotes."""
+    """Return the quoted part of a line; None if it quotes nothing."""
     line = _unindented(line)
     return line[1:].removeprefix(" ") if line.startswith(">") else None
 
@@ -293,7 +294,7 @@ def _is_dashes(line: str) -> bool:
     return all(cell and not cell.strip("-") for cell in dashes)
 
 
-# Within a line. Each reader yields the places of its elements, from the left, none of which overlap.
+# Within a line. Each reader yields the places of its elements, from the left, without overlaps.
 
 
 class InlineSpan(NamedTuple):
@@ -374,7 +375,7 @@ class _SignSearch:
 
 
 def _formulas(text: str) -> Iterator[InlineSpan]:
-    """Yield formulas, between dollars or TeX's brackets. Amounts of dollars are none."""
+    """Yield formulas, between dollars or TeX's brackets. Amounts of dollars are text."""
     openings = {sign: _SignSearch(text, sign) for sign in _FORMULAS}
     closings = {sign: _SignSearch(text, sign) for sign in _FORMULAS.values()}
     start = 0

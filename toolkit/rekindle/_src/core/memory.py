@@ -20,7 +20,7 @@ ROOT = Path("/")  # of /proc and /sys
 # Of address space, for JAX's threads and the arenas of their memory. On two cores sessions opened with 1,054 MiB; with
 # 854 C++ code, which ends the process where it gets none, ended some.
 ADDRESSES = 1 << 30
-SHARE = 0.75  # of what is available, for weights that need not be so large: pages, programs and others need some, too
+SHARE = 0.75  # of available memory, for weights that need not be so large: pages, programs and others need some, too
 
 
 class _Groups(NamedTuple):
@@ -81,7 +81,7 @@ def address_space() -> int | None:
 
 
 def check_address_space() -> None:
-    """Raise OutOfMemory if a limit leaves no room for JAX, whose threads would end the process."""
+    """Raise OutOfMemory if a limit leaves no room for JAX: its threads would end the process."""
     left = address_space()
     if left is not None and left < ADDRESSES:
         raise OutOfMemory(
@@ -93,7 +93,7 @@ def check_address_space() -> None:
 def fits(size: int, *, beside: int = 0) -> bool:
     """True if `size` bytes fit into available memory in addition to `beside` other bytes.
 
-    Also true if the system doesn't report what is free.
+    Also true if the system doesn't report free memory.
     """
     free = available()
     return free is None or size <= SHARE * (free - beside)

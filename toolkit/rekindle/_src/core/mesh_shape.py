@@ -4,7 +4,7 @@
 "expert"  groups of such devices, each with its own experts; everything else is divided over all of them
 "data"    shards of such devices, each with the whole model and its own pages and requests
 
-`MeshReport` is what a session says about them.
+`MeshReport` is a session's report about them.
 """
 
 from __future__ import annotations

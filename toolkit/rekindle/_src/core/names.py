@@ -1,4 +1,4 @@
-"""Names of models and adapters, and paths, as somebody else passes them: what they may be, wherever they come in."""
+"""Rules for names of models and adapters, and for paths, from any outside source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\
 
 
 def name_problem(name: object, *, colons: bool = False) -> str | None:
-    """Return why something is no name; None if it is one.
+    """Return why something is not a valid name; None if it is valid.
 
     Spaces and invisible characters would make two names look the same. A colon separates a model's name from that of
     its adapter, so only names of models may have `colons`, as in "qwen3:0.6b".
@@ -46,7 +46,7 @@ def short_model(model: str) -> str:
 
 
 def checked_name(field: str, name: object, *, colons: bool = False) -> str:
-    """Return a name. Raise ConfigError for what is none."""
+    """Return a name. Raise ConfigError if it is not valid."""
     problem = name_problem(name, colons=colons)
     if problem is not None:
         raise ConfigError(field, name, problem, _NAME_FIX)
@@ -61,12 +61,12 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
 
 
 def printable(text: str, width: int = MAX_NAME, *, kept: str = "") -> str:
-    """Return at most `width` characters of a stranger's text; what can't be printed is replaced, except `kept`."""
+    """Sanitise untrusted text for display, at most `width` characters; unprintable ones are replaced, except `kept`."""
     return "".join(one if one.isprintable() or one in kept else "\N{REPLACEMENT CHARACTER}" for one in text[:width])
 
 
 def name_of_model(text: str) -> str:
-    """Return a name made from a path or a hub id: that of the folder, with dashes in the place of what no name has."""
+    """Return a name made from the folder in a path or hub id, with dashes in place of invalid characters."""
     kept = "".join(letter if name_problem(letter, colons=True) is None else "-" for letter in text[:MAX_NAME])
     return kept or "model"
 
@@ -84,12 +84,12 @@ def path_problem(path: str) -> str | None:
     try:
         Path(path).expanduser()
     except RuntimeError:
-        return "begins with a user whose home is unknown"
+        return "begins with a user without a known home"
     return None
 
 
 def checked_path(field: str, path: str | Path) -> Path:
-    """Return a path, with the home of a user for its "~". Raise ConfigError for what can't be one."""
+    """Return a path, with the home of a user for its "~". Raise ConfigError if it can't be one."""
     problem = path_problem(os.fspath(path)[: 2 * MAX_PATH])
     if problem is not None:
         raise ConfigError(field, str(path), problem, "Pass the path of a file or folder on this machine")

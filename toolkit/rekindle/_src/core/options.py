@@ -133,7 +133,7 @@ class Word(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Accepts text; with `path` paths, too, of which it makes text."""
+    """Accepts text; with `path` also paths, which it converts to text."""
 
     path: bool = False
 
@@ -190,7 +190,7 @@ def _names(record: type) -> tuple[str, ...]:
 
 @functools.cache
 def words_of(record: type) -> Mapping[str, str]:
-    """Return what the record's docstring says about each option; nothing where Python runs without docstrings."""
+    """Return the record's documentation of each option; empty where Python runs without docstrings."""
     words: dict[str, str] = {}
     name = ""
     for line in inspect.cleandoc(record.__doc__ or "").partition("Options:\n")[2].splitlines():
@@ -274,7 +274,7 @@ def refuse_keywords(unknown: Mapping[str, object], call: Callable[..., object]) 
 
 # For type checkers alone, which know this name wherever it comes from. The first Tab in a notebook infers the type of a
 # decorated call: by typing's own name, or by these two, it would parse `typing` and `types`, a third of its time. Where
-# it finds none, it follows the function through what is returned.
+# it finds none, it follows the function through its result.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     F = TypeVar("F", bound=Callable[..., Any])
@@ -321,8 +321,8 @@ def takes_options(record: type, *, returns: str = "", **defaults: object) -> Dec
     """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
-    function with overloads needs it. `defaults` are those that differ from the dataclass's own. A call of a session
-    gets a value for positional arguments that were not passed, and refuses it.
+    function with overloads needs it. `defaults` override the dataclass's own. A call of a session gets a value for
+    positional arguments that were not passed, and refuses it.
     """
     fields = [
         inspect.Parameter(

@@ -21,7 +21,7 @@ log = logging.getLogger("rekindle.session")
 
 
 def own_failure(error: BaseException, what: str) -> RekindleError:
-    """Return the error of the request whose code raised `error`; `what` names the work that failed.
+    """Return the error for the request with the code that raised `error`; `what` names the failed work.
 
     A typed error is returned unchanged. Raises `error` again if it is no failure of the request: a cancellation, an
     interrupt or an exit.
@@ -69,11 +69,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def interrupted(error: BaseException, outcome: str) -> None:
-    """Make a notebook show an interrupt in few lines, the last of which is the outcome. Errors stay as they are."""
+    """Make a notebook show an interrupt in a few lines that end with the outcome. Errors stay as they are."""
     if isinstance(error, Exception):
         return
     error.__traceback__ = None  # the frames below the caller's
-    # The exceptions of anyio and trio carry text or types by which those libraries recognise them.
+    # The exceptions of anyio and trio carry text or types that let those libraries recognise them.
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
         error.__dict__["_render_traceback_"] = types.MethodType(RekindleError._render_traceback_, error)
         error.args = error.args or (outcome,)

@@ -1,7 +1,7 @@
-"""The pictures of a prompt: where their rows stand among its tokens, and what their tokens are called in the cache.
+"""The pictures of a prompt: the places of their rows among its tokens, and their tokens' names in the cache.
 
-A picture takes the place of some tokens of the prompt, all of which have the same id. What is computed there depends on
-the picture, so the prefix tree must not take two pictures for the same prefix. It therefore knows the tokens of a page
+A picture takes the place of some tokens of the prompt, which all have the same id. Their keys and values depend on the
+picture, so the prefix tree must not take two pictures for the same prefix. It therefore knows the tokens of a page
 that has part of a picture by other names: numbers that are made of all tokens of the page, and of the digests of its
 pictures in full. They look like tokens to everything that compares, stores or sends pages, but they are negative, and
 those of two pages agree only if both pages have the same tokens and the same pictures. Pages without a picture are
@@ -32,7 +32,7 @@ class PictureStatistics(NamedTuple):
     """The figures of a session that reads pictures."""
 
     pictures_encoded: int
-    pictures_waiting: int  # those that are being encoded, too
+    pictures_waiting: int  # including the ones being encoded
     picture_row_bytes: int  # of rows in host memory
     encoder_bytes: int  # of the encoder's weights on the device; 0 before the first picture, and asleep
     encoder_compilations: int
@@ -69,7 +69,7 @@ class PicturePatch(NamedTuple):
 
 
 class PictureRun(NamedTuple):
-    """Neighbouring positions of a prompt, [start, stop), whose tokens are those of a picture, or of a tile of it."""
+    """Neighbouring positions of a prompt, [start, stop), filled by a picture or a tile of one."""
 
     start: int
     stop: int
@@ -120,7 +120,7 @@ class PictureLike(Protocol):
 
     @property
     def content(self) -> str:
-        """A digest of what was passed, known at once."""
+        """A digest of the passed value, known at once."""
         ...
 
     def uri(self) -> str:
@@ -150,7 +150,7 @@ class PictureUse(Extension):
     # Of each span, [1 + levels, its tokens, E]: the stream's beginning, and additions to layers
     rows: tuple[NDArray[Any], ...]
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
-    offset: int = 0  # what is added to the positions of tokens after the prompt, where ropes have coordinates
+    offset: int = 0  # added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # a picture's tokens see each other, so that a step computes all of them or none
     origins: tuple[RowsOrigin, ...] = ()  # of each picture's rows
     grids: tuple[tuple[TokenGrid, ...], ...] = ()  # of each picture's spans

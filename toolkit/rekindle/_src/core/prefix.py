@@ -1,8 +1,8 @@
-"""The prefix of a prompt, by which its cached pages are known: its tokens, and the namespace in which they are shared.
+"""The prefix of a prompt, which identifies its cached pages: its tokens, and a namespace that limits sharing.
 
-Everything that decides what a page holds is in one of the two. What stands for a single place of the prompt, such as a
-picture, is in the name of the token there (`Extension.names`). What changes all of its keys and values, such as an
-adapter, is a digest of the namespace (`Extension.altered`). What the model itself decides is in the tree's root.
+Everything that decides what a page holds is in one of the two. A change at a single place of the prompt, such as a
+picture, is in the name of the token there (`Extension.names`). A change of all its keys and values, such as an
+adapter, is a digest of the namespace (`Extension.altered`). The model's own share is in the tree's root.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 
 class PageNamespace(NamedTuple):
-    """The requests that share pages: those with the same salt, and the same changes to keys and values.
+    """The requests that share pages: they have the same salt, and the same changes to keys and values.
 
-    Its pages follow a root of their own in every prefix tree. A root's digest tells that it is a namespace's, so that
-    stored pages can be attached to it, and not of which: salts are not stored.
+    Its pages follow a root of their own in every prefix tree. A root's digest shows that it is a namespace's, so that
+    stored pages can be attached to it, but not which namespace: salts are not stored.
     """
 
     salt: str | None = None
     altered: tuple[str, ...] = ()  # digests of what changes keys and values, in the order of the capabilities
 
     def root(self, tree: bytes) -> bytes:
-        """Return the digest of its root, in the tree whose own root is `tree`."""
+        """Return the digest of its root in the tree with the root `tree`."""
         tag = self._tag()
         return _mark(tree) + tag if tag else tree
 
@@ -35,9 +35,9 @@ class PageNamespace(NamedTuple):
         return int.from_bytes(self._tag(), "little")
 
     def _tag(self) -> bytes:
-        """Return the half of its roots' digests that stands for it; nothing for the namespace that all share.
+        """Return the half of its roots' digests that identifies it; empty for the namespace that all share.
 
-        A salt never has the tag of a change: what is hashed begins with one zero character for a change, and with two
+        A salt never has the tag of a change: the hashed text begins with one zero character for a change, and with two
         for a salt that begins with one.
         """
         salt = self.salt
@@ -54,12 +54,12 @@ SHARED = PageNamespace()  # that of requests without a salt or a change
 
 
 def is_namespace(digest: bytes, tree: bytes) -> bool:
-    """True if `digest` is that of a namespace's root in this tree, other than the tree's own."""
+    """True if `digest` is the root of a namespace in this tree, other than the tree's own root."""
     return digest.startswith(_mark(tree))
 
 
 def key_of(digest: bytes) -> int:
-    """Return the `PageNamespace.key` of the namespace whose root has this digest."""
+    """Return the `PageNamespace.key` of the namespace that has a root with this digest."""
     return int.from_bytes(digest[8:], "little")
 
 

@@ -21,7 +21,9 @@ _before = 0.0
 
 
 def yield_to_others() -> None:
-    """Give this thread a lower priority than those that serve, where threads have priorities of their own."""
+    """Give this thread a lower priority than the serving threads, on systems where threads have their own
+    priorities.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
@@ -62,7 +64,7 @@ def give_way(
     """Wait while the main thread works, up to `patience` seconds, or until `stopped()`.
 
     A job in the background that holds the interpreter's lock takes half of it from a cell, or from a completion at Tab.
-    A main thread that awaits a request does not work: what the request waits for is not held up.
+    A main thread that awaits a request does not work: the work for the request is not held up.
     """
     before, at = used(), time.monotonic()
     ends = at + patience

@@ -8,10 +8,10 @@ from typing import NamedTuple
 class PromptHit(NamedTuple):
     """Leading tokens of a prompt that are cached, by the tier that has them, if it were admitted now.
 
-    A request whose cached pages are all used has `device_tokens + host_tokens + disk_tokens` as its cached tokens.
+    A request that uses all of its cached pages has `device_tokens + host_tokens + disk_tokens` as its cached tokens.
     """
 
-    device_tokens: int  # those of a page whose beginning would be copied included
+    device_tokens: int  # including the tokens of a page copied in part
     host_tokens: int
     disk_tokens: int
     reused_tokens: int  # of these, the ones that would not be computed

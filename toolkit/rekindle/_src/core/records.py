@@ -91,7 +91,7 @@ class GuideLike(Protocol):
 
 
 class NewGuide(GuideLike, Protocol):
-    """A guide whose counts can be set: tokens of a prompt that it has taken are none of its sequence's own."""
+    """A guide with settable counts: prompt tokens that it has taken do not count as tokens of its sequence."""
 
     consumed: int
     ended: bool
@@ -160,7 +160,7 @@ class ResumeState(NamedTuple):
     """The state of a sequence that another process had to give up. It continues from there, as after a preemption."""
 
     token_ids: IntArray  # tokens generated so far
-    scored: int = 0  # prompt positions whose log-probabilities were delivered
+    scored: int = 0  # prompt positions with delivered log-probabilities
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,27 +206,27 @@ class Request:
 
     @property
     def reusable(self) -> int:
-        """Leading tokens of its prompt whose pages may come from the cache; of all others, results are read."""
+        """Leading tokens of its prompt with pages that may come from the cache; the results of all others are read."""
         return self.extensions.reusable(self.prompt_length)
 
 
 class SlotPair(NamedTuple):
-    """The slots of a side cache from which a row reads an entry, and to which it writes the one after it."""
+    """The slots of a side cache that a row reads an entry from, and writes the next entry to."""
 
     reads: int
     writes: int
 
 
 class PageRun(NamedTuple):
-    """The pages of a side cache that a row reads and writes, and the place of the first among those of its sequence."""
+    """The pages of a side cache that a row reads and writes, and the index of the first within its sequence."""
 
     first: int
     pages: IntArray
 
 
 HIDDEN_KEPT = 64  # latest hidden states of each request that stay on the device for a drafter that reads them
-# Tokens by which the head's entries may lag. A step that catches up stores hidden states of its own rows, too, so this
-# is less than `HIDDEN_KEPT`.
+# The most tokens that the head's entries may lag. A step that catches up stores hidden states of its own rows, too, so
+# this is less than `HIDDEN_KEPT`.
 MOST_MISSING = 48
 
 
@@ -236,7 +236,7 @@ class Row(NamedTuple):
     request: Request
     epoch: int  # counts how often the request was (re)admitted; a late result of an older epoch is dropped
     slot: int  # the place of its state on the device
-    start: int  # tokens whose keys and values are in the cache already
+    start: int  # tokens that already have keys and values in the cache
     length: int  # tokens computed now; 1 in a decode row
     pages: IntArray  # its page table, long enough for start + length
     token_ids: IntArray | None  # the tokens to compute; None: the token that the slot sampled last, on the device
@@ -254,11 +254,11 @@ class PageMove(NamedTuple):
 
     page: int
     digest: bytes
-    side: int | None = None  # the number of the side cache whose slot `page` is; None: it is a page
+    side: int | None = None  # the number of the side cache that has the slot `page`; None: it is a page
 
 
 class PageCopy(NamedTuple):
-    """A page of a row, whose first tokens another page on the device has already."""
+    """A page of a row, and another page on the device that already has its first tokens."""
 
     source: int
     page: int
@@ -268,7 +268,7 @@ class DraftTask(NamedTuple):
     """The work of a drafter for one request before a step: the tokens that it reads, and the drafts after them.
 
     A small model reads the tokens that it has not seen yet; an assistant and the model's own head read the last token
-    alone. Drafted tokens are written into those of the rows `drafts`.
+    alone. Drafted tokens are written into the rows `drafts`.
     """
 
     row: Row  # of the request's next token
@@ -449,7 +449,7 @@ class TextDelta(html.Record):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if requested
-    # In a chat whose reply is read for reasoning or calls; `text` is then all text of the model.
+    # In a chat that reads the reply for reasoning or calls; `text` is then all text of the model.
     events: tuple[ReplyEvent, ...] | None = None
     captured: Captured | None = None  # of the positions that were computed since the delta before, if requested
     weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
@@ -498,7 +498,7 @@ class Timings(html.Record):
     _seconds = ("queued", "first_token", "total", "compiling", "compiling_later")
 
     def decode_rate(self, tokens: int) -> float:
-        """Return the tokens per second after the first one, without the time in which programs were compiled."""
+        """Return the tokens per second after the first one, without the time for compiling programs."""
         seconds = self.total - self.first_token - self.compiling_later
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0
 
@@ -522,7 +522,7 @@ class Completion(ForeignNames):
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
-    reply: Reply | None = None  # in a chat whose reply is read for reasoning or calls: its parts
+    reply: Reply | None = None  # in a chat that reads the reply for reasoning or calls: its parts
     # Texts of tokens are decoded on access. Copies and pickles don't have this function.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
     forced: tuple[bool, ...] = ()  # for each token of a structured text: True if its grammar left no choice
@@ -605,13 +605,13 @@ class Completion(ForeignNames):
     def patches(self) -> dict[int, PicturePatch]:
         """The tokens of the prompt that are pictures: the picture, row and column of each, by its position.
 
-        `done.captured.select(positions=list(done.patches))` is what was captured of them.
+        `done.captured.select(positions=list(done.patches))` returns their captures.
         """
         return patches_of(picture_runs(self.image_runs, [image.grids for image in self.images]))
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
-        """Each token's text of the prompt; those of pictures are shown as `▦` with row and column."""
+        """Each prompt token's text; tokens of pictures are shown as `▦` with row and column."""
         patches = self.patches
         return tuple(
             self.text_of(token) if (patch := patches.get(position)) is None else f"▦{patch.row},{patch.column}"
@@ -648,7 +648,7 @@ class Completion(ForeignNames):
         return str(html.block(*parts, html.details(" · ".join(filter(None, first)), facts)))
 
     def _first_words(self) -> tuple[str, ...]:
-        """Return what is said below the text: its end, its speed, and what is wrong with it."""
+        """Return the summary below the text: its end, its speed, and any problem."""
         rate = self.timings.decode_rate(len(self.token_ids))
         return (
             self._summary(),

@@ -100,7 +100,7 @@ class Reply(html.Record):
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:
-    """Return the reply that events add up to, without calls whose arguments are incomplete."""
+    """Return the reply that events add up to, without calls that have incomplete arguments."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, ToolCallStarted] = {}

@@ -1,4 +1,4 @@
-"""Reports: what the features of a step found out about a row beyond its token, on its way to the caller.
+"""Reports: facts about a row, other than its token, that the features of a step send to the caller.
 
 `RowResult.reports` and `TokenEvent.reports` have the values of each kind of report by its name. A kind is one `Report`;
 the features, followers and outputs that know it read the values through it, and records know none.
@@ -53,7 +53,7 @@ class Report(Generic[T]):
 
 
 def joined(earlier: Reports, later: Reports) -> Reports:
-    """Return the reports of two records of one request as those of one."""
+    """Join the reports of two records of one request."""
     if not earlier or not later:
         return earlier or later
     return {name: (*earlier.get(name, ()), *later.get(name, ())) for name in dict.fromkeys((*earlier, *later))}

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 LOGPROBS: Report[TokenLogprobs] = Report("logprobs")  # of the token
 PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positions (start, start + length]
 GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
-POOLED: Report[Vector] = Report("pooled")  # of a prompt that is embedded: a chunk's states, at its end those of all
+POOLED: Report[Vector] = Report("pooled")  # of an embedded prompt: a chunk's states, at its end the states of all
 CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants

@@ -95,13 +95,13 @@ class SamplingOptions(TypedDict, total=False):
     whitespace_flexible: bool | None
 
 
-# Checks of single options; those of several together follow in `__post_init__`.
+# Checks of single options; checks of several together follow in `__post_init__`.
 
 
 class Several(NamedTuple):
     """A tuple of at most `most` entries. Its size is checked before it is copied."""
 
-    entries: str  # what they are
+    entries: str  # the plural of an entry's type
     most: int
     check: Callable[[str, tuple[Any, ...]], None] = lambda name, values: None
     may_be_empty: bool = True
@@ -142,7 +142,7 @@ def _words(name: str, words: tuple[Any, ...]) -> None:
 
 
 def _named(kind: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return a check of names of what was passed to `open()`."""
+    """Return a check of names that were passed to `open()`."""
 
     def check(name: str, names: tuple[Any, ...]) -> None:
         for text in names:
@@ -278,8 +278,8 @@ _PENALTY = Real(-2.0, 2.0, "Use a value such as 0.5; 0 is off")
 class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
-    A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that
-    asks for sampling. A chat whose checkpoint says nothing is drawn: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05.
+    A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that asks for
+    sampling. A chat is drawn if the checkpoint says nothing: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05.
     `open(..., generation_config="greedy")` turns both off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
@@ -420,7 +420,7 @@ class Sampling(html.Record):
 
     @property
     def whole_logprobs(self) -> bool:
-        """True if its log-probabilities, if it has any, need those of the whole vocabulary."""
+        """True if its log-probabilities, if it has any, need the whole vocabulary's."""
         return (self.logprobs or 0) > MAX_LOGPROBS or bool(self.logprob_token_ids) or self.logprobs_of != "raw"
 
     @property
@@ -445,7 +445,7 @@ class Sampling(html.Record):
 
     @property
     def scored_from(self) -> int:
-        """The first position of the prompt whose scores are read, those of the token after it."""
+        """The first prompt position with scores to read, which are for the token after it."""
         return max(0, self.logprob_start - 1)
 
     @property
@@ -460,7 +460,7 @@ class Sampling(html.Record):
 
 
 def check_size(name: str, characters: int) -> None:
-    """Raise InvalidRequest for a structure whose text would take too long to compile."""
+    """Raise InvalidRequest for a structure with a text that would take too long to compile."""
     if characters > MAX_STRUCTURE:
         raise InvalidRequest(
             name, f"{characters:,} characters", f"is over the {MAX_STRUCTURE:,} that are possible", "Use a smaller one"
@@ -468,7 +468,7 @@ def check_size(name: str, characters: int) -> None:
 
 
 def check_json(name: str, value: object) -> None:
-    """Raise InvalidRequest for a structure whose JSON is surely too long, before it is written as text."""
+    """Raise InvalidRequest for a structure with JSON that is surely too long, before it is written as text."""
     size, values = 0, [value]
     while values:
         one = values.pop()

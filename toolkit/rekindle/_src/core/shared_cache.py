@@ -42,7 +42,7 @@ from rekindle_kernels import private_files, read_through, system
 log = logging.getLogger("rekindle.cache")
 VARIABLE = "REKINDLE_SHARED_CACHE"
 KINDS = ("native", "programs", "models", "weights", "pages", "snapshots")
-DURABLE = ("pages", "snapshots")  # what a power cut must not damage; the others are made again
+DURABLE = ("pages", "snapshots")  # must survive a power cut; the others are made again
 MAX_BYTES, MAX_AGE = 64 << 30, 30 * 24 * 3600.0  # of the whole place; the oldest goes first
 FAILURES = 3  # in a row, after which this process stops using the place
 EXIT_SECONDS = 4.0  # for which an ending process waits for its uploads
@@ -58,7 +58,7 @@ _MOST_HEADER, _MOST_FILES = 1 << 20, 256
 
 _UNFINISHED = ".unfinished-"
 _STALE_SECONDS = 24 * 3600.0
-# Protocols whose stores show an object only once it is complete. Elsewhere it is sent under another name and renamed.
+# Protocols that show an object only once it is complete. Elsewhere it is sent under another name and renamed.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"})
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "timeCreated", "created", "creation_time")
 
@@ -147,7 +147,7 @@ class SharedCache:
     def prune(self) -> int:
         """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed.
 
-        Age is counted from the newest entry at most: a machine whose clock is ahead removes no others' entries.
+        Age is counted from the newest entry at most: a machine with a fast clock removes no other machine's entries.
         """
         blobs = sorted((blob for kind in KINDS for blob in self._place.list_blobs(kind)), key=lambda blob: blob.written)
         today = min(time.time(), blobs[-1].written if blobs else 0.0)
@@ -210,8 +210,8 @@ class SharedCache:
 def attach(where: str | None, folders: Iterable[Path]) -> None:
     """Attach the shared cache with this path or URL to cache folders; None is $REKINDLE_SHARED_CACHE, if it is set.
 
-    Raises ConfigError for a folder whose parent does not exist, and for a place to which other users could have
-    written, unless its entries are signed.
+    Raises ConfigError if a folder's parent does not exist, and for a place that other users could have written to,
+    unless its entries are signed.
     """
     where = where or os.environ.get(VARIABLE) or None
     if where is None:
@@ -592,7 +592,7 @@ class RemotePlace:
 
 
 def _write_time(entry: Mapping[str, Any]) -> float:
-    """Return the time at which an object was written, in any form in which its store gives it."""
+    """Return the time when an object was written, in any form in which its store gives it."""
     for name in _TIMES:
         value = entry.get(name)
         if isinstance(value, datetime.datetime):

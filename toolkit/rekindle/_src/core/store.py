@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class FolderRoom:
-    """Half of what the bounds of a folder leave: as much may be written before it is looked through again."""
+    """Half of the room that the bounds of a folder leave: after that much is written, it is looked through again."""
 
     entries: float
     bytes: float
@@ -110,7 +110,7 @@ class Store:
     # Files.
 
     def get(self, name: str) -> bytes | None:
-        """Return the content of a file; None if there is none, or none that is trusted. Raise OSError."""
+        """Return the content of a file; None if it is missing or untrusted. Raise OSError."""
         if self.distrusted is not None:
             return None
         try:
@@ -171,7 +171,7 @@ class Store:
         return result
 
     def unusable(self, name: str, error: Exception) -> Unusable:
-        """Return the error of an entry whose reading raised `error`. A damaged entry is set aside."""
+        """Return the error for an entry that raised `error` when it was read. A damaged entry is set aside."""
         passing = is_passing(error)
         if not passing:
             set_aside(self.path(name), keep=self.kept_damaged)
@@ -219,7 +219,7 @@ class Store:
             self._prune(room)
 
     def prune_after(self, size: int) -> None:
-        """Prune after an entry of `size` bytes was written, unless half of what the bounds left is still there.
+        """Prune after an entry of `size` bytes was written, once half of the room within the bounds is used.
 
         Looking through two thousand programs takes longer than compiling a small one. The other half is for processes
         that write into the folder at the same time. A full folder is looked through after each write.

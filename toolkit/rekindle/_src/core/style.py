@@ -23,10 +23,10 @@ TIERS: Final = {"device": BLUE, "host": ORANGE, "disk": GREY, "gone": "transpare
 
 STRONGEST: Final = 0.5  # opacity of a shade under text
 HAIR: Final = "rgba(128,128,128,.35)"  # lines between things
-EDGE: Final = "rgba(128,128,128,.65)"  # outlines of what can be pressed or filled
+EDGE: Final = "rgba(128,128,128,.65)"  # outlines of buttons and fields
 WASH: Final = "rgba(128,128,128,.1)"  # the ground of a thing that stands out
 PRESS: Final = "rgba(128,128,128,.22)"  # the same under the pointer
-QUIET: Final = 0.75  # opacity of what is read second
+QUIET: Final = 0.75  # opacity of secondary text
 
 SMALL: Final = "90%"  # of the text's size
 TINY: Final = "80%"
@@ -67,7 +67,7 @@ def shade(colour: str, share: float) -> str:
 
 
 def likely(probability: float) -> str:
-    """Return the shade of a probability: the bluer, the likelier. For what is compared, as a lens or attention."""
+    """Return the shade of a probability: the bluer, the likelier. For comparisons, such as a lens or attention."""
     return shade(BLUE, probability)
 
 

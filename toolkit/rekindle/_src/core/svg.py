@@ -67,7 +67,7 @@ def group(parts: Iterable[str], **attributes: object) -> Markup:
 
 
 def picture(width: Number, height: Number, parts: Iterable[str], *, label: str, wide: bool = False) -> Markup:
-    """Return the picture; `label` says what it shows to those who don't see it. A wide one takes all of the width."""
+    """Return the picture; `label` describes it to screen readers. A wide one takes all of the width."""
     look = "display:block;max-width:100%;height:auto;font-family:inherit" + (";width:100%" if wide else "")
     frame = {"viewBox": f"0 0 {_number(width)} {_number(height)}", "width": width, "height": height}
     return Markup(

@@ -1,4 +1,4 @@
-"""Taps of one request, resolved for its prompt: what the engine reads and changes, and the parts that come back."""
+"""Taps of one request, resolved for its prompt: the engine's reads and changes, and the parts that come back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rekindle._src.core.taps import LOGITS, Capture, Steer, SteerLike, layers_of
 from rekindle.errors import ConfigError, InvalidRequest
 
 STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them
-INNER = ("attention", "mlp")  # modules of a layer whose outputs can be changed
+INNER = ("attention", "mlp")  # modules of a layer with outputs that can be changed
 MISSING = "is in no layer of this model"
 MAX_RUNS = 64  # of positions that one request changes: each is looked at in every step
 MAX_VECTORS = 64  # of one request, in addition to MAX_PATCHES for each of its positions
@@ -40,8 +40,8 @@ class Edit(NamedTuple):
 
 
 def place_of(site: str, layer: int, layers: int) -> int:
-    """Return the number of a place where a model can be changed: first those of the residual stream, then the outputs
-    of each layer's attention and MLP.
+    """Return the number of a place where a model can be changed: first the places of the residual stream, then the
+    outputs of each layer's attention and MLP.
     """
     if site in INNER:
         return layers + 1 + len(INNER) * layer + INNER.index(site)
@@ -54,7 +54,7 @@ def places_of(layers: int) -> int:
 
 
 class AttentionFacts(Protocol):
-    """The attention of a layer whose weights can be computed from its queries and keys."""
+    """The attention of a layer, with all facts to compute its weights from queries and keys."""
 
     @property
     def scale(self) -> float: ...
@@ -74,7 +74,7 @@ class TapFacts(NamedTuple):
     custom: Mapping[str, str] = MappingProxyType({})  # digests of the taps that the session was opened with, by name
     steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})  # changes that have a name
     keeps: str = ""  # why captures can't be kept
-    both_ways: Sequence[int] = ()  # layers in which the tokens of a picture see each other
+    both_ways: Sequence[int] = ()  # layers where the tokens of a picture see each other
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
 
     @classmethod
@@ -93,13 +93,13 @@ class RequestTaps(Extension):
     digest: str = ""  # of all that changes the model; empty without any
     layers: int = 0  # of the model
     custom: tuple[str, ...] = ()  # names of the session's taps
-    into: str | None = None  # the folder for what is captured
-    keep: bool = False  # what is captured
+    into: str | None = None  # the folder for captures
+    keep: bool = False  # the captures
     backlog: Backlog | None = None  # of the files in that folder
 
     @property
     def held(self) -> bool:
-        """True while too much of what was captured waits for its disk."""
+        """True while too many captures wait for their disk."""
         return self.backlog is not None and self.backlog.full
 
     @property
@@ -197,7 +197,7 @@ def resolve(
 
 
 def _folder(capture: Capture) -> str | None:
-    """Return the absolute path of the folder for what is captured. Raise `InvalidRequest` for what is no path."""
+    """Return the absolute path of the folder for captures. Raise `InvalidRequest` if it is not a path."""
     if capture.into is None:
         return None
     try:
@@ -207,7 +207,7 @@ def _folder(capture: Capture) -> str | None:
 
 
 def _named(steers: Sequence[SteerLike], facts: TapFacts) -> Iterator[Steer]:
-    """Yield changes, with those of the session in the place of their names."""
+    """Yield changes, with the session's changes in place of their names."""
     for steer in steers:
         if isinstance(steer, Steer):
             yield steer
@@ -250,7 +250,7 @@ def _digest(edits: Iterable[Edit], custom: Sequence[str]) -> str:
 
 
 def keys_of(capture: Capture, facts: TapFacts) -> tuple[Key, ...]:
-    """Return what is captured of a model. Raise `InvalidRequest` for what the model does not have."""
+    """Return the keys to capture. Raise `InvalidRequest` for sites that the model does not have."""
     keys: list[Key] = []
     for site, layers in capture.sites.items():
         present = facts.sites.get(site)
@@ -268,7 +268,7 @@ def keys_of(capture: Capture, facts: TapFacts) -> tuple[Key, ...]:
 
 
 def edit_of(steer: Steer, facts: TapFacts, prompt_length: int) -> Edit:
-    """Return the change for a prompt. Raise `InvalidRequest` for what the model does not have."""
+    """Return the change for a prompt. Raise `InvalidRequest` for a site that the model does not have."""
     layer = check_steer(steer, facts)
     vectors = np.zeros((1, facts.hidden_size), np.float32) if steer.vector is None else np.atleast_2d(steer.vector)
     runs, each = runs_of("steer", steer.positions, prompt_length), False

@@ -1,7 +1,7 @@
-"""Taps: what a request reads of the numbers inside the model, and what it changes there.
+"""Taps: a request's reads and changes of the numbers inside the model.
 
-A `Capture` and `Steer`s are options of a request; `captured.py` has what arrived. `tapped.py` has what the engine makes
-of the options.
+A `Capture` and `Steer`s are options of a request; `captured.py` has the results. `tapped.py` has the options as
+the engine resolves them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Capture(html.Line):
     "logits"           | [positions, vocabulary]    | the head's logits of "residual": the logit lens
     "norm"             | [positions, hidden]        | after the final norm; it has no layers: `{"norm": True}`
 
-    `positions` are all positions that are computed: those of the prompt, and of the output but for its last token. Or
+    `positions` are by default all computed positions: the prompt, and the output except its last token. Or
     they are numbers, which count from 0, or negative ones from the end of the prompt (-1 is its last token); a slice of
     such numbers; "prompt"; or "output".
 
-    `into` names a folder: then the arrays are written to files in a folder of the request's own within it, and those of
-    the completion are mapped from there. Deltas of streams have none.
+    `into` names a folder: then the arrays are written to files in a folder of the request's own within it, and the
+    completion's arrays are mapped from there. Deltas of streams have none.
 
     With `keep`, captures also stay in host memory (`capture_memory` of `open()`), along with the cached pages of the
     prompt: a later request that captures the same of these pages, with `keep`, gets it without computing them.
@@ -109,13 +109,13 @@ def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
 class Steer(html.Line):
     """A change of the residual stream at one layer, or of the output of its attention or MLP.
 
-    `mode` "add" adds `scale · vector`, and "replace" puts it in the place of what was there. "project_out" removes
+    `mode` "add" adds `scale · vector`, and "replace" puts it in place of the old value. "project_out" removes
     `scale` times the component along `vector`. "scale" multiplies by `scale`: the component along `vector`, or all
     that is there if no vector is given.
 
     `vector` has one number for each of the model's `hidden_size`, or one such row for each of the `positions`, which
-    have an end then. `positions` are as those of `Capture`; None is all of them. `site` is "residual", after the
-    layer, "residual_before", or "attention" or "mlp", whose outputs are changed before they are added to the residual
+    have an end then. `positions` are as in `Capture`; None is all of them. `site` is "residual", after the
+    layer, "residual_before", or "attention" or "mlp": their outputs are changed before they are added to the residual
     stream. Several changes of one position are made in their order.
     """
 
@@ -182,7 +182,7 @@ STEERED = f"{', '.join(map(repr, STEER_SITES[:-1]))} or {STEER_SITES[-1]!r}"
 
 
 def digest_of(arrays: Iterable[Any]) -> str:
-    """Return a digest of arrays, some of which may be None."""
+    """Return a digest of arrays; an array may be None."""
     state = hashlib.blake2b(digest_size=16)
     for array in arrays:
         state.update(b"" if array is None else array.tobytes())
