@@ -463,7 +463,7 @@ def random_models(folder: Path) -> None:
         assert difference(expected, generated(model, given)) < CLOSE
     assert not any(leaf.is_deleted() for leaf in model.leaves), "they are the caller's"
     for given in (2, {"model": 4}):
-        with pytest.raises(rekindle.ConfigError, match="is not that of the model, which lies on <Placement 2 devices"):
+        with pytest.raises(rekindle.ConfigError, match="differs from the model's mesh <Placement 2 devices"):
             opened(model, given)
     with opened(model, None) as session:
         before = session.generate_sync(PROMPT, max_tokens=10, logprobs=3)

@@ -61,5 +61,5 @@ def test_a_model_made_on_a_mesh_is_the_model_of_one_device() -> None:
         assert session.generate_sync([1, 5, 9], max_tokens=6, ignore_eos=True).token_ids == expected
         told = session.stats().mesh
         assert told is not None and told.size == 1
-    with pytest.raises(rekindle.ConfigError, match=r"mesh=\{'model': 1\}: is not that of the model, which lies on <"):
+    with pytest.raises(rekindle.ConfigError, match=r"mesh=\{'model': 1\}: differs from the model's mesh <"):
         rekindle.open_sync(shared, mesh=1, **options)

@@ -1,4 +1,4 @@
-"""A session's adapters: by name in host memory, from where the device gets those that requests need.
+"""A session's adapters: by name in host memory; the device gets the ones that requests need.
 
 A request has the adapter that its name meant when it was taken in, until it ends. A name that is loaded again, or
 unloaded, changes later requests alone.
@@ -36,7 +36,7 @@ class AdapterShelf:
     def __init__(
         self, model: ModelConfig, most: int, rank: int, *, dtype: str = "float32", refused: str = "", base: str = ""
     ) -> None:
-        """`dtype` is that of the matrices on the device, `base` the model's name."""
+        """`dtype` is the matrices' dtype on the device, `base` the model's name."""
         self._model, self._units, self._dtype, self._base = model, most * units_for(rank), dtype, base
         self._refused = refused if most else "the session was opened with max_adapters=0"
         self._adapters: dict[str, Adapter] = {}
@@ -124,7 +124,7 @@ class AdapterShelf:
             return None if self._has(old.digest) else old
 
     def use(self, value: str | Mapping[str, float]) -> AdapterUse:
-        """Return what a request with this option carries: the adapter, and the digests that its pages depend on."""
+        """Return the adapter for a request with this option, and the digests that its pages depend on."""
         with self._lock:
             if isinstance(value, str):
                 adapter = self._adapters.get(value)

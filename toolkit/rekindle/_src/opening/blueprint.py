@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class CachePlan(NamedTuple):
-    """A kind of cache: what the device has room for, and how many bytes it may have in the tiers below."""
+    """A kind of cache: its slots on the device, and its bytes in the tiers below."""
 
     kind: str  # pages, or the name of a side cache
     slots: int  # on the device
@@ -93,7 +93,9 @@ class Blueprint:
         )
 
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
-        """Return the identity of pages of weights with this fingerprint; those of other processes are compared."""
+        """Return the identity of pages computed with these weights; it is compared with the identity of other
+        processes' pages.
+        """
         config = self.config
         assert config.page_size is not None, "resolved"
         one = paged.abstract(self.model, 1, config.page_size, config.kv_dtype, slots_of(self.programs.sides))
@@ -149,7 +151,7 @@ class Blueprint:
 
 
 def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
-    """Return what opening a model will do. Raise typed errors for what can't be done."""
+    """Plan the opening of a model. Raise typed errors if it can't be opened."""
     graph = source.graph
     if graph.config.model_type in drafters.MODULES:
         raise UnsupportedModel(

@@ -105,7 +105,7 @@ def build(request: OpenRequest) -> Front:
 
 
 def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStack) -> SessionPictures | None:
-    """Return what reads pictures; None for models that read text alone, as most do."""
+    """Return the picture reader; None for text-only models."""
     if plan.pictures is None:
         return None
     from rekindle._src.opening.pictures import SessionPictures
@@ -127,7 +127,7 @@ def _front(
     texts: TextSettings,
     tokenizer: Tokenizer,
 ) -> Front:
-    """Return what turns prompts into requests and tokens into text."""
+    """Return the front, which turns prompts into requests and tokens into text."""
     (defaults, chat, embedder), model = texts, plan.model
     expect_chat = programs.expecting_chat(chat, tokenizer, drawn=defaults.chat is not None)
     if precompiles(plan.config.precompile) == "background":
@@ -154,7 +154,7 @@ def _front(
 
 
 def _say_what_is_slow(weights: str, plan: Blueprint) -> None:
-    """Log missing kernels, and weights that are held in another format than that of the checkpoint."""
+    """Log missing kernels, and weights held in a format other than the checkpoint's."""
     reason = unavailable_reason()
     if reason is not None and "REKINDLE_NATIVE=0" not in reason:
         _say_without_kernels(reason)

@@ -109,7 +109,7 @@ class SessionCache:
             tree.drop_altered(digest, None if self.tiers is None else self.tiers.host.discard)
 
     def lose_drafts(self) -> None:
-        """Let drafters know that what they have on the device was lost."""
+        """Notify drafters that their state on the device was lost."""
         for drafter in self.drafters:
             drafter.lost()
 

@@ -32,7 +32,7 @@ def open_front(request: OpenRequest, import_caller: Callable[[], object]) -> Fro
         with gc_paused(stays=first):
             if first:
                 ahead = begin(request)
-            import_caller()  # before JAX, whose library is loaded meanwhile
+            import_caller()  # before JAX: its library is loaded meanwhile
             from rekindle._src.opening.build import build
             from rekindle._src.programs.user_functions import check_processors, check_taps
 

@@ -51,17 +51,17 @@ _GGUF_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: Report | None = None) -> Path:
     """Write a checkpoint as `out`: a GGUF file if its name ends in .gguf, otherwise a folder of safetensors.
 
-    `model` is a folder, a GGUF file, a hub id or "tiny". `type` is that of the matrices: "f32", "f16", "bf16", and for
-    GGUF "q8_0" and "q4_0"; by default each keeps its own, and for a folder quantised ones become floats of 16 bits.
-    An existing file is not overwritten, and no unfinished file remains. Returns `out`. Raises `CheckpointError` if the
-    tensors are not those of the model that the checkpoint's config describes.
+    `model` is a folder, a GGUF file, a hub id or "tiny". `type` is the matrices' type: "f32", "f16", "bf16", and for
+    GGUF "q8_0" and "q4_0"; by default each keeps its own, and for a folder quantised ones become floats of 16 bits. An
+    existing file is not overwritten, and no unfinished file remains. Returns `out`. Raises `CheckpointError` if the
+    tensors do not match the model in the checkpoint's config.
     """
     out = Path(out).expanduser()
     if out.exists():
         raise ConfigError("out", str(out), "exists already", "Remove it, or pass another name")
     type = _GGUF_NAMES.get(dtype_name(type), type)
     stored = look(tiny.located(model))
-    describe(stored.path, seen=stored, unpack=False)  # as `open` would: else it would refuse what is written here
+    describe(stored.path, seen=stored, unpack=False)  # as `open` would: else it would refuse the written checkpoint
     config = config_from_hf(stored.raw)
     meter = ByteMeter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
     with _written(out) as partial:

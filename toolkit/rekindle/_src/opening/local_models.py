@@ -1,7 +1,7 @@
 """The models that are on this machine already, in other tools' stores and in rekindle's cache, by their headers alone.
 
 Of each model the config and the headers are read: its family, its size, its precision, and the reason why rekindle
-doesn't open it, if there is one. What a header passes may still be refused when all of its tensors are compared.
+doesn't open it, if there is one. A model may still be refused later, when all of its tensors are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PRECISIONS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 class LocalModel(html.Record):
     """A model on this machine."""
 
-    name: str  # as `rekindle.open` takes it; of kept weights that of the model they were made of
+    name: str  # as `rekindle.open` takes it; kept weights have the name of their model
     store: str  # "hub", "ollama", "lmstudio", "llamacpp" or "rekindle"
     family: str  # its model_type, or its architecture in GGUF; "" if that can't be read
     size: int  # bytes of its weights on the disk
@@ -79,7 +79,7 @@ class LocalModels(Sequence[LocalModel]):
         for model in self._models:
             if model.name == key:
                 return model
-        raise KeyError(f"{key!r} is not on this machine; `.names` has what is")
+        raise KeyError(f"{key!r} is not on this machine; `.names` lists the models that are")
 
     @property
     def names(self) -> list[str]:
@@ -109,8 +109,8 @@ class ModelFacts(NamedTuple):
 
 
 def local_models(cache_dir: str | Path | None = None) -> LocalModels:
-    """Return the models on this machine: those of the Hub's cache, Ollama, LM Studio and llama.cpp, the embedded one,
-    and those whose weights rekindle keeps in its cache, which is `cache_dir` or the default.
+    """List the models on this machine: in the Hub's cache, Ollama, LM Studio and llama.cpp, the embedded one, and the
+    models with weights in rekindle's cache, which is `cache_dir` or the default.
 
     Names are what `rekindle.open` takes. Headers alone are read, and nothing is downloaded or written. Other tools'
     folders are where their variables say (`HF_HOME`, `OLLAMA_MODELS`, `LLAMA_CACHE`…), or where they are by default.
@@ -127,9 +127,9 @@ def local_models(cache_dir: str | Path | None = None) -> LocalModels:
 
 
 def kept_models(cache: Path, names: Collection[str]) -> list[LocalModel]:
-    """Return the models of which a cache has weights as a session computes with them.
+    """List the models with weights in a cache, stored as a session computes with them.
 
-    They are used when the model of their name is opened; one that has none of the `names` lies elsewhere.
+    They are used when the model with their name is opened; a model without one of the `names` lies elsewhere.
     """
     models = []
     for path in children(cache / _WEIGHTS)[:MAX_MODELS]:

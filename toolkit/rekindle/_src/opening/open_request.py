@@ -34,7 +34,7 @@ class OpeningProgress:
         self._seconds: dict[str, float] = {}  # of the stages that are over
         self._since = time.monotonic()  # when this one began
         self.hidden: bool = False  # something else shows its own progress
-        self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
+        self.compiling: Callable[[], str] = str  # returns the current compilations, in words; empty if there are none
         self._weights: LoadProgress | None = None
         self._warmed: WarmingProgress | None = None
         self._warming = 0.0  # time.monotonic() when the first program was ready
@@ -133,7 +133,7 @@ class OpenRequest:
         )
 
     def show(self, stage: str) -> None:
-        """Show what the opening is at."""
+        """Show the current stage of the opening."""
         self.shown.stage = stage
 
     def brought(self, kept: Path) -> MappedWeights | None:

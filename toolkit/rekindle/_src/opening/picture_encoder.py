@@ -39,7 +39,7 @@ class PictureEncoder:
 
     @classmethod
     def open(cls, plan: PicturesPlan, programs: ProgramPlan) -> PictureEncoder:
-        """Return the encoder of a session, whose programs are kept where those of its steps are."""
+        """Return the encoder of a session; its programs are stored with the programs of the session's steps."""
         kept = ExecutableStore(programs.config.cache_folder / "programs")
         key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})
         name = programs.name or programs.model.model_type

@@ -39,7 +39,7 @@ class PicturesPlan(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that encoding takes: those of the weights, and of the largest picture's patches."""
+        """Bytes of device memory that encoding takes: the weights, and the largest picture's patches."""
         config, dtype = self.tower.graph.config, np.dtype(self.tower.graph.precision.stream)
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in self.tower.shapes)
         side = math.isqrt(DEFAULT_LIMITS.pixels)
@@ -89,9 +89,9 @@ def _plan(
 
 
 def misfit(reader: PictureProcessor, config: VisionConfig) -> str | None:
-    """Return why an encoder can't encode what a processor makes of a picture; None if it can.
+    """Return why an encoder can't encode a processor's output; None if it can.
 
-    Two files have their numbers, and a stranger wrote both.
+    Their numbers are in two files, and both are untrusted.
     """
     for size in _SIZES:
         for view in set(reader.plan(*size).views):

@@ -1,7 +1,8 @@
 """The pictures of a session: read, planned, decoded and encoded in threads of their own, and their rows kept.
 
 An encoder computes the rows of a picture once. They are kept in host memory, the least recently used ones leave first,
-and on disk, so that a prompt whose pages left the cache needs no encoder. Steps go on while a picture is encoded.
+and on disk, so that a prompt needs no encoder when its pages have left the cache. Steps go on while a picture is
+encoded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger("rekindle.engine")
 
 
 class GivenPicture:
-    """A picture of a request: what it becomes is known from its size.
+    """A picture of a request. Its number of tokens is known from its size.
 
     Its pixels are decoded when they are needed, and let go once they are encoded: a completion that names its pictures
     keeps files as they came. Those of a picture that came as pixels stay, since there is nothing else of it.
@@ -83,7 +84,7 @@ class GivenPicture:
 
     @property
     def content(self) -> str:
-        """A digest of what was passed: of a file's bytes, or of pixels."""
+        """A digest of the passed value: of a file's bytes, or of pixels."""
         return self.source.content
 
     def uri(self) -> str:
@@ -134,11 +135,11 @@ class SessionPictures:
         whole: bool = False,
         tokenizer: TokenizerLike | None = None,
     ) -> None:
-        """`identity` names all that rows depend on but pixels; `token` is the id in whose place they stand. Without the
-        `tokenizer`, prompts of token ids have as many of them as pictures have rows.
+        """`identity` names everything that rows depend on but pixels; `token` is the id that marks their places.
+        Without the `tokenizer`, prompts of token ids have as many of them as pictures have rows.
 
-        `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With
-        `whole`, a step computes all tokens of a picture.
+        `merge` is how many patches a row has along each side where ropes have coordinates, else 0. With `whole`, a step
+        computes all tokens of a picture.
         """
         self._processor, self._encoder, self._kept = processor, encoder, kept
         self._identity, self.token, self._merge, self.whole = identity, token, merge, whole
@@ -152,7 +153,7 @@ class SessionPictures:
 
     @classmethod
     def open(cls, plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures | None:
-        """Return what reads the pictures of a session; None if its tokenizer has no token in whose place they stand."""
+        """Return the picture reader of a session; None if its tokenizer has no token that marks a picture's places."""
         pictures = plan.pictures
         assert pictures is not None, "its blueprint has a plan"
         name = pictures.processor.image_token
@@ -213,7 +214,7 @@ class SessionPictures:
         return processor.before + processor.marker + processor.after
 
     def read(self, values: Sequence[object], field: str = "images") -> tuple[GivenPicture, ...]:
-        """Return the pictures in a caller's values, of which files' headers are read. Raises `InvalidRequest`."""
+        """Return the pictures in a caller's values; files' headers are read. Raises `InvalidRequest`."""
         plan = self._processor.plan
         values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
@@ -280,7 +281,7 @@ class SessionPictures:
             given.decode(self._identity)
 
     def known(self, picture: PictureLike, salt: str | None) -> bool:
-        """True if the rows of a picture are at hand. Of one that was not decoded yet nobody can tell."""
+        """True if the rows of a picture are at hand; False before it is decoded, because its digest is unknown."""
         given = _given(picture)
         return given.identified and self._kept.at_hand(given.digest, salt) is not None
 
@@ -373,7 +374,7 @@ def coordinates_of(
 ) -> tuple[IntArray, int]:
     """Return the coordinates [length, 3] of a prompt's tokens, and what to add to positions after it.
 
-    A token of text has its position three times. A row of a picture has that of the picture's first row, plus its own
+    A token of text has its position three times. A row of a picture has the position of its first row, plus its own
     row and column; text goes on after the longer side.
     """
     coordinates = np.empty((length, 3), np.int32)

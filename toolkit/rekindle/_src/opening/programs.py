@@ -1,4 +1,4 @@
-"""The programs of a session that is opened: those made ahead, those that steps demand, and those of a restart."""
+"""The programs of an open session: made ahead, demanded by steps, or stored for a restart."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SessionPrograms:
         return bool(missing)
 
     def close(self) -> None:
-        """Make no further program, and release those that are there."""
+        """Make no further program, and release the existing ones."""
         self._warming.stop()
         if self._demand is not None:
             self._demand.stop()

@@ -160,8 +160,9 @@ def _pages(
     size = page_bytes(local, config.page_size, config.kv_dtype, {kind.name: 1 for kind, _ in sizes}) + more
 
     def side_bytes(pages: int, *, shared: bool) -> int:
-        """Return the bytes of side caches next to so many pages: of those that share `device_memory` with them, or of
-        the others."""
+        """Return the bytes of side caches next to `pages` pages: of the caches that share `device_memory` with them, or
+        of the others.
+        """
         return sum(
             kind.slots_for(model, config, placement, pages) * slot
             for kind, slot in sizes
@@ -214,11 +215,11 @@ def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:
 
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
-KEYS, VALUES = 16, 32  # and native kernels of states those of these
+KEYS, VALUES = 16, 32  # for native kernels of states, multiples of these
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
-    """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
+    """Return the graph with operations that run in deterministic kernels. Raise ConfigError where there are none."""
     reason = reason_against(graph.config, config) or reason_against_norms(graph)
     if reason is not None:
         raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")

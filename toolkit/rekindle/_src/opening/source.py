@@ -1,4 +1,4 @@
-"""Where an opening has its models from: checkpoints whose headers were read, or a model in memory."""
+"""The sources of models to open: checkpoints with their headers read, or a model in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelSource(abc.ABC):
 
     @abc.abstractmethod
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
-        """Return the options with what the model decides of them, and the devices that share it."""
+        """Return the options as the model completes them, and the devices that share it."""
 
     @abc.abstractmethod
     def leaves(self, placement: Placement) -> Leaves:
@@ -71,7 +71,7 @@ class ModelSource(abc.ABC):
 
 
 class CheckpointSource(ModelSource):
-    """A checkpoint whose headers were read."""
+    """A checkpoint with its headers read."""
 
     def __init__(self, name: str, plan: CheckpointPlan) -> None:
         self.name, self.plan = name, plan
@@ -142,7 +142,7 @@ class MemorySource(ModelSource):
         if not isinstance(current, MeshPlacement):
             return config, placement
         if config.mesh is not None and placement.key() != current.key():
-            problem = f"is not that of the model, which lies on {current!r}"
+            problem = f"differs from the model's mesh {current!r}"
             raise ConfigError("mesh", config.mesh, problem, "Leave it out")
         return dataclasses.replace(config, mesh=current.mesh), current
 
@@ -168,7 +168,7 @@ class MemorySource(ModelSource):
 
 
 class ShapeSource(ModelSource):
-    """A model of which only the config is there: enough for a blueprint, and nothing to load."""
+    """A model that has only a config: enough for a blueprint, and nothing to load."""
 
     folder = None
 

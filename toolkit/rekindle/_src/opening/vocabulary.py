@@ -34,7 +34,7 @@ class Vocabulary:
 
     @classmethod
     def begin(cls, plan: Blueprint) -> Vocabulary:
-        """Begin to load. A large vocabulary takes 0.1 s, in which weights are read and programs made."""
+        """Begin to load. A large vocabulary takes 0.1 s; weights are read and programs made meanwhile."""
 
         def load() -> Tokenizer:
             if plan.folder is not None:
@@ -53,7 +53,7 @@ class Vocabulary:
         return tokenizer
 
     def texts(self) -> TextSettings:
-        """Read what else the checkpoint says, and let go of a GGUF file's metadata: all of this was made of it."""
+        """Read the checkpoint's other text settings, then forget a GGUF file's metadata, which is no longer needed."""
         plan = self._plan
         chat = None if plan.folder is None else ChatTemplate.load(plan.folder)
         texts = TextSettings(_sampling(plan), chat, embedder_of(plan.folder, plan.model))
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 def _sampling(plan: Blueprint) -> Defaults:
-    """Return the sampling of requests without options of their own; log what the checkpoint asks for."""
+    """Return the sampling of requests without options of their own; log the checkpoint's request for it."""
     if plan.config.generation_config == "greedy":
         return Defaults()
     defaults = defaults_of(plan.folder)

@@ -121,7 +121,7 @@ def delete(model: LoadedModel) -> None:
 
 
 class Weights:
-    """The weights in use. Those that were read here are freed when they are replaced or the session ends."""
+    """The weights in use. Weights that were read here are freed when they are replaced or the session ends."""
 
     def __init__(
         self, model: LoadedModel, config: EngineConfig, *, owned: bool, others: OtherProcesses | None = None
@@ -191,7 +191,7 @@ class Weights:
     def sleep(self, drop: bool) -> int:
         """Keep the weights in host memory alone, or `drop` them. Return the bytes of device memory that this gave back.
 
-        Those of the caller are only let go.
+        The caller's own arrays are only let go.
         """
         model = self.model
         if not self._owned:
@@ -206,7 +206,7 @@ class Weights:
     def check_dropped(self) -> None:
         """Raise InvalidRequest if the weights can't be read again."""
         if self.model.folder is None or not self._from_folder:
-            problem = "can't be read again: they are not those of a folder"
+            problem = "can't be read again: they don't come from a folder"
             raise InvalidRequest("weights", "drop", problem, 'Use "host", or drop your own arrays')
 
     def wake(self, weights: Any) -> None:
@@ -228,7 +228,7 @@ class Weights:
             self.model = dataclasses.replace(model, leaves=tuple(kept))
 
     def woken(self) -> None:
-        """Let go of what was kept while the session slept: the device has its weights."""
+        """Let go of the copies kept while the session slept: the device has its weights."""
         self._asleep = None
 
     def close(self) -> None:
