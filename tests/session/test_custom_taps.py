@@ -198,7 +198,7 @@ def test_a_session_without_taps_has_no_column_for_them() -> None:
         (Tap(lambda x, context: x[:3], "short"), "returned shape (3,)"),
         (Tap(lambda x, context: None, "nothing"), "returned no array"),  # type: ignore[arg-type, return-value]
         (Tap(lambda x, context: x, "far", layers=9), "is not among the model's 2 layers"),
-        (Tap(lambda x, context: x, "text", arrays={"v": "v"}), "has arrays that are none"),
+        (Tap(lambda x, context: x, "text", arrays={"v": "v"}), "has values that are not arrays"),
     ],
 )
 def test_a_tap_that_does_not_trace_is_refused_when_the_session_opens(tap: Tap, words: str) -> None:

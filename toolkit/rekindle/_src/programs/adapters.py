@@ -138,7 +138,7 @@ class Stacks:
         self._slots = {digest: slot for digest, slot in self._slots.items() if slot != load.slot}
         owners[owners == load.slot] = 0
         places = [divmod(unit, UNITS) for unit in load.units]
-        rows: dict[int, list[tuple[int, int]]] = {}  # of each chunk: the row of the chunk, and that of the adapter
+        rows: dict[int, list[tuple[int, int]]] = {}  # of each chunk: the row of the chunk, and the adapter's row
         for number, (chunk, unit) in enumerate(places):
             rows.setdefault(chunk, []).append((unit * UNIT, number * UNIT))
         stacks = self._placed() if self._stacks is None else [list(chunks) for chunks in self._stacks]
@@ -161,8 +161,9 @@ class Stacks:
     def _filled(
         self, old: Chunk | None, site: Site, products: tuple[Product | None, ...], pairs: list[tuple[int, int]]
     ) -> Chunk:
-        """Return a chunk with other rows: of each pair, UNIT rows of the chunk from the first number on. Its memory is
-        new, since a CPU device uses that of the old one."""
+        """Return a chunk with some rows replaced: a pair has the number of its first row in the chunk and in the
+        products, for UNIT rows. The chunk gets new memory, since a CPU device uses the old chunk's.
+        """
         spans, experts = site.spans, max(1, site.experts)
         shapes = (len(spans) * experts * CHUNK, site.inputs), (experts * CHUNK, site.outputs)
         whole = Chunk(*(aligned(shape, self._dtype) for shape in shapes))
@@ -182,7 +183,7 @@ class Stacks:
         return whole
 
     def _put(self, site: Site, content: Chunk) -> Chunk:
-        """Put a chunk on the device, or its parts on those of a mesh."""
+        """Put a chunk on the device, or its parts on the devices of a mesh."""
         place_of, experts, sizes = self._placement.parts, max(1, site.experts), self._placement.sizes
         if not self._placement.divided:
             return Chunk(*(jax.device_put(array, may_alias=True) for array in content))
@@ -310,7 +311,7 @@ class _Delta:
         self._tokens, self._implementation = tokens, implementation
 
     def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
-        """Return y [T, out] plus what the adapters make of x [T, in]; with the name of an activation, gated by it."""
+        """Return y [T, out] plus the adapters' products of x [T, in]; with the name of an activation, gated by it."""
         if norm is not None and len(self._chunks) > 1:
             x, norm = norm(x), None  # once for all of them
         flat, rows = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -325,7 +326,7 @@ class _Delta:
 
     @jax.named_scope("adapters")
     def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
-        """Return y [M, out] plus what the adapters make of x [M, in], rows of tokens sorted by expert.
+        """Return y [M, out] plus the adapters' products of x [M, in], rows of tokens sorted by expert.
 
         Each expert of an adapter has rows of rank of its own: to the products, it is an adapter.
         """
@@ -339,7 +340,7 @@ class _Delta:
 
     @property
     def _own_owners(self) -> Array:
-        """[chunks, UNITS]: those of this site."""
+        """The owners of this site's units [chunks, UNITS]."""
         own: Array = self._owners[self._first : self._first + len(self._chunks)]
         return own
 

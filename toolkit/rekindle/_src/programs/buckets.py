@@ -40,7 +40,7 @@ class ProgramVariant(enum.IntFlag):
     STEERING = enum.auto()  # changes of the residual stream
     INNER_STEERING = enum.auto()  # these, and changes of the outputs of attention and MLP
     CAPTURES = enum.auto()  # results of the residual stream
-    INNER_CAPTURES = enum.auto()  # these, and results of what is inside layers
+    INNER_CAPTURES = enum.auto()  # these, and results from inside layers
     TAPS = enum.auto()  # the user's taps
     PICTURES = enum.auto()  # rows of pictures in the place of embeddings
     DRAFTS = enum.auto()  # drafts where layers have states, and the model's own head
@@ -150,7 +150,8 @@ def lattice(
 
 @functools.cache
 def guided_lattice(plain: tuple[Bucket, ...], part: StepPart = StepPart.HALVES) -> tuple[Bucket, ...]:
-    """Return the sizes of steps with guided rows: fewer than those of other steps, because few requests have a guide.
+    """Return the sizes of steps with guided rows. There are fewer than for other steps, because few requests have a
+    guide.
 
     Of the decode steps these are the smallest and those from GUIDED_ROWS rows on, which drafts fill up. With prefill
     tokens, where a guided row samples only while a prompt comes in, it is the largest number of rows.

@@ -114,7 +114,7 @@ def _seconds(mesh: Any, round_: Callable[[jax.Array], jax.Array], size: int, wid
 
 
 def _summing(x: jax.Array) -> jax.Array:
-    """Compute a sum whose operand differs from device to device, so that it can't be computed from one of them."""
+    """Compute a sum of operands that differ from device to device, so that it can't be computed from one of them."""
     devices = lax.psum(1, ALL)
     share = 1 + lax.axis_index(ALL).astype(x.dtype) / (64 * devices)
     return lax.psum(x, ALL) * (share / devices).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Programs on demand: which programs a step needs, and a thread that makes those that are not ready.
+"""Programs on demand: the programs that a step needs, and a thread that makes the missing ones.
 
 A session compiles many programs only when a request first needs them, as for log-probabilities, grammars, adapters or
 captures. Compiling takes seconds, and a step that waited for it would hold up all of its rows. So the scheduler asks
@@ -89,7 +89,7 @@ class Demand:
             self._errors.pop(wanted, None)
 
     def want(self, wanted: tuple[ProgramRequest, ...]) -> None:
-        """Make these programs, in this order, in place of those that were wanted before and have not begun.
+        """Make these programs, in this order, instead of earlier requested ones that have not begun.
 
         Until they are ready, steps take larger programs that can do the same.
         """
@@ -136,7 +136,7 @@ class StepPrograms:
     """Says which steps can run now, for the scheduler. Its methods are called on the loop, between plans."""
 
     def __init__(self, programs: Programs, demand: Demand, *, background: bool = False) -> None:
-        """`background` says that all programs are being made, while steps run in those that are ready."""
+        """`background` says that all programs are being made while steps run in the finished ones."""
         self._programs, self._demand, self._features = programs, demand, programs.features
         self.ahead = background
         self._for_drafts = [
@@ -146,7 +146,7 @@ class StepPrograms:
         ]
         self._most = programs.config.max_requests
         self._needs: dict[tuple[ProgramVariant, tuple[Key, ...], bool, bool], Need] = {}
-        self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps whose programs are ready
+        self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps with their programs ready
         self._complete: set[frozenset[Need]] = set()  # needs for which the programs of all sizes are ready
         self.want, self.error, self.forget = demand.want, demand.error, demand.forget
 
@@ -169,7 +169,7 @@ class StepPrograms:
         return not self._for_drafts
 
     def fit(self, needs: frozenset[Need], size: StepSize) -> Fit:
-        """Return the programs for a step of this size whose rows have these needs."""
+        """Return the programs for a step of this size and rows with these needs."""
         if needs in self._complete or (needs, size) in self._fitting:
             return _FITS
         late, options = any(need.late for need in needs), any(need.options for need in needs)

@@ -1,6 +1,6 @@
 """The programs of an encoder of pictures, which serve pictures of all sizes, in the store of the session's programs.
 
-A picture is encoded in steps of a bounded size (`models.vision.steps`), so that a large one holds nobody up.
+A picture is encoded in steps of a bounded size (`models.vision.steps`), so that a large one does not hold up others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _bounds(graph: TowerGraph) -> tuple[float, int]:
 
 
 class Cancellation(Exception):
-    """Nobody waits for what is being encoded."""
+    """Ends an encoding that no caller waits for any more."""
 
 
 class EncodingPrograms:

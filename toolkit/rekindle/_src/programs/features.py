@@ -1,4 +1,4 @@
-"""The features of a session's steps, in the order in which their columns and results lie.
+"""The features of a session's steps, in the order of their columns and results.
 
 Axes: S prefill sequences, T prefill tokens, E hidden size.
 """
@@ -94,7 +94,7 @@ def _union(variants: Iterable[ProgramVariant]) -> ProgramVariant:
 
 
 def _choices(features: Sequence[Feature]) -> tuple[tuple[ProgramVariant, ...], ...]:
-    """Return the variants of features in groups, of which a program has one at most."""
+    """Return the variants of features in groups; a program has at most one variant of each group."""
     present, others = _union(one.variant for one in features), _union(one.instead for one in features)
     groups = dict.fromkeys((one.variant, *one.instead) for one in features if one.variant not in others)
     return tuple(tuple(variant for variant in group if variant in present) for group in groups)
@@ -104,7 +104,7 @@ _variant = functools.cache(ProgramVariant)  # calling an enumeration takes three
 
 
 class Features:
-    """Features, and what they add to steps together. Logits pass them in this order."""
+    """All features of a session's steps, combined. Logits pass them in this order."""
 
     def __init__(self, entries: Sequence[Feature], late: Guides) -> None:
         self.entries, self.late = tuple(entries), late
@@ -146,7 +146,7 @@ class Features:
         return functools.reduce(lambda bits, feature: bits | feature.flags(request), self._wanted(request), 0)
 
     def has_options(self, request: Request) -> bool:
-        """True if a request's rows may have flags beyond those of greedy rows without further options."""
+        """True if a request's rows may have flags other than the flags of greedy rows without further options."""
         flags = drawing_flags(request.sampling) | self.flags(request)
         return bool(flags & ~int(GREEDY)) or bool(self.row_flags(request))
 
@@ -168,7 +168,7 @@ class Features:
         return any(feature.reads_slot(request) for feature in self._wanted(request))
 
     def _wanted(self, request: Request) -> list[Feature]:
-        """Return the features whose options a request has."""
+        """Return the features that a request's options use."""
         return [feature for feature, wants in (self._wanting if request.extensions else self._plain) if wants(request)]
 
     # -- a step
@@ -183,7 +183,7 @@ class Features:
         return _variant(bits)
 
     def joined(self, alone: Iterable[ProgramVariant]) -> ProgramVariant:
-        """Return the variants of the program that rows need together, from those that each of them needs alone."""
+        """Return the variants of the program for several rows, from the variants that each row needs alone."""
         needed = joined = 0
         for variants in alone:
             needed |= int(variants)
@@ -193,7 +193,7 @@ class Features:
         return _variant(joined)
 
     def load(self, plan: StepPlan) -> None:
-        """Take what a plan puts on the device."""
+        """Take the data that a plan puts on the device."""
         for feature in self.entries:
             feature.load(plan.loads)
 
@@ -208,14 +208,14 @@ class Features:
             feature.attach(helpers)
 
     def prepare(self, plans: Sequence[StepPlan], variants: ProgramVariant, rows: int) -> None:
-        """Replace the operands of features in a program by those of a step; see `Feature.prepare`."""
+        """Replace the operands of features in a program by a step's operands; see `Feature.prepare`."""
         compiled = self.compiled(variants)
         for feature in self._prepared:
             if feature in compiled:
                 feature.prepare(plans, rows)
 
     def for_layers(self, own: Sequence[object], places: TokenPlaces) -> dict[str, tuple[Array, ...]]:
-        """Return what layers use of each side cache, from the inputs of the features."""
+        """Return the arrays that layers use with each side cache, from the inputs of the features."""
         return {feature.side: feature.for_layers(own[index], places) for index, feature in self._sides}
 
     def operands(self, variants: ProgramVariant) -> tuple[object, ...]:
@@ -250,7 +250,7 @@ class Features:
         return slice(first, first + feature.width)
 
     def read_in(self, flags: int, variants: ProgramVariant) -> tuple[Feature, ...]:
-        """Return the features with results to read: of a step whose rows have these flags, in a program."""
+        """Return the features with results to read, for a step's flags and a program's variants."""
         key = flags & self._read_bits, variants
         reading = self._read_by.get(key)
         if reading is None:
@@ -262,7 +262,7 @@ class Features:
         return reading
 
     def on_host(self, feature: Feature, extra: Sequence[object], plan: StepPlan) -> object:
-        """Wait for a feature's output, among those of a step; None if the feature or the program has none."""
+        """Wait for a feature's output of a step; None if the feature or the program has no output."""
         output = extra[self.outputs.index(feature)] if feature.has_output else None
         return None if output is None else feature.on_host(output, plan)
 

@@ -67,7 +67,7 @@ class Guides(Feature):
         return jnp.where(allowed != 0, logits, -jnp.inf)
 
     def mark(self, tokens: Array, masks: Array, values: Array) -> Array:
-        """Return `tokens` [N] with NO_TOKEN in guided rows whose token was chosen with a logit that means "never".
+        """Return `tokens` [N], with NO_TOKEN in guided rows that chose a token with a logit meaning "never".
 
         Where all logits are minus infinity a token is chosen nevertheless, and an infinite bias is a finite number.
         """
@@ -82,7 +82,7 @@ class Guides(Feature):
     def fill(self, plan: StepPlan, rows: int, masks: Mask) -> dict[str, Exception]:
         """Write the masks [N, W] of one data shard's rows, where the program has so many decode `rows`.
 
-        Return the errors of requests whose guides can't continue.
+        Return the errors of requests with guides that can't continue.
 
         Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is for the token
         after the draft; where the drafts leave the grammar, no later row can be accepted.
@@ -116,7 +116,7 @@ class Guides(Feature):
     def advance(
         self, plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]
     ) -> tuple[RowResult, ...]:
-        """Return the results of a step with each guide's report on its token. `errors` are those of `fill`."""
+        """Return the results of a step with each guide's report on its token. `errors` were returned by `fill`."""
         updated: list[RowResult] = []
         follows = False  # True while all rows of the request so far were right
         clock = _Clock()
@@ -173,7 +173,7 @@ class _Clock:
     Reading a thread's CPU time takes as long as a quick mask, ten times as long as reading the wall time. So it is read
     only where a guide took longer than most: it may have been slow, or the thread was held up. A full collection of
     Python's garbage takes as long as the process has many objects, and is not the guide's own time: a lap over
-    `SLOWEST_TOKEN` in which one ran counts as quick.
+    `SLOWEST_TOKEN` with such a collection counts as quick.
     """
 
     __slots__ = ("_before", "_collections", "_cpu", "_quick")

@@ -1,14 +1,14 @@
 """Pages off the devices: the parts that each of several processes has, and transfers through pinned memory.
 
 Off the devices a page is whole, with every kv head once, as on a single device, or it is the part of one process:
-the heads that its devices have, each once and in order. Programs take and return arrays over all devices, of which a
-process sees its own devices' parts. For one process all of these are the same.
+the heads that its devices have, each once and in order. Programs take and return arrays over all devices; a
+process sees its own devices' parts of them. For one process all of these are the same.
 
 Between an accelerator and the host, a transfer through pinned memory is one copy for each array of a layer, and nothing
 waits for it. From ordinary memory the runtime would copy every page to pinned memory of its own, one after the other. A
 CPU has no use for that, and where a session has several processes, pages are exchanged one by one. The copies are no
-part of the programs that gather and scatter pages. XLA for an H100 and for a v5e does compile a gather whose result
-lies in such memory, but that program ends when the copy has ended, and the next step waits for it.
+part of the programs that gather and scatter pages. XLA for an H100 and for a v5e does compile a gather with its
+result in such memory, but that program ends when the copy has ended, and the next step waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Heads = Sequence[np.ndarray]  # the indices of some kv heads, for each array of 
 class PageParts:
     """This process's parts of a session's pages, and conversions between parts and whole pages.
 
-    Here for the only process, whose parts are whole; `DividedPageParts` are those of one of several.
+    This class serves a single process, which has whole pages; `DividedPageParts` serves one of several.
     """
 
     def __init__(self, parts: Partitioning, kv: paged.KV) -> None:
@@ -72,7 +72,7 @@ class PageParts:
         return whole if heads is None else _take(whole, heads)
 
     def join(self, local: paged.Payload, remote: Sequence[tuple[Heads, paged.Payload]]) -> paged.Payload:
-        """Return a whole page from this process's part and those of others, each with its heads."""
+        """Return a whole page from this process's part and the other processes' parts, each with its heads."""
         pages = []
         for index, (shape, dtype) in enumerate(self.whole):
             page = np.empty(shape, dtype)

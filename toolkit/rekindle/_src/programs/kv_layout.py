@@ -2,7 +2,7 @@
 
 A page id stands for a page of every layer that keeps all of its pages, and each layer's array has the shape that
 `ModelConfig.caches` gives it. Layers that give back the pages that their window has passed have ids of their
-own: they are `windows`. In transfers, layers of one kind whose pages are alike are one array.
+own: they are `windows`. In transfers, layers of one kind with equal page shapes are one array.
 
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
@@ -55,7 +55,7 @@ class Layer(NamedTuple):
 
     pages: LayerKV | None = None  # None: it has `windows`, or attends to the pages of another layer, or to none
     states: tuple[Array, ...] = ()  # [slots, …] for each part of its state, scratch slot first
-    windows: LayerKV | None = None  # its pages, if it gives back those that its window has passed
+    windows: LayerKV | None = None  # its pages, if it gives back pages that its window has passed
 
 
 KV = tuple[Layer, ...]
@@ -65,7 +65,7 @@ Payload = tuple[Any, ...]  # of each group of layers, [n, layers, …] for each 
 def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: Mapping[str, int] | None = None) -> KV:
     """Return shapes and dtypes of every layer's pages, and of the `slots` of side caches. Nothing is allocated.
 
-    Layers with a window have pages of their own if there are slots of "windows"; else those of all others.
+    Layers with a window have pages of their own if there are slots of "windows"; otherwise they share all others'.
     """
     slots = slots or {}
     windows = slots.get("windows", 0)
@@ -87,7 +87,7 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str, slots: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of one page over all layers, but for those whose pages are in `slots` of a side cache."""
+    """Return the bytes of one page over all layers, except layers with pages in `slots` of a side cache."""
     kv = abstract(model, 1, page_size, dtype, slots)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv)))
 
@@ -98,7 +98,7 @@ def state_bytes(model: ModelConfig) -> int:
 
 
 def pages_of(kv: KV, *, windows: bool = False) -> tuple[LayerKV, ...]:
-    """Return the pages of layers that keep all of them, or those of the others."""
+    """Return the pages of layers that keep all of them, or the pages of the other layers."""
     pages = (layer.windows if windows else layer.pages for layer in kv)
     return tuple(each for each in pages if each is not None)
 
@@ -128,8 +128,9 @@ class PagedAttention:
         unread: Array | None = None,
         sees: Array | None = None,
     ) -> None:
-        """Take the step's pages and paging. `unread` and `sees` are those of `AttentionInputs`: the first is for the
-        last layer's call, the second for the layers in which a picture's tokens see each other."""
+        """Take the step's pages and paging. `unread` and `sees` are as in `AttentionInputs`: the first is for the last
+        layer's call, the second for layers where a picture's tokens see each other.
+        """
         self.kv, self._deterministic, self._unread, self._sees = list(kv), deterministic, unread, sees
         self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 
@@ -164,7 +165,9 @@ class PagedAttention:
         return paged_attention(inputs, options, implementation=self._implementation)
 
     def recur(self, layer: int, compute: Compute, /) -> Array:
-        """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
+        """Call `compute` with the layer's states and the slots of the step's sequences, and keep the states it
+        returns.
+        """
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"
         reads, writes, *places = step.sides["states"]

@@ -31,7 +31,7 @@ Packed = NDArray[np.int32]
 
 WIDTH = 1 + 2 * MAX_LOGPROBS  # the token's own log-probability, the most likely ids, and theirs
 LANES = 256  # values that are added at once where the order is fixed
-CHUNK = 32  # positions whose logits exist at once, [32, V]; those of a whole chunk, 512 x 49152, would be 100 MB
+CHUNK = 32  # positions with logits in memory at once, [32, V]; a whole chunk's, 512 x 49152, would be 100 MB
 
 
 def _total(values: Array, *, deterministic: bool) -> Array:
@@ -246,7 +246,7 @@ def sampled_logprobs(
 
 
 def _least(magnitudes: Array, weights: Array, target: Array) -> Array:
-    """Return the least magnitude [N] up to which the weights [N, V] add up to `target` [N], by bisection."""
+    """Return the least magnitude [N] at which the weights [N, V] up to it add up to `target` [N], by bisection."""
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the weights up to low are too few, those up to high are enough

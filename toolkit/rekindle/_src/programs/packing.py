@@ -8,8 +8,8 @@ Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 
 results go to the scratch page and the scratch slot.
 
 A data shard is a group of devices that has the whole model, and pages and request slots of its own. On the host, pages
-and slots are numbered consecutively: those of shard i follow those of shard i - 1. On the devices each shard counts its
-own from 0, so its programs are those of a session without the axis. Arrays that a program takes or returns for every
+and slots are numbered consecutively: shard i's follow shard i - 1's. On the devices each shard counts its
+own from 0, so its programs are as in a session without the axis. Arrays that a program takes or returns for every
 shard have one part after the other along their first axis.
 
 On accelerators page tables stay on the device: a step brings the changed entries, which are derived from a copy on the
@@ -142,7 +142,7 @@ def tables_stay(parts: Partitioning) -> bool:
 
 
 def put_tables(tables: Array, ints: Array) -> Array:
-    """Return the tables with n whole ones [n * (1 + W)] written, each of which follows its slot."""
+    """Return the tables with n whole ones [n * (1 + W)] written, each preceded by its slot."""
     rows = ints.reshape(-1, 1 + tables.shape[1])
     return tables.at[rows[:, 0]].set(rows[:, 1:], mode="promise_in_bounds")
 
@@ -162,7 +162,7 @@ class SentTables:
         self.whole: list[tuple[int, IntArray]] = []  # slots, and tables with too many changes: written before the step
 
     def write(self, rows: Sequence[Row], changes: IntArray) -> None:
-        """Fill the `changes` [3, C] of a step with those of its rows: slots, places and pages."""
+        """Fill the `changes` [3, C] of a step with its rows' changes: slots, places and pages."""
         sent, most = self._sent, changes.shape[1]
         self._new = {row.slot: row.pages for row in rows if row.pages is not sent[row.slot]}
         self.whole = []
@@ -208,8 +208,8 @@ def _changed(old: IntArray, new: IntArray) -> IntArray:
 
 
 _HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infinite, which divides -inf to NaN
-_VARYING, _CONSTANT = 4, 4  # columns of integers without those of features
-DRAWING = 3  # columns of floats without those of features: see `drawing_floats`
+_VARYING, _CONSTANT = 4, 4  # columns of integers in addition to features' own
+DRAWING = 3  # columns of floats in addition to features' own: see `drawing_floats`
 TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _SAMPLES, _KEPT, _CHOOSES = int(RowFlag.SAMPLES), int(RowFlag.KEPT), int(RowFlag.SAMPLES | RowFlag.CHOOSES)
@@ -290,12 +290,12 @@ class Sections(NamedTuple):
 
     any_flags: Any  # [1]
     varying: Any  # [N, 4]: slot, length, token, flags
-    constant: Any  # [N, 4 + those of features]: prompt length, top_k, both halves of the seed
+    constant: Any  # [N, 4 + features' columns]: prompt length, top_k, both halves of the seed
     table: Any  # [N, W], or [3, C] changes
     offsets: Any  # [S + 1]
     tokens: Any  # [T]
     extra: Any  # [F, T]: of features with integers for each token
-    row_extra: Any  # [N, those of features]: integers that change from row to row
+    row_extra: Any  # [N, features' columns]: integers that change from row to row
 
 
 def sections(layout: Layout, ints: IntArray | Array) -> Sections:
@@ -317,7 +317,7 @@ def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array |
 
 
 def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
-    """Return the floats of the options by which a token is drawn."""
+    """Return the floats of the sampling options that affect how a token is drawn."""
     return min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p
 
 
@@ -358,7 +358,7 @@ class Constants:
 class Upload:
     """The two host buffers of one layout; they are written again only after the step that read them has ended.
 
-    A data shard has its own `buffers`, and the numbers at which its slots and pages begin.
+    A data shard has its own `buffers`, and the numbers where its slots and pages begin.
     """
 
     def __init__(

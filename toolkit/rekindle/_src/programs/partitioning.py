@@ -17,7 +17,7 @@ A program is written for one device: its shapes are local ones, and its layers c
 
 A recipe's arguments that are ROWS or PAYLOAD have the shapes of one data shard.
 
-Without a mesh nothing is wrapped, and programs are those of one device.
+Without a mesh nothing is wrapped, and programs run on one device.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Partitioning:
         return function
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to trace."""
+        """Return the context for tracing."""
         return contextlib.nullcontext()
 
     def arguments(self, recipe: Recipe) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ class Partitioning:
         return [array if copies == 1 else array[:, :, :, ::copies] for array, copies in arrays]
 
     def states_to_host(self, states: Any) -> np.ndarray:
-        """Wait for the states of one sequence that a transfer reads out, and return them as those of one device."""
+        """Wait for a transfer to read out the states of one sequence, and return them as a single device has them."""
         return np.asarray(states)
 
     def states_to_device(self, states: np.ndarray) -> np.ndarray:
@@ -237,7 +237,7 @@ class MeshPartitioning(Partitioning):
 
     @functools.cached_property
     def _divided_axes(self) -> Any:
-        """The axis of each array of pages and states that is divided; one number where it is that of all."""
+        """The divided axis of each array of pages and states; one number if all have the same."""
         config = self.placement.config
         if not config.is_recurrent:
             return _KV_HEADS

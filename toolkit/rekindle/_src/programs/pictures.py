@@ -1,7 +1,7 @@
 """Pictures in a step: an encoder's rows in the place of the embeddings of some prompt tokens.
 
 The rows of a step's prompts travel with the step, in operands of one size, so that other pictures compile nothing. A
-request brings its rows from its admission on (`core.pictures.PictureUse`). Positions whose pages come from the cache
+request brings its rows from its admission on (`core.pictures.PictureUse`). Positions with pages from the cache
 need none of them.
 
 Axes: R decode rows, T prefill tokens, M the most prefill tokens of a step, E hidden size, L levels: the beginning of
@@ -97,7 +97,7 @@ class Pictures(Feature["Array | None", PictureRows]):
         self._operands = operands
 
     def _write(self, operands: PictureRows, use: PictureUse, row: Row, first: int, token: int, count: int) -> int:
-        """Write what a prompt's tokens have, from the shard's `count`-th row on. Return the count after them."""
+        """Write the rows of a prompt's tokens, from the shard's `count`-th row on. Return the count after them."""
         start, stop = row.start, row.start + row.length
         for span, rows in zip(use.spans, use.rows, strict=True):
             begin, end = max(start, span.start), min(stop, span.stop)
@@ -148,7 +148,7 @@ class Pictures(Feature["Array | None", PictureRows]):
         return Hooks(listener if tokens else None, coordinates=coordinates, sees=sees, tokens=embedded)
 
     def _coordinates(self, inputs: StepInputs, own: Array | None, operands: PictureRows, tokens: int) -> Array:
-        assert own is not None, "rows of a model whose coordinates turn have an offset"
+        assert own is not None, "rows of a model with rotating coordinates have an offset"
         rows = inputs.decode_rows
         decoded = inputs.positions[:rows] + own[:rows]
         prefilled = lax.slice_in_dim(operands.coordinates, 0, tokens)

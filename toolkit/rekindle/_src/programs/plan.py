@@ -24,7 +24,7 @@ from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_pr
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """All that decides what programs do. Those of plans with one `key` are the same."""
+    """Everything that decides what programs do. Plans with the same `key` have the same programs."""
 
     model: ModelConfig
     graph: Graph
@@ -33,7 +33,7 @@ class ProgramPlan:
     placement: Placement
     processors: tuple[LogitsProcessor, ...] = ()
     taps: tuple[Tap, ...] = ()
-    ahead: ProgramVariant = PLAIN_VARIANT  # whose programs are made ahead although most sessions make them as needed
+    ahead: ProgramVariant = PLAIN_VARIANT  # its programs are made ahead although most sessions make them as needed
     name: str = ""  # the model's in `rekindle cache ls`
     drafter: DraftPrograms = NO_DRAFTS
 

@@ -37,7 +37,7 @@ from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
 from rekindle_kernels import LayerKV, int4, kernels_for, zeros
 
-# Options of XLA:CPU for steps whose attention and products are native: one thread does half of the work that two share
+# Options of XLA:CPU for steps with native attention and products: one thread does half of the work that two share
 # by default (jax 0.10, Zen 3, six layers: 0.4 s instead of 0.9 for one token, 1.4 instead of 1.9 for 128), and steps
 # take as long. Parts of level 1 would save a fifth of a second in the closing of drawn tokens and nothing elsewhere,
 # and sum in another order. The program that copies pages takes a hundred times longer with these options.
@@ -53,7 +53,7 @@ class Recipes:
     leaves: Sequence[jax.ShapeDtypeStruct]  # of the whole model
     sides: tuple[DevicePlan, ...]
     local_kv: paged.KV  # the pages of one device
-    kv: paged.KV  # those of all devices together
+    kv: paged.KV  # of all devices together
     state: request_state.RequestState
     config: EngineConfig  # of one data shard
     features: Features

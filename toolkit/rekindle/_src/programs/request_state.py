@@ -63,7 +63,7 @@ def abstract_state(
 def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> RequestState:
     """Record the `tokens` [N] as the last ones of `slots` [N], and in the history of the slots `counted` [N].
 
-    A row without a token names the scratch slot. That of an accepted draft is counted alone: the host brings the
+    A row without a token names the scratch slot. An accepted draft's token is only counted: the host brings the
     request's next token.
     """
     return state._replace(
@@ -118,7 +118,7 @@ def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def admit(state: RequestState, ints: Array, floats: Array) -> RequestState:
-    """Replace a slot's history, bias and end ids by those of its new request."""
+    """Replace a slot's history, bias and end ids by its new request's."""
     context = ints.shape[0] - admission_sizes(0)[0]
     slot, prompt_length = ints[0], ints[1]
     tokens, bias_ids, end_ids = jnp.split(ints[2:], (context, context + MAX_LOGIT_BIAS))

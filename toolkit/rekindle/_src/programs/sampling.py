@@ -2,7 +2,7 @@
 
 Axes: N rows, E hidden size, V vocabulary, L slots.
 
-Before a token is chosen, logits are shaped. Order and meaning are those of vLLM and transformers. The bias is added.
+Before a token is chosen, logits are shaped. Order and meaning are as in vLLM and transformers. The bias is added.
 The logit of a token in the prompt or output is divided by the repetition penalty where it is positive, and multiplied
 where it is not. An output token loses the frequency penalty times its count, and the presence penalty once. Below
 `min_tokens`, tokens that would end the request are masked. Each part is exact where it is unused (divide by 1, add 0),
@@ -26,7 +26,7 @@ from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import Choice, Wanted
 
-NOT_FINITE = -1  # read by the host in place of the token of a row whose numbers are not finite
+NOT_FINITE = -1  # read by the host in place of the token of a row with numbers that are not finite
 Choose = Callable[[Array, Array | None], Array]  # from logits [N, V] and masks [N, W] to tokens [N]
 Take = Callable[[Array, Choose], Any]
 
@@ -39,7 +39,7 @@ def plainly(logits: Array, choose: Choose) -> Array:
 def choose(
     logits: Array, choice: Choice, any_flags: Array, masks: Array | None = None, *, implementation: str | None = None
 ) -> Array:
-    """Return tokens [N] for logits [N, V], among those that `masks` allow; rows with temperature 0 are greedy.
+    """Return tokens [N] for logits [N, V]; `masks` allow tokens, and rows with temperature 0 are greedy.
 
     `any_flags` is the union of the rows' flags.
     """
@@ -55,9 +55,9 @@ def choose(
 def marked(tokens: Array, hidden: Array, logits: Array) -> Array:
     """Return `tokens` [N] with `NOT_FINITE` where a row's hidden state [N, E] or logits [N, V] are not numbers.
 
-    The residual stream carries a NaN or an infinity of any layer to the hidden state, whose sum shows it. A broken row
-    of the head shows in the logit that was chosen, or makes the last token the one that is chosen: only then all logits
-    are read again. Other steps pay for [N, E] alone.
+    The residual stream carries a NaN or an infinity of any layer to the hidden state, and its sum shows it. A broken
+    row of the head shows in the logit that was chosen, or makes the last token the one that is chosen: only then all
+    logits are read again. Other steps pay for [N, E] alone.
     """
     with jax.named_scope("finite"):
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
@@ -101,7 +101,7 @@ def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array, hi
 
 
 class LogitShaping(Feature[Shaping, tuple[()]]):
-    """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
+    """Bias, penalties and `min_tokens`: three float columns, and the history in a request's slot."""
 
     option = "sampling.shaped"
     bits = changing = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)

@@ -1,4 +1,4 @@
-"""The kinds of side caches: what layers keep of a sequence in addition to pages that stay. One declaration for each.
+"""The kinds of side caches: per-sequence data of layers, in addition to pages that stay. One declaration for each.
 
 A kind says how many slots it has on the device, what one entry is there and elsewhere, how entries are keyed in the
 tree, how they are read out and filled, which share of host memory they have, under which identity they are stored, and
@@ -27,7 +27,7 @@ One more, on paper:
         # leaves: one input's rows, [tokens, hidden]; content: digest of the encoder's weights and preprocessing
         # feature: one integer for each prefill token, its place among the slots; embeddings are replaced there
 
-`CONTENT` is the one thing to add: entries that no node has, held by the sequences whose next rows read them. It is a
+`CONTENT` is the one thing to add: entries without a node, held by the sequences that will read them next. It is a
 subclass of `SideCache` that finds entries by digest, and a `SideRule` that admits, covers and releases them.
 
 Axes: n slots, B numbers of a sequence's states over all layers; N rows, V pages that a row may have, W places of a page
@@ -123,7 +123,7 @@ class DevicePlan(SidePlan, ABC):
 
     @abstractmethod
     def feature(self, number: int) -> Feature:
-        """Return what rows of a step send; `number` is the place of the side cache among those of a row."""
+        """Return the feature that sends this side cache's columns; `number` is its index among a row's side caches."""
 
     @abstractmethod
     def gather(self, kv: KV, ids: Array) -> Payload:
@@ -135,7 +135,7 @@ class DevicePlan(SidePlan, ABC):
 
     @abstractmethod
     def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
-        """Wait for the result of `gather` on a mesh or a device, and return it as that of one device."""
+        """Wait for the result of `gather` on a mesh or a device, and return it as a single device has it."""
 
     @abstractmethod
     def to_device(self, parts: Partitioning, entry: Payload) -> Payload:
@@ -143,7 +143,7 @@ class DevicePlan(SidePlan, ABC):
 
 
 def side_caches(model: ModelConfig, config: EngineConfig, placement: Placement) -> tuple[DevicePlan, ...]:
-    """Return the plans of a session's side caches: pure values. The config is resolved, and that of one data shard."""
+    """Return the plans of a session's side caches: pure values. `config` is resolved, for one data shard."""
     plans = (kind.of(model, config, placement) for kind in KINDS)
     return tuple(plan for plan in plans if plan is not None)
 
@@ -159,7 +159,7 @@ SPARE = 16  # slots for states after drafts, at most
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentStates(DevicePlan):
-    """The states of models whose layers have some. An entry is one array over all layers, float32 [1, B]."""
+    """The states of models with recurrent layers. An entry is one array over all layers, float32 [1, B]."""
 
     name, keying = "states", Keying.BOUNDARY
     words = EntryWords("state", "states", "the state after them", "no state after them", "a state after them")
@@ -291,7 +291,7 @@ def _window_page(model: ModelConfig, page_size: int, dtype: str) -> tuple[LeafSp
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPages(DevicePlan):
-    """The pages of layers that give back those that their window has passed."""
+    """The pages of layers with a window, which give back pages that the window has passed."""
 
     name, keying = "windows", Keying.PAGES
     words = EntryWords(

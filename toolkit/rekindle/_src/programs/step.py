@@ -166,9 +166,10 @@ def _compute(
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
-    """Return the number of tokens at the start of the first prompt whose final hidden states are not used: all but the
-    last, or 0 in steps with flags of a feature that reads hidden states. None if the program has no prompts, or has a
-    feature that reads hidden states in every step."""
+    """Return the number of tokens at the start of the first prompt with unused final hidden states: all but the last,
+    or 0 in steps with flags of a feature that reads hidden states. None if the program has no prompts, or has a feature
+    that reads hidden states in every step.
+    """
     readers = [feature for feature in layout.compiled if feature.has_output]
     every = any(feature.follows or (feature.has_output and not feature.bits) for feature in layout.compiled)
     if not layout.tokens or every:
@@ -227,8 +228,9 @@ def _choose(
     operand: Array | None,
     implementation: str | None,
 ) -> tuple[RequestState, Array, Array]:
-    """Choose tokens by the scores and the late operand, if there is one. Return the state with these tokens, what the
-    host reads of the rows, and the tokens."""
+    """Choose tokens by the scores and the late operand, if there is one. Return the state with these tokens, the rows'
+    results for the host, and the tokens.
+    """
     late, logits = layout.features.late, scores.logits
     with jax.named_scope("sample"):
         if operand is None:

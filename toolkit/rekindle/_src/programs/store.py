@@ -382,7 +382,7 @@ def _checksum(name: str, meta: dict[str, Any], executable: bytes) -> str:
 
 
 class CompiledProgram(Protocol):
-    """A program on its devices: a `jax.stages.Compiled`, or what a store returns in its place."""
+    """A program on its devices: a `jax.stages.Compiled`, or a store's replacement for one."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any: ...
     def as_text(self) -> str | None: ...

@@ -1,4 +1,4 @@
-"""Taps in a step: what passes between the layers and inside them as a result, and changes of the residual stream.
+"""Taps in a step: returns values between the layers and inside them, and changes the residual stream.
 
 A program with the capturing variant returns every residual, each as an array of its own, and the host reads those that
 a request wants: so no capture compiles anything, and the layers stay fused. A program with the other sites also
@@ -115,7 +115,7 @@ class Captures(Feature[None, tuple[()]]):
 
 
 def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what a request gets of an output; 16-bit floats, which numpy lacks, as float32."""
+    """Return an output's lines as a request gets them: 16-bit floats, which numpy lacks, become float32."""
     return lines if lines.dtype in (np.float32, np.int32) else lines.astype(np.float32)
 
 
@@ -172,7 +172,7 @@ class Edits(NamedTuple):
 
 
 class _EditPart(NamedTuple):
-    """The vector of a change, or those of some of its positions."""
+    """The vector of a change, or the vectors of some of its positions."""
 
     edit: Edit
     first: int
@@ -191,7 +191,7 @@ class Steering(Feature[None, Edits]):
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
-        self._held: list[list[_EditPart]] = []  # what is among the operands' vectors, of each shard
+        self._held: list[list[_EditPart]] = []  # the contents of the operands' vectors, of each shard
         self._operands: Edits | None = None
 
     @property
@@ -298,7 +298,7 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
 
 
 class InnerSteering(Feature[None, Edits]):
-    """Changes of the residual stream, and of the outputs of attention and MLP. The operands are those of `Steering`."""
+    """Changes of the residual stream, and of the outputs of attention and MLP. Shares the operands of `Steering`."""
 
     option, variant = RequestTaps, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
@@ -337,7 +337,7 @@ def _edits_inside(row: Row) -> bool:
 def tap_features(
     model: ModelConfig, config: EngineConfig, placement: Placement, taps: Sequence[Tap], ahead: ProgramVariant
 ) -> tuple[Feature, ...]:
-    """Return the features of taps: changes come before captures, which see what was changed."""
+    """Return the features of taps: changes come before captures, which see the changed values."""
     steering = Steering(model, config, placement.data, ahead=ProgramVariant.STEERING in ahead)
     inner = InnerSteering(steering, ahead=ProgramVariant.INNER_STEERING in ahead)
     custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
@@ -345,7 +345,7 @@ def tap_features(
 
 
 def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:
-    """Return the variants of the programs in which requests that name these changes run."""
+    """Return the variants of programs for requests that name these changes."""
     variants = PLAIN_VARIANT
     for changes in steering.values():
         inner = any(change.site in INNER for change in changes)
@@ -356,9 +356,10 @@ def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:
 def session_facts(
     model: ModelConfig, config: EngineConfig, taps: Sequence[Tap], steering: Mapping[str, tuple[Steer, ...]]
 ) -> TapFacts | None:
-    """Return what can be tapped in a session, and the taps and changes that have a name there; None if nothing.
+    """Return a session's sites for taps, and the taps and changes that have a name there; None if nothing can be
+    tapped.
 
-    Raise ConfigError for those that do not fit the model.
+    Raise ConfigError for taps and changes that do not fit the model.
     """
     facts = tap_facts(model, processes=config.processes)
     custom = check_places(taps, facts)
@@ -369,7 +370,7 @@ def session_facts(
 
 
 def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:
-    """Return what can be tapped in a model; None if nothing."""
+    """Return a model's sites for taps; None if nothing can be tapped."""
     if processes > 1:
         return None
     layers = tuple(range(model.num_layers))

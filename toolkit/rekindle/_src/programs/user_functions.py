@@ -278,7 +278,7 @@ class TapContext(NamedTuple):
     position: Array  # int32 []: of the token in its sequence
     prompt_length: Array  # int32 []
     token: Array  # int32 []: the token that was read
-    arrays: Any  # those of the tap
+    arrays: Any  # the tap's own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -312,7 +312,7 @@ class Tap(html.Record):
 
     @property
     def digest(self) -> str:
-        """The digest of what it computes, of its place, and of its arrays."""
+        """The digest of its function, its place, and its arrays."""
         return function_hash((self.name, self.version, self.function, self.site, self.layers, self.arrays))
 
     @property
@@ -370,7 +370,7 @@ def _check_result(tap: Tap, layer: int, size: int) -> None:
     try:
         arrays = _shapes(tap.arrays)
     except Exception:
-        raise ConfigError("taps", tap.name, "has arrays that are none", "Pass arrays of numbers") from None
+        raise ConfigError("taps", tap.name, "has values that are not arrays", "Pass arrays of numbers") from None
     try:
         result = jax.eval_shape(functools.partial(_mapped, tap, layer), x, numbers, numbers, numbers, arrays)
     except Exception as error:  # code of the user's
@@ -454,7 +454,7 @@ class CustomTaps(Feature[Array, tuple[object, ...]]):
 
 
 def _changed(tap: Tap, layer: int, x: Array, mine: Array, inputs: StepInputs, arrays: Any) -> Array:
-    """Apply a tap to those of the tokens [N] whose rows name it."""
+    """Apply a tap to the tokens [N] in rows that name it."""
 
     def changed() -> Array:
         with jax.named_scope("tap"):

@@ -27,7 +27,7 @@ class Maker(Protocol):
 
     @property
     def flush(self) -> Callable[[], None]:
-        """Waits until what was made is stored."""
+        """Waits until all new programs are stored."""
         ...
 
     def stop(self, timeout: float | None = ...) -> None:
@@ -117,7 +117,7 @@ def warm(
     workers: int = WORKERS,
     before_each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make all programs ready, or those of `keys` in this order. Raise the first `CompileError`."""
+    """Make all programs ready, or just `keys` in this order. Raise the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
     workers = min(workers, len(ordered))
     upcoming: queue.SimpleQueue[Key] = queue.SimpleQueue()
@@ -186,14 +186,14 @@ class Warming:
 
     all         every program is ready when the session opens
     background  every program is made ready while the session serves; one that fails is tried again when it is needed
-    lazy        the first request's programs are loaded from the store until the session opens; those of a model of many
-                layers are compiled if they are not stored, and nothing else is
+    lazy        the first request's programs are loaded from the store until the session opens; a model with many layers
+                has them compiled if they are not stored, and nothing else is
 
     A session that restores pages opens when it has loaded the stored programs that their first request needs.
 
     Where the installation has no native kernels and numba can compile them, other processes compile them first. All
     programs wait for the kernels, so that a session's arithmetic is the same from its first token to its last: for
-    three minutes at most, and with "all" for as long as it takes. This process then does without those that are left.
+    three minutes at most, and with "all" for as long as it takes. This process then does without the remaining ones.
 
     A conversation needs more than a first text does: see `expect`.
 
@@ -221,7 +221,7 @@ class Warming:
         self.flush = programs.flush
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
-        bounded = precompile != "all" and not programs.parts.multi_process  # whose processes have to compute alike
+        bounded = precompile != "all" and not programs.parts.multi_process  # several processes have to compute alike
         self._longest = KERNEL_SECONDS if bounded else math.inf
         self._first = first_needed(programs, restoring=restoring)
         fills = len(programs.fills) * restoring
