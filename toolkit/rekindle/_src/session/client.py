@@ -50,7 +50,7 @@ def open_sessions() -> list[Any]:
 
 
 ADAPTERS_AT_ONCE = 4  # adapters that are read at a time
-ADAPTER_SECONDS = 300.0  # in which an adapter has to be read: 15 GB from a slow disk
+ADAPTER_SECONDS = 300.0  # to read an adapter: 15 GB from a slow disk
 
 
 class Client:
@@ -141,7 +141,7 @@ class Client:
 
         def look() -> State:
             if report is not None:
-                return State(f"saved {name!r}; compiling what a restart needs for it")
+                return State(f"saved {name!r}; compiling the programs that a restart needs")
             return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
 
         try:

@@ -63,12 +63,12 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
 
     @property
     def sampling(self) -> Sampling:
-        """The options of a request without options of its own: those of generation_config.json, or greedy."""
+        """The options of a request without options of its own: taken from generation_config.json, or greedy."""
         return self._front.sampling or Sampling()
 
     @property
     def chat_sampling(self) -> Sampling:
-        """The options of a chat without options of its own: those of generation_config.json, or drawn at 0.8.
+        """The options of a chat without options of its own: taken from generation_config.json, or drawn at 0.8.
 
         They are greedy if the checkpoint turns sampling off, or with generation_config="greedy".
         """
@@ -146,7 +146,7 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
         return server
 
     def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
-        """Return what `look` finds about a request (what knows its id, or the id), on the loop where it runs."""
+        """Look up an explanation of a request, an id or an object with one, on the loop where `look` runs."""
         request_id = request if isinstance(request, str) else getattr(request, "id", None)
         request_id = getattr(request, "request_ids", (request_id,))[0]
         if not isinstance(request_id, str):
@@ -167,7 +167,7 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
         return explanation
 
     def _explained_without(self, request: Any) -> Any:
-        """Return what a handle or completion says about a request of itself; None if that is nothing."""
+        """Return the explanation that a handle or completion has itself; None if it has none."""
         return None
 
     async def aclose(self, *, drain: float = 0.0) -> None:
@@ -182,7 +182,7 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
         self._host.join(1.0)  # it has nothing left to do but return
 
     async def _before_the_end(self) -> None:
-        """Do what has to come before the requests end."""
+        """Do the work that has to come before the requests end."""
 
     def close(self, *, drain: float = 0.0) -> None:
         """Call `aclose` from code without an event loop."""

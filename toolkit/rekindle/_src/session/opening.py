@@ -179,8 +179,8 @@ _said: set[Path] = set()  # cache folders that this process has said to be large
 def say_if_large(config: EngineConfig) -> None:
     """Log that the cache folder has grown beyond its bound, once in a process, with the commands that show and trim it.
 
-    Each kind of entry has a bound of its own. That of weights is a number of models, whose sizes differ, so that the
-    folder as a whole is looked at: `disk_memory` for pages and snapshots, and `OTHER_MEMORY` for everything else.
+    Each kind of entry has a bound of its own. For weights it is a number of models, which differ in size, so the folder
+    as a whole is looked at: `disk_memory` for pages and snapshots, and `OTHER_MEMORY` for everything else.
     """
     folder = config.cache_folder
     if folder in _said:

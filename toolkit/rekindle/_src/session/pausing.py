@@ -86,7 +86,7 @@ S = TypeVar("S")
 
 
 class PausedSession(html.Line, Generic[S]):
-    """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
+    """A block that runs no step except by `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
     """

@@ -430,7 +430,7 @@ class Session(OpenModel, RolloutRequests):
     # One step at a time.
 
     def paused(self) -> PausedSession[Self]:
-        """Pause the session: in `async with session.paused():` (or `with`) no step runs but those of `step()`."""
+        """Pause the session: in `async with session.paused():` (or `with`) steps run only by calling `step()`."""
         return PausedSession(self._client, self)
 
     def step(self) -> Call[StepReport | None]:

@@ -60,7 +60,7 @@ class StepReport:
     restored: tuple[int, ...]
     host_seconds: float
     device_seconds: float
-    copied: tuple[int, ...] = ()  # pages whose first tokens came from another page on the device
+    copied: tuple[int, ...] = ()  # pages with first tokens from another page on the device
 
     @classmethod
     def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
@@ -240,12 +240,12 @@ class Figures(EngineFigures):
 
     @property
     def drafters(self) -> Mapping[str, DraftCounts]:
-        """Tokens that each drafter proposed, and those of them that were accepted, by its name."""
+        """Tokens that each drafter proposed, and how many were accepted, by its name."""
         return self.scheduler.drafters
 
     @property
     def shards(self) -> tuple[SchedulerStatistics, ...]:
-        """The figures of each data shard of a mesh that has several; their sums are those of the session."""
+        """The figures of each data shard of a mesh with several; they add up to the session's."""
         return self.scheduler.shards
 
     @property
@@ -315,7 +315,7 @@ class SessionStats(Figures):
     slow_steps: int = 0  # steps that took longer than step_timeout, including one that still runs
     stalled: str = ""  # the step that has been running for longer than step_timeout
     idle_seconds: float = 0.0  # time without work for the device although there were requests
-    idle_share: float = 0.0  # of the time in which there were requests
+    idle_share: float = 0.0  # of the time with requests
     mesh: MeshReport | None = None  # the devices that share the model; None for one
     collective_seconds: float | None = None  # of all steps' collectives alone; None where not measured
     pictures: PictureStatistics | None = None  # None where the model reads text alone
@@ -490,12 +490,12 @@ _FIELDS: dict[str, dict[str, str]] = {
         "waiting_for_a_place": "callers that await a place",
     },
     "steps": {
-        "collective_seconds": "what the collectives of these steps take alone: sums over devices, gathering logits",
+        "collective_seconds": "time of the collectives of these steps alone: sums over devices, gathering logits",
         "idle_seconds": "the device had nothing to do although requests were there",
         "idle_share": "of the time in which requests were there",
         "slow_steps": "that took longer than step_timeout",
         "paused": "inside a paused() block",
-        "stalled": "what has been running for longer than step_timeout",
+        "stalled": "the step that has been running for longer than step_timeout",
     },
     "cache": {
         "nodes": "pages in the tree, on all tiers",
@@ -518,7 +518,7 @@ _FIELDS: dict[str, dict[str, str]] = {
         "stateless_pages": "cached, and computed again because no state or no window was there",
     },
 }
-GROUPS: dict[str, dict[str, str]] = {  # the meanings of figures, in the order in which a notebook shows them
+GROUPS: dict[str, dict[str, str]] = {  # the meanings of figures, in the order of a notebook's display
     group: {entry.name: entry.words for entry in FIGURES.values() if entry.group == group} | _FIELDS.get(group, {})
     for group in (*get_args(Group), "cache")
 }
@@ -541,7 +541,7 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
 
 
 def _work(figures: Mapping[str, Any]) -> html.Markup:
-    """Show the tokens so far as one bar: those that the cache had, those of prompts that it had not, and the texts."""
+    """Show the tokens so far as one bar: cached, computed for prompts, and generated."""
     cached, generated = figures.get("cached_tokens", 0), figures.get("generated_tokens", 0)
     parts = {
         "from the cache": cached,

@@ -49,7 +49,7 @@ _SHOWN = {
 
 
 def _view_named(name: str) -> str:
-    """Return what a name is called that is no view."""
+    """Return advice for a name that is no view."""
     close = nearest(name, NAMES)
     return _SHOWN.get(name) or (f"Did you mean {close}?" if close else f"There are: {', '.join(NAMES)}")
 
@@ -108,7 +108,7 @@ class Views:
         )
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
-        """The prefix cache, live: what is shared with what. Press a bar for its text, to pin or to drop it.
+        """The prefix cache, live, with its shared prefixes. Press a bar for its text, to pin or to drop it.
 
         Type a prompt to see what it would hit. Of `limit` bars and more, those with the most pages are drawn.
         The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
@@ -136,8 +136,8 @@ class Views:
     def attention(self, prompt: PromptLike, *, layer: Any = "all", positions: Any = None, **options: Any) -> Any:
         """The weights with which each position of a prompt reads the others: all heads, layer by layer. Await it.
 
-        `positions` are those that read, as in `Capture`; all of the prompt by default. With one `layer` the result is
-        its map, whose `save("figure.svg")` writes a figure for a paper; with several it has the map of each.
+        `positions` are the reading ones, as in `Capture`; all of the prompt by default. With one `layer` the result is
+        its map, and `save("figure.svg")` writes a figure for a paper; with several it has the map of each.
         """
         call = AttentionMapCall if hasattr(layer, "__index__") else AttentionMapsCall
         return call(self._session, self._client.front, prompt, layer, positions, options)
