@@ -314,7 +314,7 @@ def test_who_waits_for_pages_or_behind_such_a_request_is_told_so() -> None:
     submit(loop, *requests)
     loop.step()
     _, second, third = (str(loop.scheduler.explain(request.id)) for request in requests)
-    assert "pages less what is cached" in second and "0 older requests wait" in second
+    assert "pages minus cached ones" in second and "0 older requests wait" in second
     assert "it has not had its turn; 1 older requests wait" in third
 
 

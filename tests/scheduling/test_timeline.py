@@ -119,7 +119,7 @@ def test_who_waited_for_a_slot_or_for_pages_and_who_was_preempted_is_told_so_aft
     assert PAGES in kinds(explained(loop, requests[1]).timeline)
     loop.run()
     told = [phase for phase in explained(loop, requests[1]).timeline if phase.kind is PAGES]
-    assert "pages less what is cached" in told[0].reason
+    assert "pages minus cached ones" in told[0].reason
 
     loop = Loop(max_requests=4, pages=12, prefix_cache=False)
     requests = [make_request(f"{index} and text", max_tokens=40, eos_ids=()) for index in range(4)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def room_on(programs: Programs) -> DeviceRoom:
-    """Return the room for what the requests of a session may need."""
+    """Return the room on the device for a session's requests."""
     config = programs.config
     if not programs.takes(AdapterUse):
         return DeviceRoom()
@@ -30,11 +30,10 @@ class _LoadedAdapter:
 
 
 class AdapterSlots(DeviceRoom):
-    """The slots of adapters on the device: which are there, whose requests run, and which one makes room.
+    """The slots of adapters on the device: tracks which are loaded, which have running requests, and which makes room.
 
-    An adapter whose requests run stays; of the others the one that was used least recently makes room for a new one.
-    Loads are planned in the order of the steps, so a step always has the adapters that the plans before it left on the
-    device.
+    An adapter with running requests stays; the least recently used of the others makes room for a new one. Loads are
+    planned in the order of the steps, so a step always has the adapters that the plans before it left on the device.
     """
 
     def __init__(self, slots: int, units: int) -> None:
@@ -95,7 +94,7 @@ class AdapterSlots(DeviceRoom):
         return loads
 
     def check_integrity(self, users: list[Extensions]) -> None:
-        """Raise AssertionError unless each slot and unit has one owner and the counts are those of `users`."""
+        """Raise AssertionError unless each slot and unit has one owner and the counts match `users`."""
         places = self._places.values()
         slots = sorted([*self._free_slots, *(place.slot for place in places)])
         assert slots == list(range(1, self.slots + 1)), f"slots of adapters drifted: {slots}"

@@ -1,7 +1,7 @@
 """Admission: decides which waiting request gets a slot and pages, which wait for others, and which are preempted.
 
 `Admission` moves sequences between the queue of policies.py, `DiskReads` for pages on disk, `PrefixClaims` for prefixes
-that others compute, and the `RunningSet`, whose requests may need more of the device than pages: `DeviceRoom`.
+that others compute, and the `RunningSet`. Its requests may need more of the device than pages: `DeviceRoom`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeviceRoom:
         return True
 
     def shortage(self, wanted: Extensions) -> str:
-        """Return what a request waits for, in words."""
+        """Return the reason why a request waits, in words."""
         return ""
 
     def take(self, wanted: Extensions) -> None:
@@ -52,7 +52,7 @@ class DeviceRoom:
         return ()
 
     def check_integrity(self, users: list[Extensions]) -> None:
-        """Raise AssertionError unless the counts are those of `users`."""
+        """Raise AssertionError unless the counts match `users`."""
 
 
 class Admission:
@@ -110,9 +110,9 @@ class Admission:
         sequence.timeline.enter(PhaseKind.QUEUED, ", ".join(part for part in (taken, others) if part))
 
     def prefills(self, *, admitting: bool) -> Iterator[Sequence]:
-        """Yield sequences in the order in which they get the prefill budget of a step, until it is spent.
+        """Yield sequences in the order of their turns at a step's prefill budget, until it is spent.
 
-        The running ones come first, by seniority, then those that are admitted now, if `admitting`. Under sjf both are
+        The running ones come first, by seniority, then newly admitted ones, if `admitting`. Under sjf both are
         merged by rank, so that a short prompt goes before the rest of a long one.
         """
         pending = deque(sequence for sequence in self._running_set.running if sequence.prefilling)
@@ -153,7 +153,7 @@ class Admission:
             start = self._ledger.acquire(sequence, spare, fetched=self._loading.loaded(sequence))
             if start is None:
                 reason = (
-                    f"needs {pages_for(sequence.known, self._limits.page_size)} pages less what is cached, and {spare} "
+                    f"needs {pages_for(sequence.known, self._limits.page_size)} pages minus cached ones, and {spare} "
                     f"in reserve for {len(running)} running requests; {self._ledger.available} are available"
                 )
                 if sequence.status is Status.PREEMPTED:
@@ -207,9 +207,9 @@ class Admission:
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
-        """Try sequences again that waited for the sequence's pages [first, last), which are in the tree now.
+        """Retry sequences that waited for the sequence's pages [first, last), which are in the tree now.
 
-        Those that share the beginning of a page get it to copy, once it is full or the prompt is computed.
+        A sequence that shares the beginning of a page gets it to copy, once the page is full or the prompt is computed.
         """
         if sequence.claimed and sequence.computed >= sequence.target:
             woken = self._claims.resolve(sequence, first, sequence.claimed)
@@ -222,7 +222,7 @@ class Admission:
         self._wake(waiter for waiter, _, _ in woken)
 
     def abandon(self, sequence: Sequence) -> None:
-        """Give up the claims on pages that the sequence will not publish; those that waited compute them."""
+        """Give up the claims on pages that the sequence will not publish; waiting sequences compute them."""
         self._wake(waiter for waiter, _, _ in self._claims.resolve(sequence, sequence.published, sequence.claimed))
         sequence.claimed = 0
 
@@ -245,7 +245,7 @@ class Admission:
             self._running_set.leave(sequence)
 
     def expel(self, sequence: Sequence) -> None:
-        """Take out a sequence of which not all is where it should be: from wherever it is, relying on nothing."""
+        """Take out a sequence with broken bookkeeping: from wherever it is, relying on nothing."""
         self._loading.discard(sequence)
         self._queue.discard(sequence)
         self._unplaced.pop(sequence, None)
@@ -415,7 +415,7 @@ class DiskReads:
         return bool(fetches)
 
     def ready(self) -> list[Sequence]:
-        """Take out the sequences whose pages have been read, or whose disk hangs: these compute what is not there."""
+        """Take out the sequences with all pages read, or with a hanging disk; the latter compute the missing pages."""
         loaded = [sequence for sequence in self._waiting if all(fetch.over for fetch in self._fetches[sequence])]
         for sequence in loaded:
             sequence.status = self._waiting.pop(sequence)
@@ -531,7 +531,7 @@ class PrefixClaims:
         return self._owners.get(key)
 
     def park(self, sequence: Sequence, keys: list[int], beginning: Beginning) -> None:
-        """Park a sequence, whose pages have `keys`, until the last page of the beginning is published or computed."""
+        """Park a sequence until the last page of the beginning is published or computed; `keys` are its pages'."""
         owner, pages, tokens = beginning
         sequence.waits_for = owner
         self._parked.setdefault((owner, pages) if tokens else keys[pages - 1], []).append((sequence, tokens))
@@ -543,7 +543,7 @@ class PrefixClaims:
         self.parked -= 1
 
     def expel(self, sequence: Sequence) -> list[Sequence]:
-        """End what a sequence claims and waits for, whatever its counts are. Return those that waited for it."""
+        """End a sequence's claims and waits, even if its counts are wrong. Return the sequences that waited for it."""
         if sequence.waits_for is not None:
             self.unpark(sequence)
         sequence.claimed = 0
@@ -576,7 +576,7 @@ class PrefixClaims:
         return [(waiter, index, tokens) for waiter, tokens in parked if waiter.waits_for is not None]
 
     def _places(self, sequence: Sequence, first: int, last: int) -> Iterator[Place]:
-        """Yield the places of the pages [first, last) of which the sequence computes enough for a copy."""
+        """Yield the places of the pages [first, last) that the sequence computes enough of for a copy."""
         size, least = self._page_size, self._least
         if not least:
             return
@@ -605,7 +605,7 @@ class PrefixClaims:
 
 
 class RunningSet:
-    """The sequences that own a slot and pages: those that run, by seniority, and those that are leaving.
+    """The sequences that own a slot and pages: running ones, by seniority, and leaving ones.
 
     A sequence that ended or was preempted stops running at once, but its slot and pages are returned when no step in
     flight contains it any more: such a step still writes to them.
@@ -655,7 +655,7 @@ class RunningSet:
             self._ledger.release(sequence)
 
     def expel(self, sequence: Sequence) -> None:
-        """Take out a sequence of which not all is where it should be; its pages are in quarantine.
+        """Take out a sequence with broken bookkeeping; its pages are in quarantine.
 
         Its slot is free again, like others, once no step in flight contains it.
         """

@@ -1,8 +1,8 @@
 """Entries that stand for all tokens before a node: which slot each row reads and writes, and where one is left.
 
 A running sequence has a slot of its own. Its first row after a hit reads the tree's slot instead, and a row that ends
-where an entry is to be left writes a slot of the tree's, which the next row reads. Nothing is copied, and what a step
-reads it does not overwrite.
+where an entry is to be left writes a slot of the tree's, which the next row reads. Nothing is copied, and a step
+does not overwrite its own inputs.
 
 A draft's row reads what the row before it writes, and writes a spare slot, or one of the tree's where an entry is to be
 left. So the entry after each token of the step is there when the step is committed, and the sequence's next row reads
@@ -61,7 +61,7 @@ class Boundaries(SideRule[Trail]):
         self.least = limits.edge
         self._first = cache.plan.first
         self._spare_slots = range(self._first - cache.plan.spare, self._first)
-        self._spare = list(self._spare_slots)  # those that are free
+        self._spare = list(self._spare_slots)  # the free ones
         self.drafts = bool(self._spare)
         self._ending: list[int] = []  # slots that rows of the step being planned read
 

@@ -47,7 +47,7 @@ class _ShardFlight(NamedTuple):
 
 
 class ShardScheduler(Scheduler):
-    """A scheduler of one shard, which numbers its slots and pages after those of the shards before it.
+    """A scheduler of one shard. Its slots and pages are numbered after the earlier shards' own.
 
     A request that waits belongs to no device yet: it has neither slot nor pages, and its tokens, the keys of its pages
     and its seed are the same in every shard.
@@ -83,7 +83,7 @@ class ShardScheduler(Scheduler):
         return None if sequence is None or self._admission.has_room(sequence) else sequence
 
     def has_room(self, sequence: Sequence, moved_in: Items[Sequence]) -> bool:
-        """True if a request of another shard would be admitted at once, along with those that were just `moved_in`."""
+        """True if a request of another shard would be admitted at once, along with the requests just `moved_in`."""
         return self.waiting == len(moved_in) and self._admission.has_room(sequence, moved_in)
 
     def give(self, sequence: Sequence) -> None:
@@ -98,7 +98,7 @@ class ShardScheduler(Scheduler):
 
 
 class DataScheduler:
-    """The implementation of `SchedulerLike` over several shards; its methods are those of `Scheduler`."""
+    """The implementation of `SchedulerLike` over several shards; it has the methods of `Scheduler`."""
 
     def __init__(self, shards: Items[ShardScheduler]) -> None:
         self.shards = tuple(shards)
@@ -292,7 +292,7 @@ class DataScheduler:
 
 
 def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: int) -> SchedulerStatistics:
-    """Sum the figures of several data shards as those of one scheduler; a step is one of all shards together."""
+    """Sum the figures of several data shards into one scheduler's; a step is one of all shards together."""
     special = {"reserve_fraction", "steps", "steps_in_flight", "cache", "drafters", "shards"}
     names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in special]
     caches = [shard.cache for shard in shards if shard.cache is not None]

@@ -1,4 +1,4 @@
-"""Followers: what a feature of steps keeps of one request, and how it takes the request's results.
+"""Followers: keep a step feature's state for one request, and take the request's results.
 
 Most requests have none.
 """
@@ -42,7 +42,7 @@ class Follower:
         """Begin anew: the request was admitted, with the positions before `start` from the cache."""
 
     def take(self, row: Row, output: RowResult) -> RowResult:
-        """Take the result of a committed row. Return what the caller gets of it."""
+        """Take the result of a committed row. Return the result for the caller."""
         return output
 
     def published(self, names: Sequence[bytes]) -> None:
@@ -89,7 +89,7 @@ class CaptureFollower(Follower):
 
 
 class CaptureFileFollower(CaptureFollower):
-    """Delivers captures and keeps them: pages whose captures are kept may come from the cache."""
+    """Delivers captures and keeps them: pages with kept captures may come from the cache."""
 
     __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")
     keeps = True

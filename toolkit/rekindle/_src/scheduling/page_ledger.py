@@ -27,7 +27,7 @@ StepMoves = tuple[PageMoves, PageMoves, PageMoves, PageMoves]
 
 
 class Loan(NamedTuple):
-    """A page whose first tokens a sequence copies when it is admitted, of another sequence or of the tree.
+    """A page of another sequence or of the tree; a sequence copies its first tokens when it is admitted.
 
     Until then the pages before it are held as well: a cached page can be evicted unless a page that follows it is held.
     """
@@ -211,7 +211,7 @@ class PageLedger:
         return own._replace(tokens=lent)
 
     def has(self, count: int, match: PrefixMatch = _NOTHING) -> bool:
-        """True if `count` pages besides those of `match` can be taken now; ends all loans if that is necessary."""
+        """True if `count` pages in addition to the match's can be taken now; ends all loans if that is necessary."""
         if count <= self.available - self.pool.unheld(match.pages):
             return True
         if not self._lent:
@@ -270,7 +270,7 @@ class PageLedger:
             self.give_back(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
-        """Give the sequence one more page; False if there is none."""
+        """Give the sequence one more page; False if no page is free."""
         if not self.has(1):
             return False
         sequence.add_pages(self._take(1))
@@ -317,7 +317,7 @@ class PageLedger:
         sequence.leave()
 
     def quarantine(self, sequence: Sequence) -> list[int]:
-        """Never use the pages of a sequence again, nor those that are lent to it. Return the miscounted ones."""
+        """Never use the pages of a sequence again, nor pages lent to it. Return the miscounted ones."""
         loan = self._lent.pop(sequence, None)
         return self._quarantine(sequence.pages if loan is None else np.concatenate([sequence.pages, loan.pages]))
 

@@ -1,8 +1,8 @@
 """Entries that are pages: a sequence takes them row by row, and gives them back as its window moves past them.
 
 A running sequence has the pages of its tokens that are not committed, and before these as many as its next page's end
-may need: whoever continues there finds the whole window. What it gives back stays in the tree until the room is needed.
-Pages are likely to be used again, and go to the tiers below,
+may need: another prompt that continues there finds the whole window. Returned pages stay in the tree until the room is
+needed. Pages are likely to be used again, and go to the tiers below,
 
 - before the end of the prompt, and where its cached pages ended: there prompts branch
 - where a request that waits for this one's pages will branch off
@@ -62,12 +62,12 @@ class SequencePages(Holding):
 
 
 class PageRuns(SideRule[SequencePages]):
-    """The pages of all sequences, over those of the tree."""
+    """The pages of all sequences, on top of the tree's."""
 
     def __init__(self, limits: Limits, cache: SideCache) -> None:
         super().__init__(cache)
         self._page_size, self._window = limits.page_size, cache.plan.window
-        self._retired: deque[tuple[int, list[int]]] = deque()  # merged duplicates, as those of `PageLedger`
+        self._retired: deque[tuple[int, list[int]]] = deque()  # merged duplicates, as in `PageLedger`
 
     def cut(self, sequence: Sequence, length: int) -> int:
         room = (self.holding(sequence).end + self.cache.available) * self._page_size - sequence.planned

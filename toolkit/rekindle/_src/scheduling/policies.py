@@ -1,4 +1,4 @@
-"""Scheduling policies: the order in which waiting requests are admitted.
+"""Scheduling policies: the order of admission for waiting requests.
 
     fcfs         first come, first served
     priority     larger `priority` first
@@ -28,7 +28,9 @@ Rank = tuple[float, ...]
 
 
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
-    """Return the rank function of a policy whose ranks do not change while a request waits; the smallest goes first."""
+    """Return the rank function of a policy with ranks that do not change while a request waits; the smallest goes
+    first.
+    """
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     if policy == "lof":
@@ -40,7 +42,9 @@ def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
-    """Return the rank function by which running requests keep their pages; the largest rank is preempted first."""
+    """Return the rank function that decides which running requests keep their pages; the largest rank is preempted
+    first.
+    """
     return static_rank(policy if policy == "priority" else "fcfs", None)
 
 
@@ -87,7 +91,7 @@ AGEING = 64
 class ShortestFirst:
     """The policy `sjf`: the request with the fewest tokens left to prefill goes first, and waiting requests age.
 
-    Short prompts, such as the next turn of a chat whose history is cached, are then not held up by a flood of long
+    Short prompts, such as the next turn of a chat with a cached history, are then not held up by a flood of long
     ones: they are admitted first, and get the budget of a step before a long prompt that is half computed.
 
     Age is counted in work and not in time: AGEING tokens that were admitted since a request was queued count as one

@@ -1,4 +1,4 @@
-"""Rows whose program is ready: those of a step that can run now, while others wait for a program that is being made.
+"""Rows with ready programs: they run in a step now, while others wait for a program that is being made.
 
 A step is one program, and compiling a further one takes seconds. So each row is asked about before it joins a step. The
 rows of the step before come first: a stream never waits because of a row that came later and needs what it doesn't,
@@ -47,10 +47,10 @@ class StepProgramsLike(Protocol):
         """True if programs of all sizes are made in the background, so that no step has to make its own."""
 
     def need(self, request: Request, start: int, length: int, *, samples: bool, decodes: bool) -> Any:
-        """Return what a row needs of its step's program, an object that equal needs share."""
+        """Return a row's needs of its step's program; equal needs share one object."""
 
     def fit(self, needs: frozenset[Any], size: StepSize) -> FitLike:
-        """Return the programs for a step of this size whose rows have these needs."""
+        """Return the programs for a step of this size and rows with these needs."""
         ...
 
     def drafts(self) -> bool:
@@ -58,7 +58,7 @@ class StepProgramsLike(Protocol):
         ...
 
     def want(self, wanted: tuple[Any, ...]) -> object:
-        """Make these programs in the background, in place of those that were wanted before."""
+        """Make these programs in the background, instead of earlier requested ones."""
 
     def error(self, wanted: Any) -> Exception | None:
         """Return why a program could not be made."""
@@ -68,7 +68,7 @@ class StepProgramsLike(Protocol):
 
 
 class EveryRow:
-    """The rows of a scheduler whose steps need no programs, or wait for them: all of them join."""
+    """The rows of a scheduler with steps that need no programs, or wait for them: all rows join."""
 
     waiting = False  # True while sequences wait for a program
 
@@ -92,7 +92,7 @@ class EveryRow:
         """End a step: its rows are planned."""
 
     def take_failed(self) -> list[tuple[Sequence, Exception]]:
-        """Return the sequences whose program could not be made, each with the error; none twice."""
+        """Return the sequences with a program that could not be made, each with the error; none twice."""
         return []
 
 
@@ -107,7 +107,7 @@ class ReadyRows(EveryRow):
 
     def __init__(self, programs: StepProgramsLike, limits: Limits, program_wait: ProgramWait) -> None:
         self._programs, self._limits, self._program_wait = programs, limits, program_wait
-        self._streams: frozenset[Sequence] = frozenset()  # those that decoded in the step before
+        self._streams: frozenset[Sequence] = frozenset()  # decoded in the step before
         self._waits: dict[Sequence, float] = {}  # when each was last seen waiting, by time.perf_counter()
         self._failed: list[tuple[Sequence, Exception]] = []
         self._now = self._making = self._stuck = False
@@ -175,7 +175,7 @@ class ReadyRows(EveryRow):
 
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()
-        if not wanted:  # the program of all of them together may be ready, and those of each of them not
+        if not wanted:  # the program of all of them together may be ready, but the programs of single ones not
             each = (self._programs.fit(*self._with([row])).wanted for row in self._held)
             wanted = next(filter(None, each), ())
         if any(self._programs.error(each) is not None for each in wanted):
@@ -228,7 +228,7 @@ class ReadyRows(EveryRow):
         return frozenset(needs), StepSize(count, prefills, tokens)
 
     def _blamed(self) -> tuple[Any, ...]:
-        """Let each row fail whose own program could not be made. Return the programs that the others need."""
+        """Fail each row with a program of its own that could not be made. Return the programs that the others need."""
         wanted: list[Any] = []
         failed: list[Any] = []
         for row in self._held:

@@ -1,4 +1,4 @@
-"""The rules by which sequences use a side cache, whatever its kind: `SideRule`, and all of a session's as one."""
+"""How sequences use a side cache, of any kind: `SideRule`, and all of a session's as one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ H = TypeVar("H", bound=Holding)
 
 
 class SideRule(Generic[H]):
-    """How sequences use the entries of one side cache; one rule for each way in which entries are keyed.
+    """How sequences use the entries of one side cache; one rule for each way to key entries.
 
-    A sequence holds what `admit` returned from then on, until `release`.
+    A sequence keeps the holding that `admit` returned until `release`.
     """
 
     inside = True  # a sequence may continue before its last cached token, which it then computes for its logits
@@ -29,7 +29,7 @@ class SideRule(Generic[H]):
         self.cache, self.number = cache, cache.number
 
     def holding(self, sequence: Sequence) -> H:
-        """Return what a sequence holds of the side cache since its latest admission."""
+        """Return a sequence's holding in the side cache since its latest admission."""
         holding: H = sequence.sides[self.number]
         return holding
 
@@ -38,7 +38,7 @@ class SideRule(Generic[H]):
         return length
 
     def row(self, sequence: Sequence, length: int) -> SlotPair | PageRun:
-        """Return what the next row uses; it computes `length` tokens."""
+        """Return the slots or pages that the next row uses; it computes `length` tokens."""
         raise NotImplementedError
 
     def draft_room(self) -> int | None:
@@ -46,11 +46,11 @@ class SideRule(Generic[H]):
         return None
 
     def draft(self, sequence: Sequence, position: int) -> SlotPair | PageRun:
-        """Return what a row of a draft at `position` uses, which `cover` was called for."""
+        """Return the slots or pages that a draft's row at `position` uses; `cover` was called for it."""
         raise NotImplementedError
 
     def checked(self, sequence: Sequence) -> None:
-        """Continue after the last accepted draft of the step that was committed, and give back what the others had."""
+        """Continue after the last accepted draft of the committed step, and give back the other drafts' entries."""
 
     def reads(self, row: SlotPair | PageRun) -> int:
         """Return the slot of an entry that a row continues, if its sequence may hold it no longer; else 0."""
@@ -60,7 +60,7 @@ class SideRule(Generic[H]):
         """Take what rows up to the position `end` need."""
 
     def admit(self, sequence: Sequence, match: PrefixMatch, *, fetched: bool) -> H:
-        """Take and return what a sequence that is admitted now continues."""
+        """Take the entries that an admitted sequence continues from, and return its holding."""
         raise NotImplementedError
 
     def shared(self, owner: Sequence | None, pages: int) -> int:
@@ -68,13 +68,13 @@ class SideRule(Generic[H]):
         return pages
 
     def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
-        """Give what was committed to `node`, the sequence's deepest one, and those before it; None: its tree is gone.
+        """Give committed entries to `node`, the sequence's deepest one, and nodes before it; None: its tree is gone.
 
         `last_step` is the step that was planned last.
         """
 
     def recede(self, sequence: Sequence) -> None:
-        """Give back what a sequence no longer needs, now that a row was committed."""
+        """Give back entries that a sequence no longer needs, now that a row was committed."""
 
     def collect(self, oldest_step: int | None) -> None:
         """Release what no step in flight reads; `oldest_step` is the oldest one in flight."""
@@ -84,7 +84,7 @@ class SideRule(Generic[H]):
         return ()
 
     def release(self, sequence: Sequence) -> None:
-        """Return what a sequence holds that no step in flight contains."""
+        """Return a sequence's entries that no step in flight contains."""
 
     def planned(self) -> None:
         """Release what only rows of the step being planned needed, which are all there."""
@@ -99,7 +99,7 @@ class SideRule(Generic[H]):
             self.cache.leave(node, read_out=False)
 
     def discard(self, lost: LostPage) -> None:
-        """Never offer again what a step could not fill."""
+        """Drop an unusable payload, which a step could not fill in; it is never offered again."""
         if self.cache.tier is not None:
             self.cache.tier.discard(lost.move.digest)
 
@@ -127,7 +127,7 @@ class SideRules:
         return length
 
     def row(self, sequence: Sequence, length: int) -> tuple[SlotPair | PageRun, ...]:
-        """Return what the next row uses of each side cache; it computes `length` tokens."""
+        """Return the slots or pages of each side cache that the next row uses; it computes `length` tokens."""
         if len(self._rows) == 1:  # for each row of each step: half of the cost would be that of a list
             return (self._rows[0](sequence, length),)
         return tuple([row(sequence, length) for row in self._rows]) if self._rows else ()
@@ -137,7 +137,7 @@ class SideRules:
         return min([count, *(room for rule in self._rules if (room := rule.draft_room()) is not None)])
 
     def drafts_of(self, sequence: Sequence, count: int) -> list[tuple[SlotPair | PageRun, ...]]:
-        """Return what the rows of so many drafts use, after taking it."""
+        """Take the slots or pages for `count` rows of drafts, and return them."""
         for rule in self._rules:
             rule.cover(sequence, sequence.planned + count)
         positions = range(sequence.planned, sequence.planned + count)
@@ -150,7 +150,7 @@ class SideRules:
                 checked(sequence)
 
     def admit(self, sequence: Sequence, match: PrefixMatch, *, fetched: bool) -> None:
-        """Take what a sequence that is admitted now continues."""
+        """Take the entries that an admitted sequence continues from."""
         sequence.sides = tuple([rule.admit(sequence, match, fetched=fetched) for rule in self._rules])
 
     def shared(self, owner: Sequence | None, pages: int) -> int:
@@ -160,7 +160,7 @@ class SideRules:
         return pages
 
     def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
-        """Give what was committed to the nodes, and back what is no longer needed; see `SideRule.publish`."""
+        """Give committed entries to the nodes, and give back entries no longer needed; see `SideRule.publish`."""
         if sequence.sides:
             for rule in self._rules:
                 rule.publish(sequence, node, last_step)
@@ -168,7 +168,7 @@ class SideRules:
                 recede(sequence)
 
     def recede(self, sequence: Sequence) -> None:
-        """Give back what a sequence no longer needs, now that a row was committed."""
+        """Give back entries that a sequence no longer needs, now that a row was committed."""
         if sequence.sides:
             for recede in self._recede:
                 recede(sequence)
@@ -179,7 +179,7 @@ class SideRules:
             rule.collect(oldest_step)
 
     def release(self, sequence: Sequence) -> None:
-        """Return what a sequence holds that no step in flight contains."""
+        """Return a sequence's entries that no step in flight contains."""
         if sequence.sides:
             for rule in self._rules:
                 rule.release(sequence)
@@ -195,7 +195,7 @@ class SideRules:
         return [(rule.number, rule.reads(side)) for rule, side in zip(self._rules, row, strict=True)]
 
     def moves(self) -> Moves:
-        """Take out the transfers of the step being planned, whose rows are all there."""
+        """Take out the transfers of the step being planned; all of its rows are there."""
         out: tuple[PageMove, ...] = ()
         into: tuple[PageMove, ...] = ()
         for rule in self._rules:
@@ -205,7 +205,7 @@ class SideRules:
         return out, into
 
     def vacate(self) -> tuple[PageMove, ...]:
-        """Return what waits to be read out, because the slots are about to be freed."""
+        """Return the entries that wait to be read out, because the slots are about to be freed."""
         return tuple(move for rule in self._rules for move in rule.cache.moves()[0])
 
     def done(self, arrived: tuple[PageMove, ...]) -> None:
@@ -219,7 +219,7 @@ class SideRules:
             self._rules[_number(move)].lose(move.page)
 
     def discard(self, lost: Iterable[LostPage]) -> None:
-        """Never offer again what a step could not fill."""
+        """Drop unusable payloads, which a step could not fill in; they are never offered again."""
         for one in lost:
             self._rules[_number(one.move)].discard(one)
 
@@ -231,7 +231,7 @@ class SideRules:
 
 
 class WholePrompts(SideRules):
-    """Rules for models whose tokens see later ones: a prompt is computed in one step, or waits for one."""
+    """Rules for models with tokens that see later ones: a prompt is computed in one step, or waits for one."""
 
     def cut(self, sequence: Sequence, budget: int) -> int:
         length = sequence.target - sequence.planned

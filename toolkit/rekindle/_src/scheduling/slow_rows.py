@@ -1,4 +1,4 @@
-"""Rows whose grammars are slow: they wait for a later step, so that others don't wait for them."""
+"""Rows with slow grammars: they wait for a later step, so that others don't wait for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SlowRows:
         return PART * self._usual
 
     def split(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Split a step's sequences into those that run now and those that wait outside the batch; keeps their order."""
+        """Split a step's sequences into running ones and ones that wait outside the batch; keeps their order."""
         if all(_seconds(sequence) <= ORDINARY for sequence in sequences):
             return sequences, []
         total, waiting = 0.0, set[Sequence]()

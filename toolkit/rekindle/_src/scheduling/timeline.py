@@ -71,7 +71,7 @@ class _Mark(NamedTuple):
     generated: int
 
 
-_SHORTEST = 0.001  # seconds; shorter waits for programs, of which a step may have several, stay in their phase
+_SHORTEST = 0.001  # seconds; shorter waits for programs (a step may have several) stay in their phase
 _KEPT = 100  # phases at either end that are kept apart, where a request has more
 
 
@@ -96,7 +96,7 @@ class Timeline:
         return self._marks[-1].kind if self._marks else None
 
     def enter(self, kind: PhaseKind, reason: str = "", *, computed: int = 0, generated: int = 0) -> None:
-        """Begin a phase, unless it is one of the present kind, whose reason changes then."""
+        """Begin a phase; if it is of the present kind, only change its reason."""
         marks = self._marks
         if marks and marks[-1].kind is kind:
             marks[-1] = marks[-1]._replace(reason=reason)
@@ -157,7 +157,7 @@ class Timeline:
 
 
 def phases_of(timings: Timings, usage: Usage) -> tuple[Phase, ...]:
-    """Return the phases of a request whose timeline is forgotten, from its figures: queued, prefill and decode."""
+    """Return the phases of a request without a timeline, from its figures: queued, prefill and decode."""
     before = timings.compiling - timings.compiling_later
     computed = usage.prompt_tokens - usage.cached_tokens
     phases = [
@@ -177,7 +177,7 @@ def phases_of(timings: Timings, usage: Usage) -> tuple[Phase, ...]:
 
 
 def _merged(waits: Iterable[WaitSpan]) -> list[WaitSpan]:
-    """Join waits that follow each other at once, as those of one step do; leave out what is too short to be shown."""
+    """Join waits that follow each other at once, as within one step; leave out spans too short to be shown."""
     spans: list[WaitSpan] = []
     for wait in waits:
         if spans and wait.start - spans[-1].stop < _SHORTEST:
@@ -204,7 +204,7 @@ def _cut(phase: Phase, began: float, spans: Sequence[WaitSpan]) -> Iterator[Phas
 
 
 def summary(phases: Iterable[Phase]) -> str:
-    """Return the seconds of each kind of phase in one line, in the order in which they first came."""
+    """Return the seconds of each kind of phase in one line, in order of first appearance."""
     sums: dict[PhaseKind, float] = {}
     for phase in phases:
         sums[phase.kind] = sums.get(phase.kind, 0.0) + phase.seconds
