@@ -1,9 +1,9 @@
 """Backends that a `Tokenizer` encodes with: their contract, and the library's tokenizer with the text it was made from.
 
-The library is never asked to write a tokenizer. Version 0.22 and older print a line for a vocabulary whose ids have
-holes, hundreds of thousands of characters for a part of a vocabulary, to file descriptor 1 and while no other thread
-may run: in a notebook's kernel that descriptor is a pipe whose reader is such a thread, and the kernel stands still for
-ever. So a tokenizer is made from the text of a tokenizer.json, which is kept. What is asked about its steps comes from
+The library is never asked to write a tokenizer. Version 0.22 and older print a line for a vocabulary with holes in
+its ids, hundreds of thousands of characters for a part of a vocabulary, to file descriptor 1 and while no other thread
+may run: in a notebook's kernel that descriptor is a pipe, its reader is such a thread, and the kernel hangs
+for ever. So a tokenizer is made from the text of a tokenizer.json, which is kept. Facts about its steps come from
 the library's parts that have no vocabulary.
 """
 
@@ -58,7 +58,7 @@ class TokenSpellings(NamedTuple):
 
 
 class TokenizerBackend(Protocol):
-    """The contract by which a `Tokenizer` encodes and decodes."""
+    """The contract that a `Tokenizer` encodes and decodes with."""
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...

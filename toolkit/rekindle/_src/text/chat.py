@@ -234,7 +234,7 @@ def _additional(folder: Path) -> list[Path]:
     """Return the files of a folder's other templates. Raise `CheckpointError` for too many."""
     paths = [path for path in children(folder / "additional_chat_templates") if path.suffix == ".jinja"]
     if len(paths) > _FILES:
-        raise CheckpointError(f"{folder} has more than {_FILES} chat templates. Remove those that are not used")
+        raise CheckpointError(f"{folder} has more than {_FILES} chat templates. Remove unused ones")
     return paths
 
 

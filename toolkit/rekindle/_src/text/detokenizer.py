@@ -38,7 +38,7 @@ class Detokenizer:
 
     Unfinished characters, and all text that may be the beginning of a stop string, are held back. Of several stop
     strings the one that is complete first ends the text, the longest if two end together; so the result does not depend
-    on how tokens were grouped into pushes. `released` counts the tokens whose text was delivered in full: their ids and
+    on how tokens were grouped into pushes. `released` counts the tokens with fully delivered text: their ids and
     log-probabilities may leave with it.
 
     Special tokens have no text, except those named in `visible`.

@@ -1,4 +1,4 @@
-"""Encodes texts in a separate process, by a tokenizer whose regexes could run for hours or whose texts could grow.
+"""Encodes texts in a separate process, for tokenizers with regexes that could run for hours or texts that could grow.
 
 Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
 the tokenizer, and is started again after it was ended.
@@ -23,7 +23,7 @@ from typing import IO, Any
 from rekindle_kernels import system
 
 SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # per text; tokenizers in use encode fifty times as fast
-MEMORY = 2 << 30  # bytes of addresses beyond those of the tokenizer itself, where that can be limited
+MEMORY = 2 << 30  # bytes of addresses in addition to the tokenizer's own, where that can be limited
 TOKENS = 64, 1024  # most tokens of a text: for each character, and in addition
 _TEXT, _ANSWER = struct.Struct("<?dQ"), struct.Struct("<?Q")
 
@@ -41,7 +41,7 @@ class EncodingProcess:
     """A tokenizer in a process of its own. It encodes one text at a time; other threads wait."""
 
     def __init__(self, definition: Callable[[], bytes]) -> None:
-        """Keep the function that returns the tokenizer.json from which the process makes its tokenizer."""
+        """Keep the function that returns the tokenizer.json to make the process's tokenizer from."""
         self._definition = definition
         self._process: Any = None
         self._lock = threading.Lock()
@@ -120,7 +120,7 @@ def main() -> None:
     """Answer texts until its input ends."""
     reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):  # whatever a library prints is no answer, and there is nobody to read it
+    for descriptor in (1, 2):  # text printed by a library is no answer, and has no reader
         os.dup2(nowhere, descriptor)
     import tokenizers
 

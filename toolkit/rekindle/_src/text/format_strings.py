@@ -117,7 +117,7 @@ def braces(meter: Meter, form: str, values: Sequence[Any], named: Mapping[str, A
             size += len(parts[-1])
             meter.expect(size)
             at = closing + 1
-        # Each brace is looked for once: where there is none ahead, none is looked for again.
+        # Each brace is looked for once: if no further one is found, the search is not repeated.
         if 0 <= opening < at:
             opening = form.find("{", at)
         if 0 <= closing < at:

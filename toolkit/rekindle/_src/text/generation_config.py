@@ -1,4 +1,4 @@
-"""Defaults of sampling for requests that bring no `Sampling`: those of generation_config.json, and those of chats."""
+"""Sampling defaults for requests without a `Sampling`: from generation_config.json, and for chats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = "generation_config.json"
 NAMES = tuple(option.name for option in options_of(Sampling) if "checkpoint" in option.also)
 
 
-# Of chats whose checkpoint says nothing. Small models repeat themselves when they are greedy, and other tools for local
+# Of chats without values in the checkpoint. Small models repeat themselves when greedy, and other tools for local
 # models draw: these are the values of llama.cpp and LM Studio; Ollama has the same temperature and top_k.
 CHAT = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
 
@@ -33,9 +33,10 @@ class Defaults(NamedTuple):
 
 
 def defaults_of(folder: str | Path | None) -> Defaults:
-    """Return the defaults of a checkpoint: its own; in a chat those of `CHAT`, unless it says how it is to be used.
+    """Return the defaults of a checkpoint: its own; in a chat `CHAT`, unless the checkpoint asks for or against
+    sampling.
 
-    That it does with do_sample, on or off, or with a temperature.
+    It does so with do_sample, on or off, or with a temperature.
     """
     if folder is None:
         return Defaults()

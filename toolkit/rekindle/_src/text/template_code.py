@@ -1,4 +1,4 @@
-"""Chat templates, parsed once: what a template reads and writes, and its program.
+"""Chat templates, parsed once: a template's variables and texts, and its program.
 
 A template is a stranger's text, and all questions about it are answered from Jinja's tree. Its length, its tokens and
 the depth of the tree are bounded before Jinja compiles it, and so is the code that Python compiles then. In the
@@ -77,7 +77,7 @@ class TemplateCode:
         return name in self._fields or name in self._strings
 
     def writes(self, text: str) -> bool:
-        """True if the text is in a string of it, or in what it writes."""
+        """True if the text is in one of its strings, or in its output."""
         return text in self._texts
 
     @property
@@ -107,7 +107,7 @@ class TemplateCode:
             return self._program
 
     def render(self, scope: dict[str, Any]) -> str:
-        """Return what it writes. May raise any exception, `TemplateLimit` among them."""
+        """Return its output. May raise any exception, including `TemplateLimit`."""
         program = self.program()
         with metered():
             return joined(program.generate(scope))
@@ -133,7 +133,7 @@ def _nodes(tree: nodes.Template) -> Iterator[nodes.Node]:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which every operation is one of this project's."""
+    """Jinja's sandbox, with every operation replaced by one of this project's."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
     concat = staticmethod(joined)  # joins the output of macros and blocks
@@ -197,7 +197,7 @@ def _refused(what: str) -> Callable[..., Any]:
     return refused
 
 
-# Operations of Jinja's syntax that its environment doesn't pass on, as filters whose names no template can spell.
+# Operations of Jinja's syntax that its environment doesn't pass on, as filters with names no template can spell.
 _INNER: dict[str, Callable[..., Any]] = {
     "a loop": operations.Rounds, "a list": operations.counted, "a dict": operations.mapping, "a slice": operations.cut,
     "a text": operations.written, "a comparison": operations.compared,
@@ -206,7 +206,7 @@ _INNER: dict[str, Callable[..., Any]] = {
 
 
 def _counting(node: nodes.Node) -> None:
-    """Put operations that are counted in the place of those that are not, in the tree below a node."""
+    """Replace uncounted operations by counted ones, in the tree below a node."""
     for field, value in node.iter_fields():
         if isinstance(value, list):
             setattr(node, field, [_counted(each) for each in value])

@@ -1,6 +1,6 @@
 """The filters and tests that a chat template may use, by name.
 
-They are those that templates in use need, and do what Jinja's own do. As the other operations of
+They are limited to the needs of templates in use, and behave like Jinja's own. Like the other operations of
 `template_operations.py`, each counts what it costs before it runs, and what it makes.
 """
 
@@ -258,11 +258,13 @@ def _replace_in(environment: Any, meter: Meter, s: Any, old: Any, new: Any, coun
 
 
 def _title(environment: Any, meter: Meter, value: Any) -> str:
-    """Return a text whose words, which spaces, hyphens and opening brackets begin, begin with a capital alone."""
+    """Capitalise the first letter of each word and lower the others; spaces, hyphens and opening brackets begin
+    words.
+    """
     text = text_of(meter, value)
     meter.at_once(5 * len(text))
     lower, letters, begins = text.lower(), [], True
-    if len(lower) != len(text):  # of a letter whose small form is two
+    if len(lower) != len(text):  # of a letter with a small form of two letters
         return meter.text(text.title())
     for character, small in zip(text, lower, strict=True):
         meter.step()

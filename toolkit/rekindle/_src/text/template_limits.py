@@ -1,4 +1,4 @@
-"""Bounds of what a chat template may cost, and the meter that counts it: templates come from a download.
+"""Bounds for the cost of a chat template, and the meter that counts it: templates come from a download.
 
 A template runs in a thread, and a thread can't be stopped while it is within one operation of Python's. So each
 operation is counted before it runs, by a `Meter`: what it would cost at once, what it would add to the values made so

@@ -1,7 +1,7 @@
 """The operations that a chat template may use: methods and functions by their names, attributes and operators.
 
-Methods and functions are those that templates in use need. Each operation takes time in proportion to its operands
-and counts it before it runs (`Meter.at_once`), and counts what it makes. Anything else is refused by its name
+Methods and functions are limited to the needs of templates in use. Each operation takes time in proportion to its
+operands and counts it before it runs (`Meter.at_once`), and counts what it makes. Anything else is refused by its name
 (`TemplateRefusal`). Filters and tests are in `template_filters.py`.
 
 The values of a template are texts, numbers, None, lists, tuples and dicts, ranges, Jinja's `Undefined` and macros,
@@ -278,7 +278,7 @@ METHODS: Final[Mapping[type, dict[str, Operation]]] = {
     str: TEXT_METHODS, markupsafe.Markup: TEXT_METHODS, list: _LIST_METHODS, tuple: _LIST_METHODS,
     dict: {"get": _get, "items": items_of_dict, "keys": _keys, "values": _values},
 }  # fmt: skip
-# Names that Python gives to values of these types: what is not a method above is refused, and nothing is looked up.
+# Names that Python gives to values of these types: any other name than a method's above is refused, not looked up.
 NAMES: Final[Mapping[type, frozenset[str]]] = {
     kind: frozenset(dir(kind)) for kind in (*METHODS, int, float, bool, type(None), range)
 }
@@ -482,7 +482,7 @@ def mapping(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class Rounds:
-    """The items of a loop, whose rounds are counted."""
+    """The items of a loop; its rounds are counted."""
 
     __slots__ = ("items",)
 

@@ -232,7 +232,7 @@ class Tokenizer(ForeignNames):
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 (a session has one tokenizer, which lives as long as it)
     def hidden_ids(self, visible: frozenset[str]) -> frozenset[int]:
-        """Return the special ids except those of the tokens in `visible`."""
+        """Return the special ids, except the tokens in `visible`."""
         return frozenset(i for i in self.special_ids if self.token(i) not in visible)
 
     @property
@@ -242,7 +242,7 @@ class Tokenizer(ForeignNames):
 
     @functools.cached_property
     def decoder_kinds(self) -> frozenset[str]:
-        """The kinds in the decoder section of tokenizer.json, by which detokenizing chooses its stream."""
+        """The kinds in the decoder section of tokenizer.json; detokenizing chooses its stream by them."""
         decoder = self._text.parts.decoder or {}
         return frozenset(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
 

@@ -6,8 +6,8 @@ characters of one. Files are measured before the library reads them. A pipeline 
 and memory in proportion to the text encodes in this process, any other in a separate one (`encoding_process.py`).
 
 Among the known parts are the first splits of text into words in byte-level BPE, by llama.cpp's names in
-`tokenizer.ggml.pre`. A GGUF file has the name only. The expressions are those of the tokenizers that the names come
-from, as their tokenizer.json has them; llama.cpp writes some of them in another way that means the same.
+`tokenizer.ggml.pre`. A GGUF file has the name only. The expressions come from the tokenizers with these
+names, as their tokenizer.json has them; llama.cpp writes some of them in another way that means the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str) -> str:
-    """Return the pattern of words whose capitals come first, each with an ending such as a contraction."""
+    """Return the pattern of words that begin with capitals, each with an ending such as a contraction."""
     return f"{_WORD_START}{_UPPER}*{_LOWER}+{ending}|{_WORD_START}{_UPPER}+{_LOWER}*{ending}"
 
 
@@ -115,7 +115,7 @@ _TEKKEN = PreTokenizer((rf"{_cased('')}|\p{{N}}|{_CASED_REST}",), whole_words=Tr
 _GPT4O = PreTokenizer((rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}",))
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 
-# In the order in which an exported tokenizer is compared with them.
+# An exported tokenizer is compared with them in this order.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-bpe": _LLAMA3_WHOLE, "llama3": _LLAMA3_WHOLE, "llama-v3": _LLAMA3_WHOLE, "falcon3": _LLAMA3_WHOLE,
     "pixtral": _LLAMA3_WHOLE, "dbrx": _LLAMA3, "smaug-bpe": _LLAMA3,
@@ -132,7 +132,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }  # fmt: skip
 
 
-LONGEST_TEXT = 4096  # bytes of one string of a tokenizer, such as a regex: those of real ones have hundreds
+LONGEST_TEXT = 4096  # bytes of one string of a tokenizer, such as a regex: real ones have hundreds
 LONGEST_PIECE = 1024  # bytes of a piece of a unigram vocabulary; real ones have up to 100
 PIECE_CHARACTERS = (
     8,
@@ -147,7 +147,7 @@ CUT_CHARACTERS = 1 << 29  # hashed in all to find the merges; 30 million for Gem
 
 _GROWTH = 128  # characters that normalizers may make of one; NFKC makes 18 of one of Arabic
 _AFFIX = 64  # characters of a prefix or suffix that each piece of a word gets
-_WORD = 1000  # characters of a word in which pieces are looked for, in time that grows with its square
+_WORD = 1000  # characters of a word that is searched for pieces, in time that grows with its square
 _TEMPLATE = 16  # tokens and sequences that a post-processor puts together
 _PARTS = 32
 _CHARSMAP = b'"precompiled_charsmap"'
@@ -203,7 +203,7 @@ def check_text(length: int, limit: int, path: Path | str) -> None:
 
 
 def check_unigram(characters: int, pieces: int, path: Path | str) -> None:
-    """Raise `CheckpointError` for a unigram vocabulary whose tree of characters would take gigabytes."""
+    """Raise `CheckpointError` for a unigram vocabulary with a tree of characters that would take gigabytes."""
     each, extra = PIECE_CHARACTERS
     limit = each * pieces + extra
     if characters > limit:
@@ -217,11 +217,11 @@ def check_decoder(parts: TokenizerSections, path: Path | str) -> None:
     """Raise `CheckpointError` for a decoder that could make much text of few tokens: it runs for every token."""
     reason = _reason(parts.decoder, "decoders", _DECODERS)
     if reason is not None:
-        raise CheckpointError(f"{path} has a tokenizer whose decoder has {reason}. Use another tokenizer")
+        raise CheckpointError(f"{path} has a tokenizer, and its decoder has {reason}. Use another tokenizer")
 
 
 def unbounded_part(parts: TokenizerSections) -> str | None:
-    """Return the part by which a text could cost more than in proportion to its length, in words, or None."""
+    """Return the part that could make a text cost more than in proportion to its length, in words, or None."""
     return (
         _reason(parts.normalizer, "normalizers", _NORMALIZERS)
         or _reason(parts.pre_tokenizer, "pretokenizers", _PRE_TOKENIZERS)

@@ -1,9 +1,9 @@
 """The tokenizer, chat template and defaults of sampling that a GGUF file has in its metadata.
 
 Tokenizers of large vocabularies are stored as tokenizer.json in the cache folder. Making one of 151,000 tokens from a
-file's own keys takes twice as long as reading it from tokenizer.json, and one of SentencePiece's, whose merges follow
-from scores, several times as long. What a tokenizer of parts knows of all tokens is stored there, too: of Gemma's it
-takes 0.1 s to find out.
+file's own keys takes twice as long as reading it from tokenizer.json, and one of SentencePiece's, which computes merges
+from scores, several times as long. The facts that a tokenizer of parts needs of all tokens are stored there, too: for
+Gemma's they take 0.1 s to compute.
 
 The tokenizers library takes a second or two for 262,000 tokens and their merges, in which no other thread runs. A text
 is cut the same way by a tokenizer that has only those tokens which are parts of it: merges make no others, and keep
@@ -171,7 +171,7 @@ def _table(key: bytes | None, texts: Texts) -> TokenTable:
 
 
 def _place(key: bytes, kind: str = "") -> tuple[Store, str]:
-    """Return the store, and the name of what it has under a key."""
+    """Return the store, and the name of the entry for a key."""
     digest = hashlib.blake2b(key + _sources() + kind.encode(), digest_size=16)
     return Store(cache_folder() / "tokenizers", verified=True), digest.hexdigest()
 
@@ -403,12 +403,12 @@ class PartialTokenizer:
         content, names = self._tokens.content, [f"<0x{byte:02X}>" for byte in range(256)]
         ids = [index for token in names if (index := self._table.id_of(token)) is not None]
         if content.count(b"<0x") != len(ids) or (unknown and content.count(unknown.encode()) != 1):
-            raise ValueError("a token contains one of those that stand for unknown characters")
+            raise ValueError("a token contains a character that stands for unknown ones")
         return {*ids, None if unknown is None else self._table.id_of(unknown)}
 
 
 def _crossing(texts: Texts, space: str) -> frozenset[int]:
-    """Return the tokens in which a space follows something else."""
+    """Return the tokens with a space after another character."""
     pattern = space.encode()
     octets = np.frombuffer(texts.content, np.uint8)
     count = len(octets) - len(pattern) + 1

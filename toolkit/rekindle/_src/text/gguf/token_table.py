@@ -21,7 +21,7 @@ Numbers = NDArray[np.uint64]
 _SHIFT = np.uint64(64 - 22)  # the prefix table has 4 Mi entries
 _BASE, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
 CHUNK = 1 << 13  # strings that are hashed at once: their numbers stay in the cache
-_PREFIX_BYTES, _DIGEST = 1 << 19, 16  # of the prefix table, and of the digest of what is kept
+_PREFIX_BYTES, _DIGEST = 1 << 19, 16  # of the prefix table, and of the digest of the kept content
 
 
 @functools.cache
@@ -69,8 +69,9 @@ class TokenTable:
     """The tokens of a vocabulary by their hashes, and the hashes of their beginnings."""
 
     def __init__(self, texts: Texts, kept: bytes | None = None) -> None:
-        """Raise `ValueError` if two different tokens have one hash, if there are no tokens, or if what is `kept`, the
-        `content` of an earlier table, is damaged."""
+        """Raise `ValueError` if two different tokens have one hash, if there are no tokens, or if `kept`, the `content`
+        of an earlier table, is damaged.
+        """
         if not len(texts):
             raise ValueError("a vocabulary without tokens")
         self.texts = texts
@@ -97,7 +98,7 @@ class TokenTable:
         return token_id if token_id >= 0 and self.texts[token_id] == token else None
 
     def _begin_tokens(self, hashes: Numbers) -> NDArray[np.bool_]:
-        """Return an array that is True for each hash of a string with which a token may begin."""
+        """Return an array that is True for the hash of each string that may begin a token."""
         places = hashes >> _SHIFT
         bits = self._prefixes[places >> np.uint64(3)] >> (places & np.uint64(7)).astype(np.uint8)
         return (bits & np.uint8(1)).astype(np.bool_)

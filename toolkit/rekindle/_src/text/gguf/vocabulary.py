@@ -256,7 +256,7 @@ def _sentence_pieces(words: GgufVocabulary) -> TokenizerRecipe:
 
 
 def _merged_pieces(words: GgufVocabulary) -> TokenizerRecipe:
-    """Return the recipe of pieces that a list merges: Gemma 4's, whose text is split at the ends of lines alone."""
+    """Return the recipe of pieces merged by a list: Gemma 4's, which splits text at line ends only."""
     return TokenizerRecipe(
         words,
         {"unk_token": _unknown(words), "fuse_unk": True, "byte_fallback": True},
@@ -269,7 +269,7 @@ def _merged_pieces(words: GgufVocabulary) -> TokenizerRecipe:
 
 
 class Cuts:
-    """Every way to cut a piece into two others, those of pieces with the best score first."""
+    """Every way to cut a piece into two others, the ones with the best score first."""
 
     def __init__(self, words: GgufVocabulary, scores: NDArray[Any]) -> None:
         self._words, self._scores = words, scores

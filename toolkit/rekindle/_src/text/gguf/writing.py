@@ -38,7 +38,7 @@ _WORDS = (
     "HTTPServer naïve Ünïcode café\u0301 привет мир 你好世界 こんにちは 안녕 नमस्ते สวัสดี 😀 "
     "—“quotes” $5 100% a_b C:\\x\r\n  end  "
 )
-# The first text separates names that differ for numbers in other scripts; the second is for those that none matches.
+# The first text separates names that differ for numbers in other scripts; the second is for names without a match.
 _PROBES = (_WORDS + "½ ²³ Ⅷ ٣٤٥ ३४५", _WORDS)
 
 
@@ -154,7 +154,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _stops(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the ids of the named special tokens, and of those that end a sequence or a turn."""
+    """Return the ids of the named special tokens, and of the tokens that end a sequence or a turn."""
     fields: dict[str, Any] = {}
     for short, special in SPECIAL.items():
         name = tokenizer.special.get(special)
