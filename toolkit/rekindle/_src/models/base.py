@@ -59,7 +59,7 @@ class Model(Protocol):
 
     @property
     def whole_vocab_size(self) -> int:
-        """The tokens of the whole model, of which a device of a mesh has a part."""
+        """The size of the whole model's vocabulary; a device of a mesh has a part."""
         ...
 
     def __call__(
@@ -157,7 +157,7 @@ class Placement:
         return tuple(leaves)
 
     def whole_shapes(self, leaves: Sequence[ShapeLike]) -> Sequence[ShapeLike]:
-        """Return the shapes of the whole model's leaves, from those that lie on the devices."""
+        """Return the shapes of the whole model's leaves, given the leaves on the devices."""
         return leaves
 
     def bytes_per_device(self, leaves: Sequence[ShapeLike]) -> int:
@@ -189,7 +189,7 @@ class Placement:
         return self
 
     def whole(self, graph: Graph) -> Placement:
-        """Return the placement of another model, all of which lies on each of these devices."""
+        """Return the placement of another model that lies as a whole on each of these devices."""
         return self
 
     def model(self, model: LoadedModel) -> LoadedModel:
@@ -208,7 +208,7 @@ class Placement:
         return jax.device_put(new, old.sharding if old.committed else None)
 
     def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> Sequence[Array] | Sequence[LeafParts]:
-        """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
+        """Return the leaves in checkpoints' form; `shapes` are the whole model's."""
         return leaves
 
     def report(self, page_bytes: int) -> MeshReport | None:
@@ -302,7 +302,7 @@ def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def merge(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> Model:
-    """Return the module of a graph and its leaves (arrays or tracers), whose matrices add these deltas."""
+    """Return the module of a graph and its leaves (arrays or tracers), with these deltas added to its matrices."""
     from flax import nnx
 
     definition, state = _split(graph.config, graph.precision)

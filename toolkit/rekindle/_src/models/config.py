@@ -21,7 +21,7 @@ class AttentionSpec:
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     rope: RopeSpec | None = None  # None: this layer does not rotate
     sinks: bool = False  # each head has a logit that the softmax counts and that carries no value
-    keys_as_values: bool = False  # values are what the keys are made of, before it is normed and rotated
+    keys_as_values: bool = False  # values are the keys' vectors before they are normed and rotated
 
     def sees(self, distance: Any) -> Any:
         """Return an array that is True where a query sees a key: `distance` is its position less the key's."""
@@ -87,7 +87,7 @@ class Pages:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedWith:
-    """No pages: the layer attends to those of an earlier one."""
+    """No pages: the layer attends to an earlier layer's."""
 
     layer: int
 
@@ -145,7 +145,7 @@ class PictureSpec:
 
     levels: int = 0  # first layers after which rows of a picture add more to the stream
     token: int | None = None  # the token whose embeddings in layers pictures have; None: that of their places
-    both_ways: str = "no"  # in which layers a picture's tokens see later ones of it: "windows", "all"
+    both_ways: str = "no"  # the layers where a picture's tokens see later ones of it: "windows", "all"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +283,7 @@ class ModelConfig:
 
     @property
     def kinds_apart(self) -> tuple[tuple[Pages, ...], tuple[Pages, ...]]:
-        """The distinct pages of layers that keep all of their pages, and of those that give some back."""
+        """The distinct pages of layers that keep all of their pages, and of layers that give some back."""
         both: tuple[dict[Pages, None], dict[Pages, None]] = {}, {}
         for cache, windowed in zip(self.caches, self.windowed, strict=True):
             if isinstance(cache.pages, Pages):
@@ -291,7 +291,7 @@ class ModelConfig:
         return tuple(both[0]), tuple(both[1])
 
     def source(self, layer: int) -> int:
-        """Return the layer whose pages a layer attends to: itself, or an earlier one."""
+        """Return the layer that has the pages a layer attends to: itself, or an earlier one."""
         cache = self.pages[layer] if self.pages else None
         return cache.layer if isinstance(cache, SharedWith) else layer
 
@@ -353,7 +353,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(spec.rope for spec in self.attention if spec.rope is not None))
 
     def rope_regime(self, prompt_length: int) -> int:
-        """Return a number that is equal for prompts whose keys are rotated alike; only those share prefixes.
+        """Return a number that is equal for prompts with keys rotated alike; only those prompts share prefixes.
 
         It is 0 up to the length from which a dynamic or longrope model rotates in another way.
         """

@@ -43,7 +43,7 @@ def broken_weights(model: LoadedModel) -> Iterator[BrokenWeight]:
 
 
 def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | None:
-    """Return the first part of the model whose output for a prompt is not finite, such as "layers.7", or None.
+    """Return the first part of the model with an output for a prompt that is not finite, such as "layers.7", or None.
 
     Computes without programs or pages: in one piece, with every token attending to those before it.
     """

@@ -1,4 +1,4 @@
-"""The parts of a model family, which its module in `families` names: what it reads, computes and exports.
+"""The parts of a model family, named by its module in `families`: it reads configs, computes and exports.
 
 They need neither JAX nor flax, so that the config of a checkpoint is known before these are imported. Only `module`,
 which makes the model, imports them.
@@ -19,7 +19,7 @@ from rekindle._src.models.loading.manifest import Manifest
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
     from rekindle._src.models.precision import Precision
-else:  # families annotate what they read, and import no readers
+else:  # families annotate with these types, and import no readers
     GgufModel = Any
 
 Windows = Callable[[Sequence[bool]], Mapping[str, Any]]
@@ -44,7 +44,7 @@ class GgufForm:
     # Metadata → the keys of config.json.
     read: Callable[[GgufModel], Mapping[str, Any]] = lambda model: model.decoder() | model.rope()
     variant: Callable[[GgufModel], str | None] = lambda model: None  # another family that has the same architecture
-    # llama.cpp's names of modules within a layer, where they are not those of `gguf/names.py`.
+    # llama.cpp's names of modules within a layer, where they differ from `gguf/names.py`.
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, with the ends of their names
     fused_experts: bool = False  # gate and up of experts are one tensor
@@ -72,7 +72,7 @@ def with_biases(**tensors: str) -> Callable[[GgufModel], dict[str, Any]]:
 
 
 def decoder_of(block: str, decoder: str = "Decoder") -> Callable[[ModelConfig, Precision], Any]:
-    """Return the `module` of a family whose decoder has these blocks, by their names in `nn/decoders.py`."""
+    """Return the `module` of a family with these decoder and blocks, by their names in `nn/decoders.py`."""
 
     def module(config: ModelConfig, precision: Precision) -> Any:
         from rekindle._src.models.nn import decoders

@@ -20,8 +20,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-# The largest value of each number that decides how much is built from a config.json. They are several times those of
-# any published model, and small enough that a hostile file is refused before anything is allocated for it.
+# The largest value of each number that decides how much is built from a config.json. They are several times the
+# values of any published model, and small enough that a hostile file is refused before anything is allocated for it.
 MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 17  # in all layers; DeepSeek V3 has 14,848 experts
 _OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS, **dict.fromkeys(_OF_EXPERTS, 4096)}
@@ -83,7 +83,7 @@ class ConfigKeys:
         return self._within(name, value, 1, _MOST.get(name, _MOST_ELSEWHERE))
 
     def whole(self, name: str, default: int, *, most: int = _MOST_ELSEWHERE, null: int | None = None) -> int:
-        """Return a whole number that decides what is built and may be zero; `null` is what null stands for."""
+        """Return a whole number that sizes the model and may be zero; null in the file means `null`."""
         value = self.raw.get(name, default)
         return self._within(name, (default if null is None else null) if value is None else value, 0, most)
 
@@ -118,7 +118,7 @@ class ConfigKeys:
         size: str = "moe_intermediate_size",
         **options: Any,
     ) -> MoeSpec:
-        """Return the experts of a layer, whose numbers are in these keys; `options` are the other fields."""
+        """Return the experts of a layer, with their sizes read from these keys; `options` are the other fields."""
         return MoeSpec(
             num_experts=self.size(count), top_k=self.size(of_token), intermediate_size=self.size(size), **options
         )
@@ -173,8 +173,8 @@ class ConfigKeys:
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
         family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`. The family
-        knows by itself whether pairs are `interleaved`. In a model that takes pictures, `sections` are those of a file
-        that does not name any.
+        knows by itself whether pairs are `interleaved`. In a model that takes pictures, `sections` are the default for
+        a file that does not name any.
         """
         scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
@@ -213,7 +213,7 @@ class ConfigKeys:
         return dataclasses.replace(spec, interleaved=interleaved, sections=sections or ())
 
     def sections(self, value: Any, frequencies: int) -> tuple[int, int, int]:
-        """Return the sections of a rope's frequencies. Raise `UnsupportedModel` for what is none."""
+        """Return the sections of a rope's frequencies. Raise `UnsupportedModel` if they are invalid."""
         whole = isinstance(value, list | tuple) and len(value) == 3 and all(type(size) is int for size in value)
         if not whole or min(value) < 0 or sum(value) != frequencies:
             raise UnsupportedModel(f"mrope_section={value!r} are no three parts of {frequencies}. Check config.json.")

@@ -1,9 +1,9 @@
 """Hooks of a caller inside a model: listeners at the sites that its layers name, and deltas of its matrices.
 
 A layer names each array that others may read or change, and each half that it adds to the residual stream
-(`nn/forward.py`). These are the sites of a layer, of which it has some, in the order of a pass:
+(`nn/forward.py`). These are the possible sites of a layer, in the order of a pass:
 
-    embedding        of layer 0 alone: the embeddings of tokens, of which everything else is made
+    embedding        of layer 0 alone: the embeddings of tokens, before everything else
     residual_before  the stream before the first layer; before any other, it is the residual of the one before
     q, k, v          as attention takes them
     attention        the output of attention, or of what mixes tokens in its place
@@ -16,14 +16,14 @@ A layer names each array that others may read or change, and each half that it a
 **A new listener** is a function that is asked, while a program is traced, for each site and layer, and returns the
 function that its array goes through, or None where it does not listen. It is passed to the call of a model, and a
 feature of steps returns it from `Feature.hooks`. To read (a capture, the hidden states of a drafter), it keeps the
-array, returns it as it is, and the program returns what was kept. To change (steering, an encoder's rows in the place
-of embeddings, at `embedding`), it returns another array of the same shape and dtype. For the gradient
-at a site, it adds an array of zeros that is an argument of the differentiated function. Listeners hear an array in
-their order, each what the one before returned. Where one listens to a half, the half is computed before it is added;
-where none does, the layer runs in its fused form, so that a program without listeners is the one without sites.
+array, returns it as it is, and the program returns the kept arrays. To change (steering, an encoder's rows in the place
+of embeddings, at `embedding`), it returns another array of the same shape and dtype. For the gradient at a site, it
+adds an array of zeros that is an argument of the differentiated function. Listeners hear an array in their order; each
+gets the result of the one before. Where one listens to a half, the half is computed before it is added; where none
+does, the layer runs in its fused form, so that a program without listeners is the one without sites.
 
-A **delta** is an addition to the products of one matrix, such as those of two narrow matrices. `Linear` and `Stack`
-declare it as `delta`, and `merge` gives a model its deltas by the paths of these layers.
+A **delta** is an addition to the products of one matrix, such as the products of two narrow matrices. `Linear` and
+`Stack` declare it as `delta`, and `merge` gives a model its deltas by the paths of these layers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Delta(Protocol):
     """An addition to the product of a linear layer."""
 
     def add(self, y: Array, x: Array, gate: str | None = None, norm: Norm | None = None) -> Array:
-        """Return y [T, out] plus what is made of x [T, in], normed if there is a norm; gated [T, out / 2] if an
-        activation is named."""
+        """Return y [T, out] plus the addition for x [T, in], normed if there is a norm; gated [T, out / 2] if an
+        activation is named.
+        """
         ...
 
 
@@ -75,7 +76,7 @@ class ExpertsDelta(Protocol):
         ...
 
     def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
-        """Return y [M, out] plus what is made of x [M, in].
+        """Return y [M, out] plus the addition for x [M, in].
 
         The first sizes[0] rows are of expert 0, the next sizes[1] of expert 1, …, and row m belongs to tokens[m].
         """

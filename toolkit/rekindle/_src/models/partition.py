@@ -79,7 +79,7 @@ class Partition:
         )
 
     def _local_state(self, spec: RecurrentSpec) -> RecurrentSpec:
-        """Divide the heads of values, and those of keys as far as there are some; else channels."""
+        """Divide the value heads, and the key heads as far as there are some; else channels."""
         if not spec.heads:
             return dataclasses.replace(spec, channels=-(-spec.channels // self.size))
         keys, heads = max(1, spec.key_heads // self.size), spec.heads // self.size
@@ -87,7 +87,7 @@ class Partition:
         return dataclasses.replace(spec, channels=channels, key_heads=keys, heads=heads)
 
     def _local_experts(self, spec: MoeSpec) -> MoeSpec:
-        """Divide the experts' sizes over the devices of a group, and that of the shared MLP over all."""
+        """Divide the experts' sizes over the devices of a group, and the shared MLP's size over all."""
         return dataclasses.replace(
             spec,
             intermediate_size=-(-spec.intermediate_size // self.model),
@@ -106,7 +106,9 @@ class Partition:
         return max(1, self.size // heads)
 
     def check_packed(self, graph: Graph) -> None:
-        """Raise ConfigError for a 4-bit matrix whose parts are not whole blocks of outputs and groups of inputs."""
+        """Raise ConfigError for a 4-bit matrix that can't be divided into whole blocks of outputs and groups of
+        inputs.
+        """
         sources = manifest(graph.config).sources
         for path, packing in packings_of(graph).items():
             source = sources[path]

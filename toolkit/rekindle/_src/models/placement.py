@@ -128,7 +128,7 @@ class MeshPlacement(Placement):
 
     @property
     def products(self) -> int:
-        """The products whose results are summed over the devices."""
+        """The products with results that are summed over the devices."""
         ends = (".out.weight", ".down.weight")
         return sum(path.endswith(ends) and ".shared." not in path for path in self.graph.paths)
 
@@ -208,7 +208,7 @@ class MeshPlacement(Placement):
         return LeafParts(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition.sizes)
 
     def hold_all(self, leaves: Sequence[Array], shapes: Sequence[ShapeLike]) -> list[LeafParts]:
-        """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
+        """Call `hold` for all leaves, in the graph's order. `shapes` are the whole model's."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
 
@@ -308,7 +308,7 @@ class PartPlacement(MeshPlacement):
 
 @dataclasses.dataclass(frozen=True)
 class WholePlacement(MeshPlacement):
-    """The devices of a mesh, each of which has all of a model."""
+    """The devices of a mesh, each with all of a model."""
 
     @functools.cached_property
     def roles(self) -> Mapping[str, Role]:

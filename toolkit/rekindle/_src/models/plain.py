@@ -1,4 +1,4 @@
-"""A model over whole sequences, without pages: what a trainer differentiates.
+"""A model over whole sequences, without pages, for a trainer to differentiate.
 
 Axes: B sequences, T tokens of each, H query heads, K KV heads, D head size, V vocabulary.
 """
@@ -47,7 +47,7 @@ def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
 def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temperature: float = 1.0) -> Array:
     """Compute the log-probability [B, T] of each token given those before it; 0 for the first one of each line.
 
-    The places are those of `RolloutBatch.logprobs`. Like `logits`, a part of a loss.
+    Places match `RolloutBatch.logprobs`. Like `logits`, a part of a loss.
     """
     ids = jnp.asarray(tokens, jnp.int32)
     every = jax.nn.log_softmax(logits(model, ids)[:, :-1] / temperature, axis=-1)
@@ -60,7 +60,7 @@ def trainable(model: LoadedModel) -> tuple[Callable[[Mapping[str, Array], ArrayL
 
     Raise ValueError for integer weights: they have no derivatives.
     """
-    precision = dataclasses.replace(model.graph.precision, loop_experts=False)  # whose stacks would be integers
+    precision = dataclasses.replace(model.graph.precision, loop_experts=False)  # stacks would be integers
     graph, shapes = graph_of(model.graph.config, precision)
     integers = [
         path for path, leaf in zip(graph.paths, shapes, strict=True) if not jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -84,7 +84,7 @@ def trainable(model: LoadedModel) -> tuple[Callable[[Mapping[str, Array], ArrayL
 
 
 def _as_floats(stored: Array, dtype: DTypeLike) -> Array:
-    """Return an array of floats whose bits may be stored as integers."""
+    """Return an array of floats, which may be stored as the bits in integers."""
     return stored if stored.dtype == dtype else jax.lax.bitcast_convert_type(stored, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The static options of a model's layers: the dtypes in which it stores and computes, and the devices that share it.
+"""The static options of a model's layers: the dtypes for storing and computing, and the devices that share it.
 
 They are chosen once, before the model is made. Layers of an undivided model have None for `Shards`.
 """
@@ -27,7 +27,7 @@ class Shards:
     model: int
     expert: int
     vocab_size: int  # of the whole model
-    sharing_keys: int = 1  # devices next to each other whose recurrent layers have the same head of keys
+    sharing_keys: int = 1  # devices next to each other with the same head of keys in recurrent layers
 
     def sum(self, x: Array) -> Array:
         """Return the sum over all devices."""
@@ -74,7 +74,7 @@ class Precision:
     loop_experts: bool = False  # one expert at a time rather than `grouped_linear`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
     deterministic: bool = False  # a token's numbers are the same to the last bit in any batch
-    shards: Shards | None = None  # the layers are those of one device, which shares the model with others
+    shards: Shards | None = None  # the layers of one device, which shares the model with others
     kinds: tuple[tuple[str, str], ...] = ()  # kinds of matrices by their paths; replaces `quantize`
     # Matrices that are held in `weights` though they have been quantised to these kinds: this machine's products would
     # unpack them every time.
@@ -114,7 +114,7 @@ class Precision:
 def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
     """Return the dtype that "auto" stands for: bfloat16 on CPU, where it reads twice as fast, else the checkpoint's.
 
-    GPUs that don't multiply bfloat16 get float16 instead, or float32 for models whose embeddings are scaled up: the
+    GPUs that don't multiply bfloat16 get float16 instead, or float32 for models that scale embeddings up: the
     numbers of Gemma go beyond what float16 holds. Without a config the result can be "auto" again.
     """
     if dtype != "auto":

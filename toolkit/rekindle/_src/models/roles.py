@@ -1,6 +1,6 @@
 """The role of a parameter when a model is divided over devices: the part of it on each device.
 
-A manifest gives every parameter one of these. Axes are those of the parameter as it is stored, `[out, in]`:
+A manifest gives every parameter one of these. Axes refer to the parameter as it is stored, `[out, in]`:
 
     REPLICATED              every device has all of it: norms, routers, biases that are added to a sum
     column(spans…)          its rows (outputs) are divided; the product needs nothing from other devices
@@ -8,9 +8,9 @@ A manifest gives every parameter one of these. Axes are those of the parameter a
     vocab(size)             its rows are divided; a lookup is summed and logits are put together again
     experts(count, role)    a stack: experts are divided over the axis "expert", each of them over the axis "model"
 
-A fused parameter consists of several spans, of which each device gets its part: of `[q; k; v]` some heads of q and the
-heads of k and v that belong to them. A span that has fewer parts than there are devices is repeated, as heads of k and
-v are; one that can't be divided evenly is padded with zeros.
+A fused parameter consists of several spans, and each device gets its part of each: of `[q; k; v]` some heads of q and
+the heads of k and v that belong to them. A span that has fewer parts than there are devices is repeated, as heads of k
+and v are; one that can't be divided evenly is padded with zeros.
 """
 
 from __future__ import annotations
@@ -97,17 +97,17 @@ REPLICATED = Role()
 
 
 def column(*spans: Span) -> Role:
-    """Return the role of a parameter whose outputs are divided."""
+    """Return the role of a parameter with divided outputs."""
     return Role((Division(0, ALL, spans),))
 
 
 def row(size: int, most: int | None = None) -> Role:
-    """Return the role of a parameter whose inputs are divided."""
+    """Return the role of a parameter with divided inputs."""
     return Role((Division(-1, ALL, (Span(size, most),)),))
 
 
 def vocab(size: int) -> Role:
-    """Return the role of a parameter whose rows, one for each token of the vocabulary, are divided."""
+    """Return the role of a parameter with divided rows, one for each token of the vocabulary."""
     return Role((Division(0, ALL, (Span(size),)),))
 
 

@@ -1,9 +1,9 @@
 """Quantised matrices as floats, where this machine's products would unpack them every time.
 
-Without native kernels XLA:CPU multiplies groups of four, six and eight bits at a tenth of bfloat16's speed. So they
-are unpacked once, piece by piece, to the numbers that they stand for, rounded to the dtype of the weights: those of a
-checkpoint when they are read (`Rounding`), those of a model in memory here. Where there is no room for the floats,
-matrices stay packed. `Precision.unpacked` keeps their former kinds.
+Without native kernels XLA:CPU multiplies groups of four, six and eight bits at a tenth of bfloat16's speed. So they are
+unpacked once, piece by piece, to the numbers that they stand for, rounded to the dtype of the weights: a checkpoint's
+when they are read (`Rounding`), a model's in memory here. Where there is no room for the floats, matrices stay packed.
+`Precision.unpacked` keeps their former kinds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arcee (AFM-4.5B): Llama whose MLP has no gate, and squares what is positive."""
+"""Arcee (AFM-4.5B): Llama with an MLP that has no gate and a squared ReLU."""
 
 from __future__ import annotations
 

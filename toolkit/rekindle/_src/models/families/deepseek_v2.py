@@ -148,7 +148,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def gguf_variant(model: GgufModel) -> str | None:
-    """Return the family of a file of llama.cpp's "deepseek2", whose experts have a correction for another one."""
+    """Return the other family of a file of llama.cpp's "deepseek2" if its experts have a correction."""
     layers = range(model.layers)
     return "glm4_moe_lite" if any(model.has(f"blk.{layer}.exp_probs_b.bias") for layer in layers) else None
 

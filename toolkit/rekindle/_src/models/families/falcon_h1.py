@@ -78,7 +78,7 @@ manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm="model.fin
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    """Return the keys of a file, in whose matrices the factors already are."""
+    """Return the keys of a file; its matrices already include the factors."""
     normed = model.has("blk.0.ssm_norm.weight")
     own = {
         "mamba_d_ssm": model.integer("ssm.inner_size"),

@@ -28,7 +28,7 @@ def config(keys: ConfigKeys) -> ModelConfig:
 def manifest_of(
     *pieces: Piece, add: float = 0.0, norm: str = "model.norm", fused: FusedExperts | None = None
 ) -> Callable[[ModelConfig], Manifest]:
-    """Return the manifest of a family whose layers consist of these pieces; other options as in `outer_sources`."""
+    """Return the manifest of a family with layers made of these pieces; other options as in `outer_sources`."""
     return lambda config: Manifest(outer_sources(config, add=add, norm=norm) | blocks(config, *pieces), fused=fused)
 
 
@@ -73,7 +73,7 @@ def attention_sources(config: ModelConfig, layer: int, prefix: str | None = None
 
 
 def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dict[str, Source]:
-    """Return the norms of q and k (Qwen3, Gemma 3): all heads of q share one [D] weight, those of k another."""
+    """Return the norms of q and k (Qwen3, Gemma 3): all heads of q share one [D] weight, all heads of k another."""
     prefix = f"model.layers.{layer}.self_attn"
     return {
         "attention.qk_norm.weight": Source(
@@ -87,7 +87,7 @@ def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dic
 
 
 def norms_of(add: float = 0.0, **names: str) -> Piece:
-    """Return the sources of a layer's norms, whose tensors have these names."""
+    """Return the sources of a layer's norms, by these names of tensors."""
 
     def sources(config: ModelConfig, layer: int) -> dict[str, Source]:
         return {
@@ -107,7 +107,7 @@ def gate_up_role(inner: int) -> Role:
 
 
 def mlp_of(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Piece:
-    """Return the sources of a layer's gated MLP, whose modules have these names."""
+    """Return the sources of a layer's gated MLP, by these names of modules."""
 
     def sources(config: ModelConfig, layer: int) -> dict[str, Source]:
         prefix, inner = f"model.layers.{layer}.{name}", config.mlp_size(layer)
@@ -131,7 +131,7 @@ mlp_sources = mlp_of("mlp")
 def plain_mlp(
     config: ModelConfig, inner: int, prefix: str, *, up: str = "up_proj", down: str = "down_proj", module: str = "mlp."
 ) -> dict[str, Source]:
-    """Return the sources of an MLP without a gate, whose modules have these names."""
+    """Return the sources of an MLP without a gate, by these names of modules."""
     E, role = config.hidden_size, column(Span(inner))
     sources = {
         f"{module}up.weight": one(f"{prefix}.{up}.weight", inner, role=role),
@@ -146,7 +146,7 @@ def plain_mlp(
 def fused_mlp(
     config: ModelConfig, inner: int, gate_up: str, down: str, *, module: str = "mlp", bias: bool = False
 ) -> dict[str, Source]:
-    """Return the sources of a gated MLP whose `gate_up` is one tensor."""
+    """Return the sources of a gated MLP with `gate_up` in one tensor."""
     role = gate_up_role(inner)
     sources = {
         f"{module}.gate_up.weight": one(f"{gate_up}.weight", 2 * inner, role=role),

@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder, whose tokens see those after them, with a window in two of three layers. It embeds only."""
+"""ModernBERT: an encoder with attention in both directions, and a window in two of three layers. It embeds only."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def moe_config(keys: ConfigKeys) -> ModelConfig:
 
 def mixer_fields(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields that say how tokens are mixed, with experts and without."""
-    keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of what the delta rule reads
+    keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of the delta rule's inputs
     head_dim = keys.size("head_dim")
     return {
         "head_dim": head_dim,

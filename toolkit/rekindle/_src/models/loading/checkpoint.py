@@ -40,7 +40,7 @@ HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?att
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose config was understood and whose headers were read, and whose weights were not."""
+    """A checkpoint with its config parsed and its headers read, but not its weights."""
 
     stored: StoredCheckpoint
     config: ModelConfig
@@ -224,7 +224,7 @@ def read(
     `brought` returns kept weights that were brought into memory before.
 
     A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet. On a mesh it reads
-    and holds only the rows that its own devices need. Matrices whose columns are divided are read as a whole, piece by
+    and holds only the rows that its own devices need. Matrices with divided columns are read as a whole, piece by
     piece.
     """
     checkpoint, graph, shapes, slot, reads = (
@@ -255,7 +255,7 @@ def read(
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
-    """Return what to read for each leaf. One `CheckpointError` lists all that is missing, unexpected or misshapen."""
+    """Plan the reads for each leaf. One `CheckpointError` lists all missing, unexpected and misshapen tensors."""
     # A start that finds everything kept does not read: it needs none of the formats.
     from rekindle._src.models.loading.named_tensors import draft_heads, named_tensors, shown_name
 

@@ -1,5 +1,4 @@
-"""Finding a model: a local folder or file, a name in another tool's store, or a hub id, whose files huggingface_hub
-downloads once."""
+"""Finds a model: a local folder or file, a name in another tool's store, or a hub id to download once."""
 
 from __future__ import annotations
 
@@ -37,8 +36,9 @@ class HubId(NamedTuple):
 
 
 def readable_name(model: str | Path) -> str:
-    """Return a readable name: that of an embedded model, the hub id of a download, the first of those that another
-    tool's store has for it, or that of the model's folder or file."""
+    """Return a readable name: an embedded model's, the hub id of a download, the first name in another tool's store, or
+    the name of the model's folder or file.
+    """
     path = Path(model).expanduser()
     for name in known.names_at(path):
         return name
@@ -69,7 +69,7 @@ def on_disk(model: str | Path) -> ModelPlace | None:
         path = Path(model).expanduser()
         if path.exists():
             return ModelPlace(path)
-    except (OSError, RuntimeError) as error:  # too long, in a closed folder, or in the home of nobody
+    except (OSError, RuntimeError) as error:  # too long, in a closed folder, or in an unknown user's home
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
             f"{str(model)[:_WIDTH]!r} can't be looked at ({reason}). Pass the path of one that you can read."
@@ -79,7 +79,7 @@ def on_disk(model: str | Path) -> ModelPlace | None:
 
 
 def locate(model: str | Path) -> ModelPlace:
-    """Return the place of `model`: a path, that of a store's name, or of a download if no such path exists.
+    """Return the place of `model`: an existing path, a name in a store, or else a download.
 
     Hub ids are `owner/name` and `owner/name/file.gguf`, each with or without `@revision` after it.
     """
@@ -87,7 +87,7 @@ def locate(model: str | Path) -> ModelPlace:
 
 
 def download(model: str | Path) -> Path:
-    """Return the folder or GGUF file of a hub id, with what has changed there since, if the hub can be reached."""
+    """Return the folder or GGUF file of a hub id, updated from the hub if it can be reached."""
     request = hub_id(model)
     if request is None:
         raise CheckpointError(f"{model} is on this machine, and no hub id. Pass one such as 'owner/name'.")
@@ -139,7 +139,7 @@ def hub_id(model: str | Path) -> HubId | None:
 
 
 def _kept_names() -> set[str]:
-    """Return the names of the models whose weights the default cache keeps, as their descriptions have them."""
+    """Return the names of the models with weights in the default cache, as their descriptions have them."""
     names = set[str]()
     for path in children(cache_folder() / "weights"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a damaged one is made again

@@ -79,7 +79,7 @@ class PrefaultArena:
         return self._memory[self._used - size : self._used]
 
     def close(self) -> None:
-        """Leave what is not used to the system. Arrays go on using theirs."""
+        """Return unused memory to the system. Arrays go on using theirs."""
         global _ahead
         with _lock:
             if _ahead is self:

@@ -3,7 +3,7 @@
 It needs no JAX, so a thread can do this while another one imports JAX: nearly all of it leaves the GIL.
 
 Checksums detect flipped bits, zeroed and exchanged blocks at the speed of memory; they are no protection against
-intent. A tensor's checksum is a sum of its 64-bit words, in which every block of 256 KiB has a weight of its own.
+intent. A tensor's checksum is a weighted sum of its 64-bit words: every block of 256 KiB has a weight of its own.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def place(
 ) -> Path:
     """Return the folder for a checkpoint with the options `asked`, on a platform, with native kernels or without.
 
-    `digest` is that of the sources. With another `folder` it is the place of something else that depends on the same.
+    `digest` is the sources' digest. Another `folder` is for other data that depends on the same.
     """
     parts = (_VERSION, fingerprint, asked, (platform, native, _flax()), digest)
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -157,7 +157,7 @@ def keep(kept: Path, content: bytes) -> None:
 
 
 def find_reads(kept: Path, seen: StoredCheckpoint) -> tuple[KnownModel, Reads] | None:
-    """Return the description that is kept there; None if there is none, or none that can be used."""
+    """Return the kept description; None if it is missing or unusable."""
     try:
         content = store(kept.parent).get(kept.name)
         if content is None:
@@ -170,7 +170,7 @@ def find_reads(kept: Path, seen: StoredCheckpoint) -> tuple[KnownModel, Reads] |
 
 
 def keep_reads(kept: Path, seen: StoredCheckpoint, known: KnownModel, reads: Reads) -> None:
-    """Keep the description of a model in which nothing is quantised or packed, as the experts of a layer are.
+    """Keep the description of a model with no quantised or packed matrices, such as the experts of a layer.
 
     A failure costs the next start some time and nothing else.
     """

@@ -2,7 +2,7 @@
 
 Where devices share a model, only the parts of this process's devices are in memory (`DividedArrays`). They are filled
 box by box, each with some rows of a tensor. A part that has whole rows of it can be filled straight from the file.
-Columns that are divided, and what is quantised or converted, come through a worker's scratch memory.
+Divided columns, and quantised or converted matrices, come through a worker's scratch memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Index = tuple[int | slice, ...]
 
 
 class Rounding(NamedTuple):
-    """The quantisation of a matrix whose quantised numbers are held as floats."""
+    """The quantisation of a matrix that holds its quantised numbers as floats."""
 
     packing: Packing | None  # None: eight bits, with a scale for each output
 
@@ -109,7 +109,7 @@ class LeafArrays(NamedTuple):
 
     def quantize(self, values: NDArray[Any], index: Any) -> None:
         """Quantise rows [out, in] into the place at `index`."""
-        assert self.scale is not None, "what is quantised has scales"
+        assert self.scale is not None, "a quantised matrix has scales"
         assert self.scale.dtype != int4.STEPPED, "only files have scales with steps"
         if self.scale.ndim < self.values.ndim:  # one for each output
             quantize_into(values, self.values[index], self.scale[index])

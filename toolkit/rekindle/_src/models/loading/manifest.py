@@ -41,7 +41,7 @@ class Source:
         return dataclasses.replace(self, names=names)
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[TensorPart]:
-        """Yield the tensors in the order of the parameter's rows; `shape` is that of the parameter."""
+        """Yield the tensors in the order of the parameter's rows; `shape` is the parameter's."""
         count = len(self.rows)
         assert len(self.names) == (count * shape[0] if self.stack else count), self.names
         rest = shape[2:] if self.stack else shape[1:]
@@ -68,7 +68,7 @@ class FusedExperts(NamedTuple):
     Manifests name the matrices of single experts; `named_tensors.py` cuts them out.
     """
 
-    interleaved: bool = False  # rows of gate and up alternate, else those of gate come first
+    interleaved: bool = False  # rows of gate and up alternate, else gate's rows come first
     transposed: bool = False  # matrices are stored [in, out], unless they are in four bits
 
 
@@ -76,13 +76,13 @@ class FusedExperts(NamedTuple):
 class Manifest:
     """A family's checkpoint: parameter path → source.
 
-    Paths are those of `Graph.paths` without quantisation; a matrix `…weight` that is quantised comes with `…scale`,
+    Paths are as in `Graph.paths` without quantisation; a matrix `…weight` that is quantised comes with `…scale`,
     which has no source of its own.
     """
 
     sources: Mapping[str, Source]
-    prefix: str = "model."  # of all names but the head's; `stored.beginnings` says what a checkpoint has in its place
-    others: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names by those of other transformers releases
+    prefix: str = "model."  # of all names but the head's; `stored.beginnings` finds a checkpoint's own
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names, by other transformers releases'
     # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
     ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     fused: FusedExperts | None = None

@@ -10,7 +10,7 @@ put these in the place of the file's, in one go: readers notice nothing.
 A lease keeps other processes from writing to the file and from cutting it off: reading mapped memory past the end of
 a file that was cut off ends the process (SIGBUS). A process that opens the file for writing or truncates it has to
 wait, 45 s unless /proc/sys/fs/lease-break-time says otherwise, and `is_breaking` tells the holder. Removing or
-renaming the file needs no lease: what is mapped stays. No signal handler takes part.
+renaming the file needs no lease: mapped pages stay. No signal handler takes part.
 
 The same thread watches the file's lease. When another process wants to write to the file, everything is copied at
 once, whether there are huge pages or not, and then the lease is released: the file may be cut off, and no read can
@@ -41,12 +41,12 @@ from rekindle._src.models.loading.hugepages import huge_pages
 from rekindle_kernels import system
 
 PIECE = 32 << 20  # bytes that are moved at a time
-DELAY = 5.0  # seconds in which a new session has the machine to itself
-SHARE = 0.25  # the part of the time after that in which pieces are moved
+DELAY = 5.0  # seconds that a new session has the machine to itself
+SHARE = 0.25  # the part of the time after that for moving pieces
 WATCH = 1.0  # seconds between two looks at a lease, which Linux waits 45 s for
 KINDS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-# File systems whose files stay readable while they are open, even after they were deleted.
+# File systems with files that stay readable while they are open, even after they were deleted.
 LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"))
 _FIXED = 0x10  # MAP_FIXED
 _INTO_PLACE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: memory that was moved away stays mapped, and is empty

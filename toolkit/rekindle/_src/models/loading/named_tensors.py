@@ -1,7 +1,7 @@
 """The tensors of a checkpoint under the names of its family's manifest, whatever format it is stored in.
 
-Some checkpoints have the experts of a layer in one tensor, of which the matrices and biases of single ones are cut:
-`….experts.gate_up_proj` holds gate and up, of all rows of one and then those of the other, or row by row in turn, and
+Some checkpoints have the experts of a layer in one tensor; the matrices and biases of single ones are cut from it:
+`….experts.gate_up_proj` holds gate and up, all rows of one and then of the other, or row by row in turn, and
 `….experts.down_proj` the rest; `gate_up_proj_bias` and `down_proj_bias` are theirs. Matrices in MXFP4 are stored as
 `…_blocks`, two 4-bit floats in each byte, and `…_scales`, an exponent for 32 inputs.
 """
@@ -78,7 +78,7 @@ def _with_prefix(
     if len(stored.beginnings) > 1:
         shown = ", ".join(repr(beginning) for beginning in stored.beginnings[:4])
         raise CheckpointError(
-            f"{stored.path} holds {len(stored.beginnings)} language models, whose tensors' names begin with {shown}. "
+            f"{stored.path} holds {len(stored.beginnings)} language models: tensors' names begin with {shown}. "
             "Keep the weights of one in it"
         )
     if declared.prefix != OWN:

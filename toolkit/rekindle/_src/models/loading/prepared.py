@@ -8,7 +8,7 @@ description of the model as JSON: a start that compiles nothing then needs neith
 take 0.2 s.
 
 Seconds from a process's start to its first token with everything compiled, bfloat16, medians of fresh processes in
-turn on a virtual machine whose host takes free memory back between two starts:
+turn on a virtual machine with a host that takes free memory back between two starts:
 
                                   270 MB    720 MB
     kept and mapped                 1.00      1.05
@@ -191,7 +191,7 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def _finish() -> None:
-    """Wait a moment for unfinished writes before the process ends, and remove what is still unfinished then."""
+    """Wait a moment for unfinished writes before the process ends, then remove any still unfinished."""
     if not wait(AT_EXIT):
         _hurry.set()  # programs are written after it, before the interpreter ends
         abandon()

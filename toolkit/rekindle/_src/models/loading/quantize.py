@@ -84,7 +84,7 @@ def int4_scales(block: NDArray[np.float32], dtype: Any, minimums: bool) -> tuple
     """Return scales and minimums [..., groups], in `dtype`, for weights [..., groups, inputs]."""
     high, low = block.max(axis=-1), block.min(axis=-1)
     most = _LARGEST[np.dtype(dtype).name]
-    # A group with an infinite weight is broken: clipped to what a scale can hold, it would look like a number.
+    # A group with an infinite weight is broken: clipped to the range of a scale, it would look like a number.
     high = np.where(np.isfinite(high) & np.isfinite(low), high, np.float32(np.nan))
     if minimums:
         lowest = np.clip(low, -most, most).astype(dtype)

@@ -2,7 +2,7 @@
 
 A scheme says which of the checkpoint's tensors make up a matrix, and how. Layers that a config leaves out have plain
 weights, so a matrix is read by the tensors that are there. Scales of activations and of the KV cache are not used: both
-are computed in the session's own precision. Errors name the field whose value is not read.
+are computed in the session's own precision. Errors name the field with an unsupported value.
 
 Integers stand for scale * (integer - zero), with a scale for each group of inputs. They are packed into words of 32
 bits in the orders of AWQ, GPTQ and compressed-tensors. Scales have 16 bits as a rule, so that a product with the
@@ -72,7 +72,7 @@ def awq(base: str, entries: Entries, *, bits: int, group: int, has_zeros: bool) 
 
 
 def gptq(base: str, entries: Entries, *, bits: int, group: int, offset: int) -> TensorEntry | None:
-    """Return the entry of a matrix of GPTQ, whose zeros are stored less `offset`."""
+    """Return the entry of a matrix of GPTQ with zeros stored less `offset`."""
     weight, scales = entries.get(f"{base}.qweight"), entries.get(f"{base}.scales")
     if weight is None or scales is None or len(weight.shape) != 2:
         return None
@@ -133,7 +133,7 @@ def packed(base: str, entries: Entries, bits: int, group: int | None) -> TensorE
 def four_bit_floats(
     base: str, entries: Entries, group: int, *, name: str = "weight_packed", whole: str | None = None
 ) -> TensorEntry | None:
-    """Return the entry of a matrix of MXFP4, or of NVFP4, whose scales one number for the tensor divides or multiplies.
+    """Return the entry of a matrix of MXFP4, or of NVFP4 with scales divided or multiplied by one number per tensor.
 
     `name` and `whole` are the ends of the names of the matrix and of that number.
     """
@@ -243,7 +243,7 @@ class IntegerRows:
     def integers(self, start: int, stop: int) -> Integers:
         """Return the integers of the outputs [start, stop) as matrices of four bits keep them.
 
-        The groups of these may be parts of those that are stored.
+        Their groups may be parts of the stored ones.
         """
         packing = self.packing
         assert packing is not None, "integers are asked for where they can be kept"
@@ -531,7 +531,7 @@ def _mxfp4(options: Options) -> Scheme:
 
 
 def compressed(options: Options) -> Scheme:
-    """Return a function that makes the entry of a matrix. Of several groups it takes the one whose sizes fit.
+    """Return a function that makes the entry of a matrix. Of several groups it takes the one with fitting sizes.
 
     The names of layers that a group lists are not compared: they may be expressions of any kind.
     """

@@ -62,7 +62,7 @@ def read_leaves(
 ) -> dict[str, Array]:
     """Read the leaves; return them by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
 
-    On a mesh, whose `placement` replaces `place`, only the parts of this process are read and allocated. `check` is
+    On a mesh, `placement` replaces `place`, and only the parts of this process are read and allocated. `check` is
     called for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
     """
     by_path: dict[str, Array] = {}
@@ -248,7 +248,7 @@ def _rows(piece: _Piece) -> tuple[int | slice, ...]:
 
 
 def _first_row(part: TensorPart) -> int:
-    """Return the row of the parameter at which a tensor begins."""
+    """Return the row of the parameter where a tensor begins."""
     rows = part.place[-1]
     assert isinstance(rows, slice), "tensors fill rows"
     return int(rows.start)

@@ -1,7 +1,7 @@
 """The files of sentence-transformers next to a checkpoint: pooling, projections, prompts.
 
 `modules.json` lists the modules, each with a folder of its own: the transformer, a pooling, perhaps linear layers, and
-a norm. What is not implemented is refused by its name, since another vector would be wrong and look right.
+a norm. Anything not implemented is refused by its name, since another vector would be wrong and look right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OLD_MODES = {
 
 
 def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
-    """Return the embedder that the files of a folder describe. Raise `UnsupportedModel` for what is not implemented.
+    """Return the embedder described by a folder's files. Raise `UnsupportedModel` if it is not implemented.
 
     Without files of sentence-transformers it is the mean of the hidden states, at length 1; of a GGUF file, the pooling
     of its metadata.

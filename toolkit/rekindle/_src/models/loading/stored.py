@@ -18,7 +18,7 @@ from rekindle._src.models.loading.tensor_files import Header
 from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 
 _log = logging.getLogger(__name__)
-_mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
+_mentioned: set[Path] = set()  # checkpoints with other parts that were mentioned
 # Keys of the whole that are true of its language model, where that one's own config leaves them out.
 _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
 # Keys that are added to a config here, from what else a checkpoint has. In its config.json they mean nothing.
@@ -36,8 +36,8 @@ _EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"
 _BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
 _LAYER_KEYS = "transformer_layer_config"  # the key of a "speculator" for its layers
 _MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
-_BOTH_WAYS = ("gemma3",)  # models whose tokens of a picture see later ones of it, in all layers
-OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
+_BOTH_WAYS = ("gemma3",)  # models where a picture's tokens see later ones of it, in all layers
+OWN = "model."  # the beginning of a language model's tensor names here, regardless of their names in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
 _EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
 _LAYERS = frozenset(("layers", "h"))
@@ -59,11 +59,11 @@ class OtherParts(NamedTuple):
 
 
 class StoredCheckpoint(NamedTuple):
-    """A checkpoint whose config was parsed and whose headers were read."""
+    """A checkpoint with its config parsed and its headers read."""
 
     path: Path  # the folder, or the GGUF file
     raw: dict[str, object]  # config.json, or its equivalent
-    headers: tuple[Header, ...]  # a language model's tensors are named as those of a checkpoint of its own: `OWN`
+    headers: tuple[Header, ...]  # a language model's tensors are named as in a checkpoint of its own: `OWN`
     fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
     is_gguf: bool = False
     beginnings: tuple[str, ...] = (OWN,)  # of its language models' names in the file: one, or it can't be read
@@ -138,7 +138,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
 
 
 def text_config(raw: Mapping[str, object]) -> dict[str, object]:
-    """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
+    """Return the config of the language model in a model of images or sounds; any other config is returned as it is."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return {name: value for name, value in raw.items() if name not in _ADDED}
@@ -260,7 +260,7 @@ def pictures_of(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def beginnings(names: Iterable[str]) -> tuple[str, ...]:
-    """Return what the names of each language model begin with: `model.`, `model.language_model.`, nothing."""
+    """Return the beginning of each language model's names: `model.`, `model.language_model.`, or empty."""
     embeddings, layers, stack = set[str](), set[str](), _DRAFTING
     for name in names:
         if name.startswith((_DRAFTING, stack)):  # most names are those of the stack before
@@ -286,8 +286,8 @@ def own_name(name: str, beginning: str) -> str | None:
 def _language_model(
     path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool, alone: bool, drafts: bool
 ) -> tuple[tuple[Header, ...], tuple[Header, ...]]:
-    """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own,
-    and those with the tensors of other parts.
+    """Return the headers with the language model's tensors under their names in a checkpoint of its own, and the
+    headers with the tensors of other parts.
 
     Other parts, such as those for images, are apart from a model in which it is `nested`. Elsewhere their tensors keep
     their names and are differences. It is said if the language model is used `alone`.
@@ -318,7 +318,7 @@ def _language_model(
 
 
 def _has_another_head(headers: Iterable[Header]) -> bool:
-    """True if the numbers of the stored head are not those of the embedding; of a large one, by samples."""
+    """True if the stored head differs from the embedding; a large one is compared by samples."""
     entries = {entry.name: entry for header in headers for entry in header.entries}
     head = entries.get(f"{_HEAD}weight")
     names = (f"{OWN}{module}.weight" for module in _EMBEDDINGS)

@@ -33,9 +33,9 @@ class StoredType(NamedTuple):
 def stored_types(
     stored: StoredCheckpoint, config: ModelConfig, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[StoredType]:
-    """Return the types of a checkpoint's tensors with their forms in a model, those with most bytes first.
+    """Return the types of a checkpoint's tensors with their forms in a model, in order of their bytes.
 
-    `shapes` are those of the graph's leaves. Tensors that the model does not use are left out.
+    `shapes` are the shapes of the graph's leaves. Tensors that the model does not use are left out.
     """
     manifest, entries = named_tensors(stored, config)
     leaves = dict(zip(graph.paths, shapes, strict=True))

@@ -1,4 +1,4 @@
-"""safetensors files: finding those of a folder, checking headers against sizes, reading tensors into given memory.
+"""safetensors files: finds a folder's files, checks headers against sizes, reads tensors into given memory.
 
 The reader is our own, because loading needs the bytes in memory that already is the final array.
 Measured on 537 MB of float32:
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class TensorFacts(Protocol):
-    """A tensor, or what is written of one."""
+    """A tensor, or a description of one."""
 
     @property
     def dtype(self) -> Any: ...
@@ -91,7 +91,7 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of one file: its tensors, metadata, and what a fingerprint takes."""
+    """The header of one file: its tensors, metadata, and the input of a fingerprint."""
 
     file: Path
     entries: tuple[TensorEntry, ...]
@@ -310,7 +310,7 @@ def read_exactly(path: Path, name: str, offset: int, out: NDArray[Any]) -> None:
 
 
 def broken(path: Path, problem: str) -> CheckpointError:
-    """Return the error for a file that doesn't hold what it should."""
+    """Return the error for a file with unexpected content."""
     return CheckpointError(f"{path} is truncated or corrupt: {problem}. Download or copy it again.")
 
 

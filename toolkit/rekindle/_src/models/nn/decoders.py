@@ -98,7 +98,7 @@ class QkNormSandwichBlock(QkNormBlock, SandwichBlock):
 
 
 class WideNormAttention(Attention):
-    """Attention with one norm over all heads of q together and one over those of k."""
+    """Attention with one norm over all heads of q together and one over all heads of k."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -127,7 +127,7 @@ class WideNormAttention(Attention):
 
 
 class CorrectedBlock(SparseBlock):
-    """A block whose experts' correction is stored as a matrix of one row."""
+    """A block with experts that store their correction as a matrix of one row."""
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         mlp = super().make_mlp(config, layer, precision)
@@ -143,7 +143,7 @@ class WideNormSparseBlock(SparseBlock):
 
 
 class PostNormBlock(Block):
-    """A block that norms the output of attention and that of the MLP."""
+    """A block that norms the outputs of attention and MLP."""
 
     attention_type: type[Any] = WideNormAttention
 
@@ -155,13 +155,13 @@ class PostNormBlock(Block):
 
 
 class QkNormPostNormBlock(PostNormBlock):
-    """A block that norms the output of attention and that of the MLP, and each head of q and k."""
+    """A block that norms the outputs of attention and MLP, and each head of q and k."""
 
     attention_type = QkNormAttention
 
 
 class LateNormAttention(Attention):
-    """Attention whose q and k are normed, head by head, after they were rotated."""
+    """Attention that norms q and k, head by head, after rotation."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -179,7 +179,7 @@ class LateNormBlock(Block):
 
 
 class SinkAttention(Attention):
-    """Attention whose heads each have a sink."""
+    """Attention with a sink for each head."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -196,14 +196,14 @@ class SinkBlock(SparseBlock):
 
 
 class PlainBlock(Block):
-    """A block whose MLP has no gate."""
+    """A block with an MLP without a gate."""
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return PlainMlp(config, precision)
 
 
 class ScaledBlock(SparseBlock):
-    """A block whose halves are multiplied by a factor before they are added to the residual stream."""
+    """A block that multiplies its halves by a factor before they are added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -251,13 +251,13 @@ class ConvolutionBlock(QkNormSparseBlock):
 
 
 class ConvolutionSandwichBlock(SandwichBlock):
-    """A block with norms after both halves, with a short convolution or with attention whose heads have gates."""
+    """A block with norms after both halves, and a short convolution or attention with gated heads."""
 
     attention_type, state_type = HeadGatedAttention, ShortConvolution
 
 
 class LatentAttention(nnx.Module):
-    """Attention whose keys and values are made of one vector for each token, and of a part of the key that is rotated.
+    """Attention that makes keys and values of one vector for each token, and of a rotated part of the key.
 
     Pages keep these two alone. A query is multiplied by the matrix that would make its head's keys, and the weighted
     sum of vectors by the one that would make its values; neither keys nor values are ever there. Queries may be made of
@@ -303,7 +303,7 @@ class LatentAttention(nnx.Module):
         return jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None, None
 
     def join(self, y: Array, gate: None, dtype: DTypeLike, residual: Array | None) -> Array:
-        """Return the layer's result, plus `residual`, from what it attended to [T, H, C]."""
+        """Return the layer's result, plus `residual`, from the attended vectors [T, H, C]."""
         values = self.up[...].reshape(self.heads, -1, self.spec.rank)[:, self.spec.plain_size :]
         y = _by_head("thc,hvc->thv", y, values)
         return self.out(y.reshape(y.shape[0], -1).astype(dtype), residual=residual)
@@ -429,7 +429,7 @@ class Decoder(nnx.Module):
 
     @property
     def whole_vocab_size(self) -> int:
-        """The tokens of the whole model, of which a device of a mesh has a part."""
+        """The size of the whole model's vocabulary; a device of a mesh has a part."""
         shards = self.precision.shards
         return self.config.vocab_size if shards is None else shards.vocab_size
 
@@ -638,7 +638,7 @@ class LayerEmbeddingDecoder(Decoder):
         return x, tables
 
     def embeddings_of_layers(self, x: Array, tokens: Array) -> tuple[Array, ...]:
-        """Return for each layer its embeddings [T, P] of tokens [T], whose embeddings in the stream are x [T, E]."""
+        """Return for each layer its embeddings [T, P] of tokens [T]; x [T, E] are their embeddings in the stream."""
         layers, size = self.config.num_layers, self.config.layer_embedding
         shape = (*tokens.shape, layers, size)
         projected = self.layer_projection(x) * self.config.hidden_size**-0.5

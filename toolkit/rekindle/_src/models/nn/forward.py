@@ -27,9 +27,9 @@ class Attend(Protocol):
     """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or none.
 
     It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
-    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D]. Layers whose spec has `sinks`
-    pass them [H]. A layer that attends to the pages of another has no keys and values. One with latent pages has no
-    values, and gets [T, H, value_size].
+    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D]. Layers with `sinks` in their
+    spec pass them [H]. A layer that attends to the pages of another has no keys and values. One with latent pages has
+    no values, and gets [T, H, value_size].
     """
 
     def __call__(
@@ -147,7 +147,7 @@ class ForwardPass:
     def add(self, site: str, half: Half, x: Array, norm: RMSNorm | None = None, *, read: Array | None = None) -> Array:
         """Add a half, which is a site, to the stream: return x plus the half of norm(x), or of norm(read).
 
-        Where nobody listens, the half itself adds x.
+        Without a listener, the half itself adds x.
         """
         read = x if read is None else read
         if not self._functions(site):

@@ -40,7 +40,7 @@ class Attention(nnx.Module):
     norms_heads = False
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, inputs: int | None = None) -> None:
-        """Make the layer. `inputs` is the size of what it reads, by default that of hidden states."""
+        """Make the layer. `inputs` is the size of its inputs, by default the size of hidden states."""
         H, K, D = config.num_heads, config.pages_of(layer).heads, config.pages_of(layer).key_size
         self.qkv = Linear((H + 2 * K) * D, inputs or config.hidden_size, precision, bias=config.qkv_bias)
         self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias, partial=True)
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
         return q, k, v, gate
 
     def join(self, y: Array, gate: Array | None, dtype: DTypeLike, residual: Array | None) -> Array:
-        """Return the layer's result, plus `residual`, from what it attended to [..., H, D] and the gate of `split`."""
+        """Return the layer's result, plus `residual`, from the attended values [..., H, D] and the gate of `split`."""
         y = y if gate is None else y.astype(dtype) * jax.nn.sigmoid(gate)
         return self.out(y.reshape(*y.shape[:-2], self.heads * self.head_dim).astype(dtype), residual=residual)
 
@@ -145,7 +145,7 @@ def soft_cap(x: Array, cap: float | None) -> Array:
 
 
 def soft_max(scores: Array, sinks: Array | None = None) -> Array:
-    """Return softmax over the last axis of scores [..., T, S], whose leading axes are heads; `sinks` are theirs."""
+    """Return softmax over the last axis of scores [..., T, S]; leading axes are heads, and `sinks` are theirs."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     column = jnp.broadcast_to(sinks.reshape(*scores.shape[:-2], 1, 1), (*scores.shape[:-1], 1))

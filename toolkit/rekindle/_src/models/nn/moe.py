@@ -100,7 +100,7 @@ class Experts(nnx.Module):
     Experts without a gate have I rows in place of 2·I, and experts of a latent vector its size in place of E.
     """
 
-    routes_normed = True  # the router reads the input of the experts; else that of their norm
+    routes_normed = True  # the router reads the input of the experts, else the input of their norm
 
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
@@ -158,7 +158,7 @@ class Experts(nnx.Module):
         return y if residual is None else residual + y
 
     def compute(self, rows: Array, sizes: Array, tokens: Array) -> Array:
-        """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are those that they belong to.
+        """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are the rows' tokens.
 
         Deltas are added to both products; where neither is needed, experts are computed as without them.
         """
@@ -279,7 +279,7 @@ def in_blocks(
     """Compute rows [M, in], sorted by expert, → [M, width], by calls of `compute` with a block of rows of one expert.
 
     Its arguments are a block, the expert, and how many rows of the block are the expert's: the others' results don't
-    matter. `experts` are those of all devices.
+    matter. `experts` counts the experts of all devices.
     """
     M, G = rows.shape[0], sizes.shape[0]
     size = block_rows(M, experts)

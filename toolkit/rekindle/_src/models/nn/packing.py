@@ -6,7 +6,7 @@ with steps: `int4-32` holds Q4_0, `int4-32-min` Q4_1, `int4-128-min-f32` AWQ and
 Users name the first four.
 Only files have the other kinds. `int8-32` and so on are groups of eight bits, and `int6-32` of six: Q8_0, Q6_K, Q5_0
 and others. `fp4-32` has four bits that are indices of a codebook, the 4-bit floats of MXFP4 with exponents as scales,
-`iq4-32` those of IQ4_NL, `iq4-32-k` of IQ4_XS, and `iq4-16-f32` those of IQ2_S and others.
+`iq4-32` holds IQ4_NL, `iq4-32-k` IQ4_XS, and `iq4-16-f32` IQ2_S and others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Packing(NamedTuple):
 
     group: int
     minimum: bool = False  # groups have minimums
-    scales: str = "float16"  # the dtype of scales and minimums; those of int8 have steps
+    scales: str = "float16"  # the dtype of scales and minimums; int8 ones have steps
     bits: int = 4
     codes: bool = False  # integers are indices of the codebook that belongs to the scales
 

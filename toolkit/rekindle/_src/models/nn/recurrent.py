@@ -163,7 +163,9 @@ class ShortConvolution(RecurrentLayer):
 
 
 class GatedAttention(QkNormAttention):
-    """Attention whose output is multiplied by the sigmoid of gates that the query projection computes for each head."""
+    """Attention with its output multiplied by the sigmoid of gates, which the query projection computes for
+    each head.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)
@@ -178,7 +180,7 @@ class GatedAttention(QkNormAttention):
 
 
 class HeadGatedAttention(QkNormAttention):
-    """Attention whose heads are multiplied by a sigmoid, one number for each."""
+    """Attention with each head multiplied by a sigmoid, one number for each."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)

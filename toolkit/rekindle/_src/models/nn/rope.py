@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import jax
 
-ROTATED = 32  # native kernels rotate, and norm, heads of which so many numbers or a multiple of it are rotated
+ROTATED = 32  # native kernels rotate and norm heads with so many rotated numbers, or a multiple of it
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors", "proportional")
 
 
@@ -59,7 +59,7 @@ class RopeSpec:
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """Return a number that is equal for prompt lengths at which the keys of a shared prefix are rotated alike."""
+        """Return a number that is equal for prompt lengths that rotate the keys of a shared prefix alike."""
         if not self.depends_on_length or length <= self.original_length:
             return 0
         return 1 if self.kind == "longrope" else length

@@ -13,7 +13,7 @@ from typing import Any
 from rekindle._src.models.hf_config import MAX_LAYERS, ConfigKeys
 from rekindle.errors import UnsupportedModel
 
-# Several times those of any published encoder, as in `hf_config.py`.
+# Several times the values of any published encoder, as in `hf_config.py`.
 MAX_SIZE = 1 << 16  # of hidden states, MLPs, heads and the text's embeddings
 MAX_POSITIONS = 1 << 17  # rows of a table of positions
 MAX_SIDE = 1 << 12  # of a patch, in pixels; of a token, in patches
@@ -40,7 +40,7 @@ class VisionConfig:
     norm_eps: float = 1e-6
     activation: str = "gelu_tanh"
     rope_theta: float = 10_000.0
-    deepstack: tuple[int, ...] = ()  # layers whose outputs are levels of the result, too
+    deepstack: tuple[int, ...] = ()  # layers with outputs that are levels of the result, too
     clipped: bool = False  # inputs and outputs of matrices are limited
     standardized: bool = False  # tokens have a mean and a deviation
     projector_size: int = 0
@@ -64,9 +64,9 @@ class VisionConfig:
 
 
 class VisionKeys(ConfigKeys):
-    """The `vision_config` of a config.json, with transformers' defaults for what it leaves out.
+    """The `vision_config` of a config.json, with transformers' defaults for omitted keys.
 
-    `whole` is all of config.json, in which the projector's numbers are.
+    `whole` is all of config.json, which has the projector's numbers.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""The parts of a family's encoder, which its module in `towers` names: what it reads, computes and takes from files."""
+"""The parts of a family's encoder, named by its module in `towers`: it reads configs, computes, and takes tensors from
+files.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
     from rekindle._src.models.precision import Precision
     from rekindle._src.models.vision.layers import VisionTower
-else:  # towers annotate what they read, and import no readers
+else:  # towers annotate with these types, and import no readers
     GgufModel = Any
 
 Positions = Callable[[VisionConfig, PatchGrid, Any, Any], PositionRows]
@@ -33,8 +35,8 @@ class MmprojForm:
     names: Callable[[VisionConfig], Mapping[str, str]]
     # How the file's tensor is another than the checkpoint's, None if it is not.
     rewritten: Callable[[VisionConfig, str], TensorRewrite | None] = lambda config, name: None
-    swapped: frozenset[str] = frozenset()  # tensors whose first two axes the converter has swapped
-    # Tensors of which the file has each frame as one of its own.
+    swapped: frozenset[str] = frozenset()  # tensors with their first two axes swapped by the converter
+    # Tensors that the file splits, one for each frame.
     frames: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 

@@ -38,7 +38,7 @@ class PatchBatch(NamedTuple):
     starts: Any  # int32 [N]: the first patch of its picture; 0 in padding
     stops: Any  # int32 [N]: the patch after the last of its picture; 0 in padding
     table_rows: Any  # int32 [N, K]: rows of the table of positions; [N, 0] where all rows have a weight
-    weights: Any  # float32 [N, K]: their weights, or those of all rows
+    weights: Any  # float32 [N, K]: their weights, or all rows' weights
 
 
 class PositionRows(NamedTuple):
@@ -84,12 +84,12 @@ def members(rows: NDArray[np.int32], columns: NDArray[np.int32], grid: PatchGrid
 
 
 class PackedPictures:
-    """Pictures one after the other, of which batches of any size are cut; only then their patches are computed."""
+    """Pictures one after the other, cut into batches of any size; only then their patches are computed."""
 
     def __init__(self, images: Sequence[ImagePatches], config: VisionConfig, positions: Any, *, blocks: bool) -> None:
         """`positions(config, grid, rows, columns)` returns the `PositionRows` of a picture.
 
-        With `blocks`, patches come token by token. Raise ValueError for pictures whose sides are not whole tokens.
+        With `blocks`, patches come token by token. Raise ValueError for pictures with sides that are not whole tokens.
         """
         self._config, self._images, self._positions = config, images, positions
         self._orders = list[NDArray[np.int32]]()  # of the patches of each picture
@@ -168,7 +168,9 @@ def no_rows(config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], colu
 def bilinear_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
 ) -> PositionRows:
-    """Return four rows for each patch: those around its place in a square table, whose corners are the picture's."""
+    """Return four rows for each patch: the ones around its place in a square table that is stretched over the
+    picture.
+    """
     side = config.side
     (upper, row_weight), (left, column_weight) = (
         _around(index, length, side) for index, length in ((rows, grid.rows), (columns, grid.columns))
@@ -190,7 +192,7 @@ def _around(index: NDArray[np.int32], length: int, side: int) -> tuple[NDArray[n
 def fixed_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
 ) -> PositionRows:
-    """Return one row for each patch: that of its place. Raise ValueError for a picture of another size."""
+    """Return one row for each patch, for its place. Raise ValueError for a picture of another size."""
     side = config.side
     if grid != (side, side):
         raise ValueError(f"the encoder takes pictures of {side} × {side} patches, not {grid.rows} × {grid.columns}")
@@ -201,7 +203,7 @@ def fixed_rows(
 def bucketed_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
 ) -> PositionRows:
-    """Return one row for each patch: that of the part of a square table that its place in the picture falls into."""
+    """Return one row for each patch: the part of a square table that its place in the picture falls into."""
     # transformers compares roundings of these fractions, by another rule on each kind of processor: where a side is no
     # power of two and a picture has another one, a place that is exactly on a bound may come out one lower there.
     row, column = (index * config.side // length for index, length in ((rows, grid.rows), (columns, grid.columns)))

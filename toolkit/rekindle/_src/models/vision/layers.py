@@ -28,7 +28,7 @@ class PictureEmbeddings(NamedTuple):
     """The result of an encoder."""
 
     tokens: Array  # [T, X]
-    levels: Array  # [L, T, X]: what is added to the text's first layers; L is 0 for most encoders
+    levels: Array  # [L, T, X]: added to the text's first layers; L is 0 for most encoders
 
 
 class PatchPass(NamedTuple):
@@ -70,7 +70,7 @@ def rotate(x: Array, rope: tuple[Array, Array]) -> Array:
 
 
 class PositionTable(nnx.Module):
-    """A table of positions [R, E], of which a batch's patches read some rows, or all, by their weights."""
+    """A table of positions [R, E]; a batch's patches read some rows, or all, by their weights."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         self.weight = parameter((config.positions, config.hidden_size), precision.weights)
@@ -90,7 +90,7 @@ class PositionTable(nnx.Module):
 class PatchHeads(NamedTuple):
     """The heads of patches, normed and rotated."""
 
-    q: Array  # [H, N, D], so that those of a block lie together
+    q: Array  # [H, N, D], so that a block's lie together
     k: Array
     v: Array
 
@@ -117,7 +117,7 @@ class PatchLayer(nnx.Module):
 
 
 class FusedPatchAttention(nnx.Module):
-    """Attention among a picture's patches, whose q, k and v are one matrix."""
+    """Attention among a picture's patches, with q, k and v in one matrix."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         E, H, D = config.hidden_size, config.num_heads, config.head_dim
@@ -171,9 +171,9 @@ class PatchBlock(PatchLayer):
 
 
 class VisionTower(nnx.Module):
-    """An encoder: `begin`, each of `layers`, and `end`, which is what calling it does. `steps.py` runs them apart.
+    """An encoder: `begin`, each of `layers`, and `end`; calling it does the same. `steps.py` runs them apart.
 
-    `begin` takes any patches of a batch, `end` and `level` those of any tokens.
+    `begin` takes any patches of a batch, `end` and `level` take any tokens' patches.
     """
 
     layers: Sequence[PatchLayer]

@@ -48,8 +48,8 @@ def is_mmproj(header: GgufHeader) -> bool:
 def read_mmproj(path: Path) -> TowerTensors[TensorEntry]:
     """Return the encoder of a file: its config, and its tensors in the form that a checkpoint has.
 
-    The `model_type` of the config is that of a model which has such an encoder. Raise `UnsupportedModel` for a
-    projector that is not implemented.
+    The config has the `model_type` of a model with such an encoder. Raise `UnsupportedModel` for a projector that is
+    not implemented.
     """
     header = read_header(path)
     form = mmproj_form(header)
@@ -85,7 +85,7 @@ def _tensors(header: GgufHeader, form: MmprojForm, config: VisionConfig) -> Towe
         if not tensor.name.startswith(_OTHER_PARTS)
     }
     declared = tower_family(config.model_type).manifest(config)
-    # llama.cpp's converter has added what the manifest adds.
+    # llama.cpp's converter has already done the manifest's additions.
     sources = {path: dataclasses.replace(source, add=0.0) for path, source in declared.sources.items()}
     table, named, used = form.names(config), dict[str, TensorEntry](), set[str]()
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):

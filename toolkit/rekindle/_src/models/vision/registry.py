@@ -22,7 +22,7 @@ MODULES = {  # the module of each in `towers`
 
 
 def tower_family(model_type: Any) -> TowerFamily:
-    """Return the encoder of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
+    """Return the encoder of a model_type. Raise `UnsupportedModel`, which lists the implemented ones."""
     if not isinstance(model_type, str) or model_type not in MODULES:
         raise UnsupportedModel(
             f"pictures are not implemented for model_type={str(model_type)[:80]!r}. Use one of: {', '.join(MODULES)}."

@@ -23,7 +23,7 @@ DEFAULTS = {
 
 
 def siglip(keys: VisionKeys, merge: int, **fields: Any) -> VisionConfig:
-    """Return the config of an encoder whose positions are those of a square picture of `image_size`."""
+    """Return the config of an encoder with positions for a square picture of `image_size`."""
     if "positions" not in fields:
         side = keys.number("image_size", 1 << 14) // keys.number("patch_size", MAX_SIDE)
         if not side:

@@ -1,4 +1,4 @@
-"""Encoding in small steps, so that a large picture holds nobody up: the result is that of `tower.encode`.
+"""Encodes in small steps, so that a large picture does not hold up others, with the same result as `tower.encode`.
 
 Patches are cut into chunks of one size. A step computes some rows of a chunk: of the first layer's input, of a layer's
 heads, of its output, or tokens. Or it computes attention: that of one chunk's patches to another's. How many rows and
@@ -26,7 +26,7 @@ from rekindle._src.models.vision.tower import AbstractTower, TowerGraph, merge_t
 from rekindle_kernels import AttentionSums, add_keys, traits
 
 R = TypeVar("R")
-REPEATED = ("layers", "mergers")  # modules of which an encoder has several, all of the same shapes
+REPEATED = ("layers", "mergers")  # modules that an encoder repeats, all with the same shapes
 
 
 class StepSizes(NamedTuple):
@@ -96,15 +96,15 @@ class TowerParts:
 
     @property
     def plain(self) -> VisionTower:
-        """An encoder whose leaves are shapes."""
+        """An encoder with shapes as leaves."""
         return merge_tower(self.tower.graph, self.tower.shapes)
 
     def leaves(self, module: str, number: int, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the leaves of one of several modules; with "", those of the rest of the encoder."""
+        """Return the leaves of one of several modules; with "", the rest of the encoder's."""
         return tuple(leaves[place] for place in self.places[module][number])
 
     def merged(self, module: str, leaves: Sequence[Any]) -> VisionTower:
-        """Return an encoder whose first such module has these leaves, and all others have shapes."""
+        """Return an encoder that has these leaves in its first such module, and shapes in all others."""
         merged: list[Any] = list(self.tower.shapes)
         for place, leaf in zip(self.places[module][0], leaves, strict=True):
             merged[place] = leaf
@@ -136,7 +136,7 @@ def _doubled(least: int, most: float) -> int:
 
 
 def chunks_of(packed: PackedPictures, size: int) -> Iterator[PatchChunk]:
-    """Yield pictures in chunks of so many patches. What they are made of is computed when a chunk is taken."""
+    """Yield pictures in chunks of so many patches. A chunk's content is computed when it is taken."""
     for first in range(0, packed.patches, size):
         stop = min(first + size, packed.patches)
         yield PatchChunk(packed.cut(first, size), ChunkSpan(first, stop - first, packed.span(first, stop)))
@@ -198,7 +198,7 @@ def encode_in_steps(
 
 
 def one_chunk(packed: PackedPictures, size: int) -> PatchChunk:
-    """Return the shapes of a chunk, with which the steps meet every program."""
+    """Return the shapes of a chunk, for steps that visit every program."""
     batch = packed.cut(0, size)
     shapes = PatchBatch(*(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in batch))
     return PatchChunk(shapes, ChunkSpan(0, 1, (0, 1)))

@@ -1,7 +1,7 @@
 """The weights of an encoder: the tensors of a checkpoint by the names of its manifest, checked, then read or taken.
 
-Tensors are entries of files, which are read straight into their final form as those of language models are, or arrays
-in memory. Those of other parts of the model are left out.
+Tensors are entries of files, which are read straight into their final form as for language models, or arrays
+in memory. Tensors of other parts of the model are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TowerTensors(NamedTuple, Generic[Tensor]):
 
 
 def tower_tensors(config: VisionConfig, stored: Mapping[str, Tensor], origin: str) -> TowerTensors[Tensor]:
-    """Return the encoder's tensors among those of a Hugging Face checkpoint, by the names that they have there.
+    """Select the encoder's tensors from a Hugging Face checkpoint, by their names there.
 
     Raise `CheckpointError` for more layers than there are tensors: it costs little to ask before the encoder is made.
     """
@@ -96,7 +96,7 @@ def checked(tower: AbstractTower, stored: TowerTensors[Tensor]) -> dict[str, Ten
 
 
 def plan_tower(tower: AbstractTower, stored: TowerTensors[TensorEntry]) -> Reads:
-    """Return what to read for each leaf from the entries of files. Raise `CheckpointError` as `checked` does."""
+    """Plan the reads for each leaf from the entries of files. Raise `CheckpointError` as `checked` does."""
     entries = checked(tower, stored)
     shapes = dict(zip(tower.graph.paths, tower.shapes, strict=True))
     leaves = [
@@ -122,7 +122,7 @@ def read_tower(
 
 
 def load_tower(tower: AbstractTower, stored: TowerTensors[NDArray[Any]]) -> tuple[Array, ...]:
-    """Return the leaves of an encoder whose tensors are arrays in memory."""
+    """Return the leaves of an encoder from arrays in memory."""
     arrays, leaves = checked(tower, stored), list[Array]()
     for path, leaf in zip(tower.graph.paths, tower.shapes, strict=True):
         source = stored.manifest.sources[path]

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file as the config.json that the same model has as a Hugging Face folder.
 
-llama.cpp knows some numbers by the architecture alone; families add them to what is read here. A value that no family
+llama.cpp knows some numbers by the architecture alone; families add them to the keys read here. A value that no family
 implements raises `UnsupportedModel`, which names the key.
 """
 
@@ -70,12 +70,12 @@ class GgufModel(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers the model has: the blocks before those that draft tokens, or all of an assistant's."""
+        """How many layers the model has: all blocks except drafting ones, or all of an assistant's."""
         return self.blocks if self.assists else self.blocks - self.drafting
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are, those that draft tokens included; none is without a tensor."""
+        """How many blocks there are, including drafting ones; every block has a tensor."""
         count = self.metadata.integer(f"{self.prefix}.block_count")
         if not 1 <= count <= MAX_LAYERS or count > len(self.tensors):
             raise CheckpointError(
@@ -113,7 +113,7 @@ class GgufModel(NamedTuple):
         return self.integer("attention.sliding_window", 0) or None
 
     def unsupported(self, key: str, value: object, why: str = "") -> UnsupportedModel:
-        """Return the error for a key whose value no family implements."""
+        """Return the error for a key with a value that no family implements."""
         shown = repr(value)[:80]
         return UnsupportedModel(
             f"{self.header.path}: {self.prefix}.{key}={shown} is not implemented{' ' + why if why else ''}. "
@@ -159,7 +159,7 @@ class GgufModel(NamedTuple):
         of_token: str = "num_experts_per_tok",
         size: str | None = "moe_intermediate_size",
     ) -> dict[str, Any]:
-        """Return the numbers of experts by these keys; without `size`, they have that of the MLP."""
+        """Return the numbers of experts by these keys; without `size`, experts are as large as the MLP."""
         keys = {count: self.integer("expert_count"), of_token: self.integer("expert_used_count")}
         return keys if size is None else keys | {size: self.integer("expert_feed_forward_length")}
 
@@ -171,7 +171,7 @@ class GgufModel(NamedTuple):
         return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
 
     def rope(self, *, theta: float = 10_000.0, head_dim: int | None = None) -> dict[str, Any]:
-        """Return the keys of the rope of heads of `head_dim`, whose base is `theta` unless the file says otherwise.
+        """Return the keys of the rope for heads of `head_dim`; its base is `theta` unless the file says otherwise.
 
         They are `rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them.
         """
@@ -230,7 +230,7 @@ class GgufModel(NamedTuple):
         return scaling
 
     def _stretched(self, rotated: int, theta: float) -> dict[str, Any] | None:
-        """Return the scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
+        """Return the scaling of a file that stretches each frequency by its own factor, as Llama 3's files do.
 
         Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are taken.
         """

@@ -3,7 +3,7 @@
 Every type is a little-endian record. Blocks become float32 numbers exactly by llama.cpp's own formulas. Each function
 takes N blocks as records of its `BlockType` and returns float32 [N, values]. The order of the multiplications is part
 of a type's definition: with another one the last bit can differ. Numbers become blocks with llama.cpp's rounding: the
-bytes are those that its own tools write.
+bytes equal its own tools' output.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ UNREAD = {9: "Q8_1", 15: "Q8_K"}
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
-# The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
+# The 16 levels of IQ4, and twice the levels of a 4-bit float (E2M1).
 IQ4, E2M1_TWICE = (np.array(table, np.float32) for table in (int4.IQ4, int4.FLOATS))
 
 
@@ -152,7 +152,7 @@ def q3_k(blocks: Blocks) -> NDArray[np.int8]:
 
 
 def q3_k_scales(blocks: Blocks) -> NDArray[np.int8]:
-    """Return the scales [N, 16] of Q3_K as multiples of that of the block."""
+    """Return the scales [N, 16] of Q3_K as multiples of the block's scale."""
     packed = blocks["scales"]
     low = _parts(packed[:, :8], 4, 8).reshape(-1, 16)
     high = _parts(packed[:, 8:], 2, 4).reshape(-1, 16)
@@ -195,7 +195,7 @@ def q6_k(blocks: Blocks) -> NDArray[np.int8]:
 
 
 def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
-    """Return the scales [N, 8] of IQ4_XS as multiples of that of the block."""
+    """Return the scales [N, 8] of IQ4_XS as multiples of the block's scale."""
     low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
     high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
     levels: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
@@ -229,17 +229,17 @@ class ScaledLevels(NamedTuple):
 
 
 def _at(indices: NDArray[Any], bits: NDArray[Any], width: int) -> NDArray[np.intp]:
-    """Return indices [N, n] of a grid whose further bits are `bits` [N, n], above the lowest `width`."""
+    """Return indices [N, n] of a grid, with `bits` [N, n] above the lowest `width` bits."""
     return indices.astype(np.intp) | (bits.astype(np.intp) << width)
 
 
 def _in_turn(packed: NDArray[np.uint8], bits: int) -> NDArray[Any]:
-    """Unpack bytes [N, B] to [N, B · 8 / bits]: those of a byte follow each other, the lowest first."""
+    """Unpack bytes [N, B] to [N, B · 8 / bits]: a byte's parts follow each other, the lowest first."""
     return _parts(packed, bits, 1).reshape(len(packed), -1)
 
 
 def _odd(blocks: Blocks, multiples: NDArray[Any]) -> Values:
-    """Return the scales of groups: that of the block times 1, 3, 5 and so on."""
+    """Return the scales of groups: the block's scale times 1, 3, 5 and so on."""
     return _single(blocks["scale"]) * (multiples.astype(np.float32) * np.float32(2) + np.float32(1))
 
 
@@ -280,7 +280,7 @@ def _iq3_s(blocks: Blocks) -> ScaledLevels:
 
 
 def _with_shifts(entries: NDArray[np.int8], lower: NDArray[Any]) -> NDArray[np.int8]:
-    """Return eight times the levels of IQ1: those of a grid's entries [N, n, 8], and one less where `lower`, or more"""
+    """Return eight times the levels of IQ1: a grid's entries [N, n, 8], minus one where `lower`, else plus one."""
     shift = np.int8(1) - np.int8(2) * lower.astype(np.int8)
     return (entries + shift[:, :, None]).reshape(len(entries), -1)
 
@@ -340,7 +340,7 @@ def _of_bits(bits: int, zero: int, factor: int = 1) -> Callable[[Blocks], Scaled
     return found
 
 
-# The types whose numbers are no more than that.
+# The types with nothing more to their numbers.
 SCALED: dict[str, Callable[[Blocks], ScaledLevels]] = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,

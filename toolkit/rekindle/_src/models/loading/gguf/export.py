@@ -45,7 +45,7 @@ class _Member(NamedTuple):
 
     entry: TensorEntry
     source: Source
-    head: int  # rows of a head whose pairs the file has side by side; 0 for others
+    head: int  # rows of a head stored with its pairs side by side; 0 for others
 
 
 class OutgoingTensor(NamedTuple):

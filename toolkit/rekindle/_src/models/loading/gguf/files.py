@@ -18,12 +18,12 @@ _OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files next to a model that
 
 
 def is_gguf(path: Path) -> bool:
-    """True if a path is that of a GGUF file, by its name."""
+    """True if a path names a GGUF file."""
     return path.suffix.lower() == SUFFIX
 
 
 def is_file(path: str | Path) -> bool:
-    """True if a path is that of a GGUF file that exists, by its name or, as in Ollama's store, its first bytes."""
+    """True if a path is an existing GGUF file, by its name or, as in Ollama's store, its first bytes."""
     path = Path(path).expanduser()
     if is_gguf(path) or not path.is_file():
         return path.is_file()
@@ -71,7 +71,7 @@ def in_folder(folder: Path) -> Path | None:
 
 
 def parts(path: Path) -> list[Path]:
-    """Return all files of the model of which `path` is one; most models are one file."""
+    """Return all files of the model that `path` belongs to; most models are one file."""
     names = siblings(path.name)
     missing = [name for name in names if not (path.parent / name).exists()]
     if missing:
@@ -83,7 +83,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def siblings(name: str) -> list[str]:
-    """Return the names of all parts of a model, from that of one of them; just that one if it is whole."""
+    """Return the names of all parts of a model, given one of them; just that name for a whole file."""
     part = _PART.fullmatch(name)
     if part is None:
         return [name]

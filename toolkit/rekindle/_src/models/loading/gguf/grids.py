@@ -1,6 +1,6 @@
 """The grids of GGUF's types of one to three bits: an index of theirs stands for four or eight levels at once.
 
-They are part of the format, chosen by llama.cpp's authors. A grid's entries are numbers whose digits, of two or of
+They are part of the format, chosen by llama.cpp's authors. A grid's entries are numbers. Their digits, of two or of
 three bits and the lowest first, are indices of its levels. They ascend, so that their differences are stored.
 """
 
@@ -30,7 +30,7 @@ class Grid(NamedTuple):
 
 _TWO = (8, 25, 43)
 GRIDS = {
-    "IQ1": Grid(2048, 8, (-8, 0, 8)),  # eight times the levels, to which one is added or subtracted
+    "IQ1": Grid(2048, 8, (-8, 0, 8)),  # eight times the levels, plus or minus one
     "IQ2_XXS": Grid(256, 8, _TWO),
     "IQ2_XS": Grid(512, 8, _TWO),
     "IQ2_S": Grid(1024, 8, _TWO),

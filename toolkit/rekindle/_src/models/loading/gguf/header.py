@@ -63,7 +63,7 @@ class Texts(Sequence[str]):
             yield content[start:end].decode()
 
     def equal_to(self, strings: Iterable[str], among: NDArray[np.int64]) -> list[int]:
-        """Return the indices of `among` whose string is one of `strings`, ascending, without decoding any."""
+        """Return the indices of `among` with a string among `strings`, ascending, without decoding any."""
         octets, lengths, matches = np.frombuffer(self.content, np.uint8), self.ends - self.starts, list[int]()
         for encoded in {string.encode() for string in strings}:
             left = among[lengths[among] == len(encoded)]
@@ -74,7 +74,7 @@ class Texts(Sequence[str]):
 
 
 class Cursor:
-    """A position in the header of a file. `reading` names in errors what is being read there."""
+    """A position in the header of a file. `reading` names the current part for errors."""
 
     def __init__(self, path: Path, file: BinaryIO, most: int) -> None:
         self.path, self.position, self.reading, self._most = path, 0, "its header", most

@@ -51,7 +51,7 @@ class GgufPlace(NamedTuple):
     expert: int | None = None  # which matrix of a stack it is
     alone: str | None = None  # the name of the expert's own tensor, which old files have in place of the stack
     half: int | None = None  # which half of the rows it is: gate and up of an expert may be one matrix
-    paired: bool = False  # True if its rows are those of heads with rotated pairs side by side
+    paired: bool = False  # True if its rows are heads with rotated pairs side by side
 
 
 def place(name: str, form: GgufForm) -> GgufPlace:

@@ -1,11 +1,11 @@
 """Rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size.
 
 Types of integers in groups of 16 and more can be kept exactly in four, six or eight bits. These stand for the numbers
-that `dequantize` returns: indices of a table are those of a codebook, and scales that a type computes in float32 as a
-product are kept as its factors, or as float32 where no 16 bits hold the factors.
+that `dequantize` returns: indices of a table become indices of a codebook, and scales that a type computes in float32
+as a product are kept as its factors, or as float32 where no 16 bits hold the factors.
 
-llama.cpp's converter stores some tensors in another form than Hugging Face's folders: those of layers with states, and
-the matrix that makes keys and values of latent vectors, in whose place files have two stacks.
+llama.cpp's converter stores some tensors in another form than Hugging Face's folders: tensors of layers with states,
+and the matrix that makes keys and values of latent vectors, which files replace by two stacks.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False)
 
 
 def _of_levels(kind: str) -> Callable[[Any], Found]:
-    """Return such a function for a type in SCALED, whose groups may be cut into smaller ones."""
+    """Return such a function for a type in SCALED; its groups may be cut into smaller ones."""
     packing, levels_of = PACKINGS[kind], SCALED[kind]
 
     def found(blocks: Any) -> Found:
@@ -249,7 +249,7 @@ class _Runs:
     __slots__ = ()
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[GgufRows, int, int]]:
-        """Yield tensors of the file with ranges of their rows, whose concatenation is [start, stop)."""
+        """Yield tensors of the file with ranges of their rows; together the ranges make up [start, stop)."""
         raise NotImplementedError
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
@@ -373,10 +373,10 @@ def factors_of(entry: TensorEntry) -> tuple[float, ...]:
 
 
 def with_factors(stored: Mapping[str, TensorEntry], kept: Collection[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of a file in which each one of NVFP4 has its factors, without these as tensors of their own.
+    """Return the tensors of a file with the factors of NVFP4 ones attached, instead of as separate tensors.
 
-    The factors of "blk.0.ffn_up.weight" are "blk.0.ffn_up.scale": one, or one for each expert of a stack. Those whose
-    names are in `kept` stay, as they are weights of the model.
+    The factors of "blk.0.ffn_up.weight" are "blk.0.ffn_up.scale": one, or one for each expert of a stack. Factors named
+    in `kept` stay, because they are weights of the model.
     """
     found, read = dict(stored), set[str]()
     for name, entry in stored.items():
@@ -423,9 +423,9 @@ class LatentHeads:
 def latent_entry(
     name: str, place: str, stored: Mapping[str, TensorEntry]
 ) -> tuple[TensorEntry, tuple[str, str]] | None:
-    """Return the entry of the matrix `name`, whose place is "blk.0.attn_kv_b.weight", and the names of the stacks.
+    """Return the entry of the matrix `name`, with the place "blk.0.attn_kv_b.weight", and the names of its stacks.
 
-    None if the file does not have the stacks, or as ones that don't belong together.
+    None if the file does not have the stacks, or has stacks that don't belong together.
     """
     stacks = place.replace(WHOLE, KEYS), place.replace(WHOLE, VALUES)
     keys, values = (stored.get(stack) for stack in stacks)

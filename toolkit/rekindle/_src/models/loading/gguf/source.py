@@ -84,7 +84,7 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
 
 
 def _vocab_size(model: GgufModel) -> int:
-    """Return the size of the vocabulary of a file without an embedding, as those of heads may be."""
+    """Return the size of the vocabulary of a file without an embedding, such as a head's."""
     size = model.integer("vocab_size", None)
     return len(model.metadata.texts("tokenizer.ggml.tokens")) if size is None else int(size)
 

@@ -1,1 +1,1 @@
-"""The stores in which other tools keep models on this machine: their names, and the files that lie under them."""
+"""The stores that other tools keep models in on this machine: their names and files."""

@@ -20,9 +20,9 @@ from rekindle._src.models.loading.stores.model_store import (
     variable,
 )
 
-FOLDER = "models--"  # what the folder of a repository begins with; "--" stands for the slash
+FOLDER = "models--"  # the beginning of a repository's folder; "--" stands for the slash
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LEVELS = 3  # folders of a repository in which GGUF files are looked for, as in owner/name/BF16/model.gguf
+_LEVELS = 3  # levels of folders to search for GGUF files in a repository, as in owner/name/BF16/model.gguf
 
 
 class HubCache(ModelStore):
@@ -53,7 +53,7 @@ def repositories(folder: Path, reader: StoreReader) -> Iterator[StoreEntry]:
 
 
 def _snapshot(repository: Path, reader: StoreReader) -> Path | None:
-    """Return the files of the main branch; else those that were changed last. None if there are none."""
+    """Return the files of the main branch; else the files that were changed last. None if there are none."""
     snapshots = [path for path in reader.children(repository / "snapshots") if _COMMIT.fullmatch(path.name)]
     snapshots = [path for path in snapshots if os.path.isdir(path)]
     try:

@@ -36,8 +36,9 @@ def names() -> list[str]:
 
 
 def names_at(path: Path) -> list[str]:
-    """Return the names of the model at a path, as `rekindle.open` takes them. Those of the Hub's cache are hub ids,
-    which the path has in it."""
+    """Return the names of the model at a path, as `rekindle.open` takes them. In the Hub's cache, names are hub ids,
+    found in the path itself.
+    """
     return [f"{store.PREFIX}:{name}" for store in STORES if store is not HUB for name in store.names_at(path)]
 
 

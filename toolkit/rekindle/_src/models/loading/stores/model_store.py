@@ -1,8 +1,8 @@
 """A store of another tool: the models that lie in its folders by the names that the tool gives them.
 
 A store is listed from names of files and from the tool's own small manifests; no model is opened for it. Its files are
-a stranger's, and may be another user's: names that can't be shown are left out, what is read has a limit, and so has
-what is listed. `os.path.isdir` and `isfile` say False of what may not be looked at, where pathlib's raise.
+a stranger's, and may be another user's: unprintable names are left out, and reading and
+listing have limits. `os.path.isdir` and `isfile` return False for inaccessible paths, but pathlib's raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MODELS = 1000  # of a store
 MAX_ENTRIES = 4096  # of a folder, and of a level of folders
 MAX_LOOKS = 1 << 18  # entries that are looked at for one listing of a store, in about a second
 MAX_SCANNED = 2 * MAX_ENTRIES  # entries of a folder that are passed over for it, hidden ones included
-_FOLDER_LOOKS = 16  # of which a folder takes so many by itself
+_FOLDER_LOOKS = 16  # of these, so many for each folder
 MAX_BYTES = 64 << 20  # of manifests that are read for one listing
 MAX_NAME = 256  # characters of a file's name
 MOST_NAMED = 5  # models in an error
@@ -43,12 +43,12 @@ class ModelStore(abc.ABC):
     """The models that one tool keeps. `PREFIX` stands before the name of a model, as in `ollama:qwen3:0.6b`."""
 
     PREFIX: ClassVar[str]
-    TITLE: ClassVar[str]  # whose store it is, in a sentence
+    TITLE: ClassVar[str]  # the tool's name, in a sentence
     REMOVAL: ClassVar[str]  # how a model is removed from it; {} is its name
 
     @abc.abstractmethod
     def folders(self) -> list[Path]:
-        """Return the folders in which the tool keeps models, whether they exist or not."""
+        """Return the tool's model folders, whether they exist or not."""
 
     @abc.abstractmethod
     def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
@@ -64,7 +64,7 @@ class ModelStore(abc.ABC):
         return sorted(by_name.values(), key=lambda entry: entry.name.lower())
 
     def key(self, name: str) -> str:
-        """Return what two spellings of one model's name have in common."""
+        """Return the common form of a model name's spellings."""
         return name
 
     def names_at(self, path: Path) -> list[str]:
@@ -104,7 +104,7 @@ class StoreReader:
         self._looks, self._bytes = MAX_LOOKS, MAX_BYTES
 
     def children(self, folder: Path) -> list[Path]:
-        """Return what lies in a folder, as `children` does; none once the bound is reached."""
+        """Return the entries of a folder, as `children` does; empty once the bound is reached."""
         if self._looks <= 0:
             return []
         paths = children(folder)
@@ -120,8 +120,9 @@ class StoreReader:
         return levels
 
     def models_in(self, folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
-        """Yield the models of a folder: that of its safetensors, and its GGUF files, several with their own names
-        after the folder's."""
+        """Yield the models of a folder: its safetensors as one, and its GGUF files; several have their own names after
+        the folder's.
+        """
         below = itertools.chain.from_iterable(self.levels(folder, levels))
         names = {path.relative_to(folder).as_posix(): path for path in below if not os.path.isdir(path)}
         tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
@@ -142,8 +143,7 @@ class StoreReader:
 
 
 def children(folder: Path) -> list[Path]:
-    """Return what lies in a folder, sorted, without hidden files and names that can't be shown; none if it can't be
-    read."""
+    """Return the entries of a folder, sorted, without hidden files and unprintable names; empty if it can't be read."""
     paths: list[Path] = []
     try:
         with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Ollama's store: a manifest for each tag, and blobs by their digests, of which one is the model's GGUF file.
+"""Ollama's store: a manifest for each tag, and blobs by their digests; one blob is the model's GGUF file.
 
     manifests/registry.ollama.ai/library/qwen3/0.6b     JSON, with a layer for the model and one for its projector
     manifests-v2/…                                      the same, as links to blobs; where both are, this is newer
@@ -19,16 +19,16 @@ from typing import Any
 from rekindle._src.models.loading.stores.model_store import ModelStore, StoreEntry, StoreReader, home, variable
 from rekindle.errors import CheckpointError
 
-MAX_MANIFEST = 4 << 20  # bytes; those of GGUF models have about one KB
+MAX_MANIFEST = 4 << 20  # bytes; a GGUF model's has about one KB
 MAX_LAYERS = 1 << 16  # of a manifest; a model that is stored tensor by tensor has one for each
 MAX_LISTED = 16  # manifests in a manifest
 _KIND = "application/vnd.ollama.image."  # before "model", "projector", "adapter", "tensor" and others
 _LIST = "application/vnd.ollama.manifest.list.v2+json"
-_RUNNERS = ("ollama", "llamacpp")  # those that take GGUF, the preferred one first
+_RUNNERS = ("ollama", "llamacpp")  # runners that take GGUF, the preferred one first
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
-_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of Ollama as a service on Linux, whose user is `ollama`
+_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of Ollama as a service on Linux, with the user `ollama`
 
 
 class Ollama(ModelStore):
@@ -86,7 +86,7 @@ def _entry(folder: Path, manifest: Path, name: str, reader: StoreReader) -> Stor
 
 
 def _layers(folder: Path, manifest: Path, reader: StoreReader) -> list[Mapping[str, Any]]:
-    """Return the layers of a manifest; of a list of manifests, those of the one that is in GGUF."""
+    """Return the layers of a manifest; of a list of manifests, the layers of the GGUF one."""
     content: Any = reader.object_in(manifest, MAX_MANIFEST)
     if content.get("mediaType") == _LIST:
         several = _list(content, "manifests")[:MAX_LISTED]

@@ -68,7 +68,7 @@ def config(keys: VisionKeys) -> VisionConfig:
 
 
 class ClippedLinear(Linear):
-    """A linear layer whose inputs and outputs are limited, if the checkpoint says to what."""
+    """A linear layer with limits on its inputs and outputs, if the checkpoint has them."""
 
     def __init__(self, out_features: int, in_features: int, config: VisionConfig, precision: Precision) -> None:
         super().__init__(out_features, in_features, precision)
@@ -102,7 +102,7 @@ class NormedPatchAttention(nnx.Module):
 
 
 class ClippedGatedMlp(nnx.Module):
-    """A gated MLP whose matrices may be limited."""
+    """A gated MLP with optional limits on its matrices."""
 
     def __init__(self, config: VisionConfig, precision: Precision) -> None:
         E, inner = config.hidden_size, config.intermediate_size

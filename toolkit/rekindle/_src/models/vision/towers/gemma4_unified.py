@@ -31,7 +31,7 @@ LAYER_NORM_EPSILON = 1e-5  # PyTorch's own
 
 
 def config(keys: VisionKeys) -> VisionConfig:
-    """Return a config whose patch is as large as a token: a picture's grid is counted in those."""
+    """Return a config with patches as large as a token: a picture's grid is counted in those."""
     size = keys.number("mm_embed_dim", MAX_SIZE)
     keys.only("output_proj_dims", size)  # a norm and a matrix follow, of the same size
     side = keys.number("patch_size", MAX_SIDE) * keys.number("pooling_kernel_size", 64)

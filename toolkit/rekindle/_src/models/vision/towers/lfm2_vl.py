@@ -1,4 +1,4 @@
-"""LFM2-VL: SigLIP 2 for pictures of any shape, whose table of positions is resized; a token joins 2 × 2 patches."""
+"""LFM2-VL: SigLIP 2 for pictures of any shape, with a resized table of positions; a token joins 2 × 2 patches."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _merger(path: str, name: str, normed: int, inner: int, outputs: int) -> dict
 
 
 def read_mmproj(model: GgufModel) -> VisionConfig:
-    # The file's epsilon is that of the language model: the converter writes it in the place of the encoder's own.
+    # The file's epsilon is the language model's: the converter writes it in place of the encoder's own.
     deepstack = model.get("is_deepstack_layers", ())
     keys = {
         **vision_keys(model),
@@ -152,7 +152,7 @@ NAMES = {
 
 
 def names(config: VisionConfig) -> dict[str, str]:
-    """Return llama.cpp's names; those of a level have the number of its layer."""
+    """Return llama.cpp's names; a level's names have the number of its layer."""
     levels = {
         f"visual.deepstack_merger_list.{number}.{part}": f"v.deepstack.{layer}.{theirs}"
         for number, layer in enumerate(config.deepstack)
