@@ -69,7 +69,7 @@ def build_guest(folder: Path) -> None:
 
 
 def emulator(level: cpu.Level) -> list[str]:
-    """What a command begins with that runs on a processor of that level."""
+    """Return the beginning of a command that runs on a processor of that level."""
     program = next(filter(None, map(shutil.which, EMULATORS)))
     return [program, "-cpu", PROCESSORS[level.name], "-L", str(ROOT)]
 

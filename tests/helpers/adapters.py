@@ -1,4 +1,4 @@
-"""Random adapters as PEFT folders, and what a model says with one of them."""
+"""Random adapters as PEFT folders, and a model's output with one of them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write(
     folder: Path, config: ModelConfig, *, seed: int = 0, rank: int = 4, targets: Sequence[str] | None = None,
     layers: Sequence[int] | None = None, experts: Sequence[str] = (), **fields: Any,
 ) -> Path:  # fmt: skip
-    """A PEFT folder with a random adapter, also of parameters of all experts; `fields` are those of its config."""
+    """Write a PEFT folder with a random adapter, also of parameters of all experts; `fields` go into its config."""
     folder.mkdir(parents=True, exist_ok=True)
     names = modules(config, targets, layers)
     state = tensors(config, names, seed, fields.get("rank_pattern", {}), rank=rank)

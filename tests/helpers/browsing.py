@@ -81,7 +81,7 @@ def running(command: Sequence[str], folder: Path, environment: Mapping[str, str]
 
 @contextmanager
 def blank_page(playwright: Any, *, width: int = 1100, height: int = 1400, scale: float = 1) -> Iterator[Any]:
-    """An empty page of a Chromium: the system's, or that of playwright. Skips the test where there is none."""
+    """Open an empty page of a Chromium: the system's or playwright's. Skips the test where there is none."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None and not Path(playwright.chromium.executable_path).exists():
         pytest.skip("no Chromium: install one, or run playwright install chromium")
@@ -135,6 +135,6 @@ def printed(page: Any, index: int, words: str, *, seconds: float = 120) -> None:
 
 
 def outputs(folder: Path, index: int) -> list[Any]:
-    """What the saved notebook holds of a cell's outputs, by kind."""
+    """Return a cell's saved outputs, by kind."""
     saved = nbformat.read(folder / NAME, as_version=4)
     return [output.get("data", {}) for output in saved.cells[index].outputs]

@@ -1,4 +1,4 @@
-"""Sessions whose model says what a test tells it to, through chat templates that show tools and reasoning."""
+"""Sessions with a model that says a test's script, through chat templates that show tools and reasoning."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def with_special_tokens(*texts: str) -> Tokenizer:
 
 @contextmanager
 def saying(script: Script | str, template: str = HERMES, *, tokenizer: Tokenizer | None = None) -> Iterator[Session]:
-    """A session whose model answers each prompt with `script(prompt)`; it has to be whole afterwards."""
+    """Open a session with a model that answers each prompt with `script(prompt)`; it has to be whole afterwards."""
     tokenizer = tokenizer if tokenizer is not None else byte_tokenizer()
     config = dataclasses.replace(CONFIG, max_model_len=4096, max_tokens_per_step=512)
     answer = (lambda prompt: script) if isinstance(script, str) else script

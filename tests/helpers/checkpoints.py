@@ -38,7 +38,7 @@ READ = {*UNLIKE, "phi3", "granite-moe", "qwen3-moe", "falcon-h1", "nemotron-h", 
 
 
 def one_each(*others: str) -> list[Any]:
-    """All cases, of which those that vary a family's options are slow, but for `others`."""
+    """Return all cases; variants of a family's options are marked slow, except `others`."""
     import pytest  # which benchmarks do without
 
     quick = {*ONE_EACH.values(), *others}

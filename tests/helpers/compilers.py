@@ -111,7 +111,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a GPU kernel takes of a multiprocessor."""
+    """A GPU kernel's use of a multiprocessor."""
 
     name: str
     registers: int  # per thread
@@ -184,7 +184,7 @@ class Compiled:
         return len(re.findall(rf" {kind}(?:-start)?\(", called))
 
     def between(self, name: str) -> int | None:
-        """How many kernels run from one kernel of this name to the next: those of a layer."""
+        """Return how many kernels run from one kernel of this name to the next: the kernels of a layer."""
         names = [thunk.name for thunk in self.thunks if thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile")]
         if not names:
             entry = self.text[self.text.index("\nENTRY") :]
@@ -232,7 +232,7 @@ def devices(platform: str, count: int = 1, gpu: str = "h100") -> list[jax.Device
 
 @contextmanager
 def target(platform: str, gpu: str = "h100") -> Iterator[jax.Device]:
-    """Inside, what is traced is for that platform, and shapes without a sharding lie on its first device."""
+    """Inside, programs are traced for that platform, and shapes without a sharding lie on its first device."""
     device = devices(platform, gpu=gpu)[0]
     with jax.default_device(device):
         yield device

@@ -61,7 +61,7 @@ class Calls:
 
 @contextmanager
 def listening() -> Iterator[Calls]:
-    """Threads that are started inside tell what they call."""
+    """Record the calls of threads that are started inside."""
     calls = Calls()
     threading.setprofile(calls)
     try:

@@ -42,13 +42,13 @@ _HEAD = struct.Struct("=cqIIQ")
 
 
 class Job(Protocol):
-    """What is done in a folder, and what has to be true of the folder whenever that was ended."""
+    """Work in a folder, and the conditions that must hold in the folder however the work ends."""
 
     def load(self) -> None:
         """Import what every process would import."""
 
     def prepare(self, folder: Path) -> None:
-        """Put into the folder what is there before."""
+        """Put the initial content into the folder."""
 
     def work(self, folder: Path, mark: Mark) -> None:
         """Do it. `mark` is called with what must be there from now on, for example after each save."""
@@ -70,7 +70,7 @@ def library() -> Path:
 
 
 def watched(*arguments: str, timeout: float = 500, **environment: str) -> str:
-    """Return what this script prints, run in a process that has the library."""
+    """Run this script in a process that has the library, and return its output."""
     paths = os.pathsep.join(filter(None, sys.path))
     settings = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "LD_PRELOAD": str(library())}
     done = subprocess.run(
@@ -85,7 +85,7 @@ def watched(*arguments: str, timeout: float = 500, **environment: str) -> str:
 
 
 class Killed(NamedTuple):
-    """A folder whose process was ended at its `call`-th change."""
+    """A folder left by a process that was ended at its `call`-th change."""
 
     call: int
     folder: Path
@@ -232,8 +232,9 @@ class Disk:
         parent.since.append((name, one))
 
     def tree(self, names: Callable[[int], int], content: Callable[[], Unsynced]) -> Tree:
-        """Return what may be left. Of so many unsynced names of a folder `names` says how many are there, and `content`
-        what of a file's unsynced writes."""
+        """Return a possible remainder of the folder. Given the number of a folder's unsynced names, `names` returns how
+        many exist; `content` chooses the remainder of a file's unsynced writes.
+        """
 
         def of(one: _Folder) -> Tree:
             kept = one.after(names(len(one.since)))
@@ -245,7 +246,7 @@ class Disk:
         return of(self.top)
 
     def trees(self, draw: random.Random) -> Iterator[Tree]:
-        """Yield what a power cut may leave now."""
+        """Yield folders that a power cut may leave now."""
         kinds: tuple[Unsynced, ...] = ("none", "zeros", "half", "all")
         yield self.tree(lambda count: 0, lambda: "none")
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""Typed fakes: a model that is a hash of what it reads from its pages, the runner around it, a tokenizer, a host tier.
+"""Typed fakes: a model that hashes the values it reads from its pages, the runner around it, a tokenizer, a host tier.
 
 The fake's KV value of a position chains over every token before it, and its next token hashes all values that it reads
 back through the row's page table. A page that is reused, published early, shared wrongly or restored from the wrong
@@ -60,7 +60,7 @@ class FakeModel:
     salt: int = 0  # other weights
 
     def extend(self, before: KV, tokens: Iterable[int]) -> KV:
-        """KV values of `tokens` after positions whose values are `before`."""
+        """Return KV values of `tokens` after positions with the values `before`."""
         state = int(before[-1]) if len(before) else self.salt
         values = []
         for token in tokens:
@@ -73,7 +73,7 @@ class FakeModel:
         self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int],
         allowed: Collection[int] | None = None,
     ) -> int:  # fmt: skip
-        """The token after positions whose KV values are `values`; among `allowed`, if a guide says which."""
+        """Return the token after positions with the KV `values`; among `allowed`, if a guide restricts it."""
         salt = b"" if sampling.greedy else f"{sampling.seed}:{sampling.temperature}".encode()
         digest = hashlib.blake2b(values.tobytes() + salt, digest_size=16).digest()
         number = int.from_bytes(digest[:8], "little")
@@ -106,7 +106,9 @@ class FakeModel:
 
 @dataclasses.dataclass(frozen=True)
 class EchoModel(FakeModel):
-    """Says again what it read `period` tokens ago, but for a surprise now and then, so that its text can be guessed."""
+    """Repeats the token from `period` tokens ago, except for a surprise now and then, so that its text can be
+    guessed.
+    """
 
     period: int = 5
     surprises: float = 0.1
@@ -170,7 +172,7 @@ class DictTier:
         return True
 
     def clear(self) -> None:
-        """Keeps everything: what a digest names never changes."""
+        """Keep everything: a digest's content never changes."""
 
     def discard(self, digest: bytes) -> None:
         self.payloads.pop(digest, None)

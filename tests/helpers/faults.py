@@ -18,7 +18,7 @@ NAMES = [errno.errorcode[number] for number in PASSING]
 
 @contextlib.contextmanager
 def unreadable(part: str, number: int) -> Iterator[list[str]]:
-    """Opening a file for reading fails whose path contains `part`; yields the paths that were tried."""
+    """Make opening a file for reading fail if its path contains `part`; yields the paths that were tried."""
     tried: list[str] = []
 
     def refuse(path: Any) -> None:
@@ -45,7 +45,7 @@ def unreadable(part: str, number: int) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def full_disk(part: str = "") -> Iterator[None]:
-    """What is written to files whose path contains `part` fails half way: no space is left."""
+    """Make writes to files with `part` in their paths fail half way: no space is left."""
 
     class Full(io.FileIO):
         def write(self, data: Any, /) -> int:

@@ -1,4 +1,4 @@
-"""Fleets whose replicas live in this process, over fake sessions or any others, and die when a test says so."""
+"""Fleets with replicas in this process, over fake sessions or any others; a test decides when they die."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class LocalReplica:
                 raise ReplicaGone("has died")
 
     def die(self) -> None:
-        """Ends it without warning, like kill -9: what it has not told is lost."""
+        """End it without warning, like kill -9: unsent news is lost."""
         session, self.replica, self.session = self.session, None, None
         self.hangs = False
         if session is not None:

@@ -1,4 +1,4 @@
-"""As a script: a session on a machine whose installation brought no kernels.
+"""As a script: a session on a machine with an installation that brought no kernels.
 
 Arguments: the option `precompile`, a folder for programs and kernels; with --without-compiler, numba and llvmlite can't
 be imported; with --busy, other programs keep the machine so busy that kernels are compiled once there is a file `go` in

@@ -1,4 +1,4 @@
-"""Grounds and texts of front ends, and how well what a page shows can be read on them."""
+"""Grounds and texts of front ends, and the legibility of a page on them."""
 
 from __future__ import annotations
 

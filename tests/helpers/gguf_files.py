@@ -45,7 +45,7 @@ def raw(
     *, magic: bytes = b"GGUF", version: int = 3, pairs: Sequence[bytes] = (), entries: Sequence[bytes] = (),
     counts: tuple[int, int] | None = None, data: bytes = b"",
 ) -> bytes:  # fmt: skip
-    """The bytes of a file; `counts` are what it says of its numbers of tensors and keys."""
+    """Return the bytes of a file; `counts` are its stated numbers of tensors and keys."""
     tensors, keys = counts or (len(entries), len(pairs))
     head = magic + struct.pack("<IQQ", version, tensors, keys) + b"".join((*pairs, *entries))
     return head + bytes(-len(head) % 32) + data
@@ -127,7 +127,7 @@ NOT_IN_THE_PACKAGE = ("Q1_0", "Q2_0")  # its functions don't read them
 
 
 def _bit_by_bit(kind: BlockType, stored: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The numbers of blocks [N, bytes]: a scale of 16 bits, then integers, those of a byte from its lowest bits on."""
+    """Return the numbers of blocks [N, bytes]: a scale of 16 bits, then integers, a byte's from its lowest bits on."""
     bits = {"Q1_0": 1, "Q2_0": 2}[kind.name]
     index = np.arange(kind.values) * bits
     codes = (stored[:, 2 + index // 8] >> (index % 8).astype(np.uint8)) & np.uint8((1 << bits) - 1)

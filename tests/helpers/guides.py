@@ -67,5 +67,7 @@ def allowed_in(mask: Mask) -> set[int]:
 
 
 def letters(position: int, last: int) -> Sequence[int]:
-    """Every third position any of eight letters, at the other two what the letter before forces."""
+    """Allow any of eight letters at every third position, and at the other two the one that the letter before
+    forces.
+    """
     return tuple(range(97, 105)) if position % 3 == 0 else (last + 8,)

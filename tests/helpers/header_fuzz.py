@@ -93,7 +93,7 @@ def fields_of(data: bytes) -> tuple[list[Field], int, int]:
 
 
 def mutated(header: bytes, fields: list[Field], keyed: int, draw: random.Random) -> bytes:
-    """Return a header in which one to three things are other ones; the first `keyed` fields are not of tensors."""
+    """Return a header with one to three changes; the first `keyed` fields do not belong to tensors."""
     changed = bytearray(header)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         where = draw.random()
@@ -120,7 +120,7 @@ def place(header: bytearray, draw: random.Random) -> int:
 
 
 def content_of(field: Field, header: bytearray, fields: list[Field], draw: random.Random) -> bytes:
-    """Return what takes the place of a field's content."""
+    """Return a replacement for a field's content."""
     now = bytes(header[field.start : field.start + field.size])
     if field.kind == "real" and len(now) == field.size:
         return struct.pack("<f" if field.size == 4 else "<d", draw.choice(REALS))

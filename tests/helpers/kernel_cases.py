@@ -114,7 +114,7 @@ TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def tolerance(case: Case) -> float:
-    """The wider of what the queries' and the pages' types allow; narrow pages are multiplied in bfloat16."""
+    """Return the wider tolerance of the queries' and the pages' types; narrow pages are multiplied in bfloat16."""
     kinds = {case.dtype, case.kv_dtype or case.dtype}
     return max(TOLERANCES.get(kind, TOLERANCES["bfloat16"]) for kind in kinds)
 
@@ -166,14 +166,14 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
 
 
 def in_wide_queries(inputs: AttentionInputs) -> AttentionInputs:
-    """The same problem with float32 queries: what the oracle computes before its output is rounded."""
+    """Return the same problem with float32 queries, as the oracle computes before its output is rounded."""
     return replace(inputs, q=inputs.q.astype(jnp.float32))
 
 
 def filled_pages(
     case: Case, num_pages: int, table: np.ndarray, lengths: list[int], random: np.random.Generator, *, poison: bool
 ) -> LayerKV:
-    """Pages with random keys and values at every position that some sequence owns; page 0 is nobody's."""
+    """Return pages with random keys and values at every position that some sequence owns; page 0 belongs to none."""
     shape = (case.kv_heads, case.page_size, case.head_dim)
     allocated = -(-num_pages // 16) * 16  # and tokens are written again, so that many cases share a program
     kv = init_pages(allocated, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
@@ -221,7 +221,7 @@ def mosaic_cases() -> list[Case]:
 
 
 def assert_attends(run: Any, case: Case, problem: Problem) -> np.ndarray:
-    """What a kernel makes of a problem, after it was compared with the reference."""
+    """Return a kernel's result for a problem, after comparing it with the reference."""
     with jax.default_matmul_precision("highest"):
         want = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
     got = np.asarray(run(problem.inputs).astype("float32"))

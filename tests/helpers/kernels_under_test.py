@@ -76,7 +76,7 @@ class Kernel:
         return Cell(status, "".join(text), error, trace, time.perf_counter() - start, tuple(updates))
 
     def ok(self, code: str, **options: Any) -> str:
-        """Run a cell that must not raise; what it printed."""
+        """Run a cell that must not raise, and return its printed output."""
         cell = self.run(code, **options)
         assert cell.status == "ok", f"{cell.error}\n{cell.traceback}"
         return cell.text.strip()

@@ -35,7 +35,7 @@ class MachO:
 
 
 def read(path: Path) -> MachO:
-    """Return what a library says. Raises ValueError where it is none."""
+    """Read the facts of a library. Raises ValueError for any other file."""
     data = path.read_bytes()
     magic, machine, _, kind, count, _, _, _ = struct.unpack_from("<8I", data)
     if magic != MAGIC:

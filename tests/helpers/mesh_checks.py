@@ -131,7 +131,9 @@ def repeated_kv_heads(folder: Path) -> None:
 
 @check
 def kernels_of_xla(folder: Path) -> None:
-    """Without the native kernels of attention, then without those of products and norms and their chains too."""
+    """Compare without the native kernels of attention, then also without the kernels of products and norms and their
+    chains.
+    """
     for name in ("llama", "gpt2", "mixtral"):
         compare(name, 2, kernels="xla")
         plain = mesh_models.without_kernels(case(name))
@@ -156,9 +158,11 @@ def quantised(folder: Path) -> None:
 
 @check
 def four_bits(folder: Path) -> None:
-    """Parts of 4-bit matrices mean the same on a mesh, those of experts too. XLA's products show it: they round
-    nothing. Native products round rows to 8 bits: a number between two steps goes to the other one after a sum in
-    another order, and everything computed after it is rounded anew."""
+    """Parts of 4-bit matrices mean the same on a mesh, including experts' matrices.
+
+    XLA's products show it: they round nothing. Native products round rows to 8 bits: a number between two steps goes to
+    the other one after a sum in another order, and everything computed after it is rounded anew.
+    """
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
     both = {"expert": 2, "model": 2}
     for name, meshes in (("llama", (2, 4)), ("qwen3-moe", (EXPERTS, 2, both))):
@@ -398,7 +402,7 @@ def loaded_weights(folder: Path) -> None:
 
 @check
 def loaded_in_parts(folder: Path) -> None:
-    """What is read for each device is what it gets of a model that was loaded whole, whatever it is stored as."""
+    """The parts read for each device equal its parts of a model that was loaded whole, for all ways to store it."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16, "moe_intermediate_size": 64}
     both = {"expert": 2, "model": 2}
     for name, mesh, quantize in (
@@ -475,8 +479,9 @@ def random_models(folder: Path) -> None:
 
 @check
 def taps(folder: Path) -> None:
-    """Captures and changes at every site are those of one device: with data shards of two devices, each of which has
-    changes of its own, and where two share a kv head."""
+    """Captures and changes at every site match one device's: with data shards of two devices, each with changes of its
+    own, and where two share a kv head.
+    """
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((3, case("llama").config.hidden_size))
     steer = rekindle.Steer(0, vectors[0], 3.0)
@@ -575,7 +580,9 @@ def pictures(folder: Path) -> None:
 
 @check
 def taps_of_families(folder: Path) -> None:
-    """Captures of a case of each family at every site on two devices are those of one, and changes change the same."""
+    """Captures of a case of each family at every site on two devices match one device's, and changes change the
+    same.
+    """
     for name in sorted(set(checkpoints.ONE_EACH.values()) - mesh_models.LEFT_OUT):
         several = []
         for mesh in (None, 2):
@@ -721,7 +728,7 @@ def data_shards_restore(folder: Path) -> None:
 
 @check
 def data_shards_given_as_a_mesh(folder: Path) -> None:
-    """A mesh of JAX whose axes come in any order; nothing is left on its devices when the session ends."""
+    """A mesh of JAX takes axes in any order; nothing is left on its devices when the session ends."""
     model = case("llama")
     expected = generated(model, None)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("model", "data"))

@@ -25,7 +25,7 @@ CALL = "mosaic_gpu_v2"
 
 @dataclass(frozen=True)
 class MosaicKernel:
-    """What a kernel takes of a multiprocessor, and what it is made of."""
+    """A kernel's use of a multiprocessor, and its parts."""
 
     name: str
     registers: int  # per thread, when it starts; warpgroups then take more or fewer
@@ -49,7 +49,7 @@ def reason() -> str | None:
 
 
 def places() -> dict[str, str]:
-    """Environment variables by which the compiler finds its libraries."""
+    """Return environment variables for the compiler to find its libraries with."""
     root = compilers.folder("gpu")
     assert root is not None, compilers.FETCH
     runtime = next(root.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))

@@ -317,7 +317,7 @@ def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
 
 
 def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], count: int) -> list[int]:
-    """What transformers generates for a prompt whose pictures have their places already: no places of others."""
+    """Return transformers' text for a prompt that already has its pictures' places, and no other's."""
     import torch
     from PIL import Image
 

@@ -29,7 +29,7 @@ class PortableExecutable:
 
 
 def read(path: Path) -> PortableExecutable:
-    """Return what a library says. Raises ValueError where it is none."""
+    """Read the facts of a library. Raises ValueError for any other file."""
     data = path.read_bytes()
     (start,) = struct.unpack_from("<I", data, 60)
     if data[:2] != b"MZ" or data[start : start + 4] != b"PE\0\0":

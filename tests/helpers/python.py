@@ -8,7 +8,7 @@ import sys
 
 
 def run_python(*arguments: str, timeout: float = 550, **environment: str) -> str:
-    """Return what `python ARGUMENTS` prints; fail with what it wrote to stderr if it fails."""
+    """Run `python ARGUMENTS` and return its output; fail with its stderr if it fails."""
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, *arguments], env={**os.environ, **paths, **environment}, capture_output=True, text=True,

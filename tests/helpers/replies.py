@@ -1,4 +1,4 @@
-"""Replies of every family as their models write them, with what they hold."""
+"""Replies of every family as their models write them, with their content."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def answered(loop: Loop, *prompts: list[int], max_tokens: int = 6) -> list[Reque
 
 
 def text(count: int, *suffix: int) -> list[int]:
-    """Return a prompt whose first `count` tokens are always the same."""
+    """Return a prompt that begins with the same `count` tokens each time."""
     return [position * 7 % 90 for position in range(count)] + list(suffix)
 
 

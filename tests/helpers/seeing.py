@@ -1,4 +1,4 @@
-"""Sessions over the fake model that read pictures: real intake and processor, and an encoder whose rows are zeros."""
+"""Sessions over the fake model that read pictures: real intake and processor, and an encoder that returns zero rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ZeroEncoder:
 
 @contextmanager
 def opened(config: Any = CONFIG, *, folder: Path | None = None, **options: Any) -> Iterator[Session]:
-    """A session that reads pictures, whose rows are kept in `folder`; it has to be whole again afterwards."""
+    """Open a session that reads pictures and keeps their rows in `folder`; it has to be whole again afterwards."""
     store = None if folder is None else Store(folder, verified=True, max_bytes=1 << 20)
     encoder: Any = ZeroEncoder()
     pictures = SessionPictures(processor(), encoder, KeptRows(1 << 20, store), identity=b"test", token=ord(MARK))

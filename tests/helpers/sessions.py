@@ -115,7 +115,7 @@ def checked(make: Callable[[], Session]) -> Iterator[Session]:
 
 
 def threads() -> set[threading.Thread]:
-    """Those that a session may have started; trio keeps threads of its own for ten seconds."""
+    """Return the threads that a session may have started; trio keeps threads of its own for ten seconds."""
     return {thread for thread in threading.enumerate() if thread.name.startswith(("rekindle", "AnyIO"))}
 
 
@@ -141,7 +141,7 @@ async def comes_to_rest(server: Any) -> None:
 
 
 def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling: Any) -> list[int]:
-    """What the fake model generates for a prompt, computed in a plain loop."""
+    """Return the fake model's tokens for a prompt, computed in a plain loop."""
     return (model or FakeModel()).generate(make_request(prompt, **sampling))
 
 
@@ -152,6 +152,6 @@ def submission(text: str | None = "abc", ids: list[int] | None = None, **samplin
 
 
 async def rest(stream: Any) -> list[Any]:
-    """Everything that is in a stream whose senders are gone."""
+    """Return all messages left in a stream after its senders are gone."""
     async with stream:
         return [message async for message in stream]

@@ -1,4 +1,4 @@
-"""Sessions over a small random model in float32 through `rekindle.open`, and what the plain loop says to a prompt."""
+"""Sessions over a small random model in float32 through `rekindle.open`, and the plain loop's answer to a prompt."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def opening(**changes: Any) -> Opening:
 
 
 def prompt(seed: int, length: int, *, shared: int = 0) -> list[int]:
-    """Random token ids, of which the first `shared` are the same for every seed."""
+    """Return random token ids; the first `shared` are the same for every seed."""
     stem = np.random.default_rng(99).integers(3, VOCAB, shared)
     own = np.random.default_rng(seed).integers(3, VOCAB, length - shared)
     return [*stem.tolist(), *own.tolist()]

@@ -1,4 +1,4 @@
-"""What is done in cache folders while their process is ended or the power fails, and what has to be true afterwards."""
+"""Work in cache folders while its process is ended or the power fails, and the conditions that must hold afterwards."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Folders(Job):
 
 
 class Files(Job):
-    """Files of a cache, and those that a user asked for: prefixes, conversations, rows, captures."""
+    """Files of a cache, and files that a user asked for: prefixes, conversations, rows, captures."""
 
     def load(self) -> None: ...
 

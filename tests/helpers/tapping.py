@@ -90,6 +90,6 @@ class Plain:
 
 
 def difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """The largest difference, in deviations of what is expected."""
+    """Return the largest difference, in standard deviations of the expected values."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float(np.abs(found - expected).max() / expected.std())

@@ -9,7 +9,7 @@ import pytest
 
 
 def by_default(cases: Iterable[Any], chosen: int | Callable[[Any], bool] = 1) -> list[Any]:
-    """All cases, of which all but the first `chosen`, or but those for which it is true, are thorough."""
+    """Return all cases, marked thorough except the first `chosen`, or except the ones that `chosen` is true for."""
     result = []
     for place, case in enumerate(cases):
         quick = place < chosen if isinstance(chosen, int) else chosen(case)
@@ -26,11 +26,11 @@ trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "tr
 
 @pytest.fixture(params=by_default(["asyncio", "trio"]))
 def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Import this in a module, or in the conftest.py of a folder, whose tests all leave trio to CI."""
+    """Import this in a module, or in the conftest.py of a folder, to leave trio to CI in all of its tests."""
     return str(request.param)
 
 
 @pytest.fixture(name="anyio_backend")
 def one_event_loop() -> str:
-    """For modules that test arithmetic, in which the event loop has no say: import it."""
+    """Import this in modules that test arithmetic, which the event loop can't affect."""
     return "asyncio"

@@ -1,4 +1,4 @@
-"""Sessions whose working set is larger than their device pages, and what the plain loop says to their prompts.
+"""Sessions with a working set larger than their device pages, and the plain loop's answers to their prompts.
 
 As a script: serves in a folder until the pages are on disk, says so, and waits to be killed.
 """

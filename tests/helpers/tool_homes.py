@@ -20,7 +20,7 @@ KIND = "application/vnd.ollama.image."
 
 
 def empty(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without anything, in which all tools keep their models."""
+    """Return an empty home, which all tools use for their models."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("rekindle._src.models.loading.stores.ollama._SERVICE", home / "no-service")

@@ -105,7 +105,7 @@ def random_picture(config: VisionConfig, rows: int, columns: int, seed: int = 0)
 
 
 class SmallEncoder:
-    """An encoder with weights, and what it says of pictures in a bucket."""
+    """An encoder with weights, and its output for pictures in a bucket."""
 
     def __init__(self, config: VisionConfig, state: dict[str, NDArray[Any]], dtype: str = "float32") -> None:
         self.config = config

@@ -1,4 +1,5 @@
-"""Whether a pattern of Python's `re` may take more than linear time, by its parse tree, and texts that would make it.
+"""Tests whether a pattern of Python's `re` may take more than linear time, by its parse tree, and finds texts that show
+it.
 
 `re` tries one way through a pattern after another. Their number grows faster than the text in two cases, which are
 those of ambiguous automata (Weideman and others, "Analyzing matching time behavior of backtracking regular expression
@@ -31,7 +32,7 @@ _FIXED = 64
 
 
 class _Part(NamedTuple):
-    """A part of a pattern: where it begins and ends, and what may follow it in each way in which it can be empty.
+    """A part of a pattern: its beginning and end, and the states that may follow each way for it to be empty.
 
     States come with the characters that may be read next, as bits; `_Automaton.sure` means that the pattern goes on
     whatever comes next, the end included.

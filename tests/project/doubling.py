@@ -1,4 +1,4 @@
-"""Whether reading a text takes time in proportion to its length, and texts on which it may not."""
+"""Tests whether reading a text takes time in proportion to its length, with texts that may not."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Elf:
 
 
 def read(path: Path) -> Elf:
-    """Return what a library says. Raises ValueError where it is none."""
+    """Read the facts of a library. Raises ValueError for any other file."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is no ELF file of 64 bits")

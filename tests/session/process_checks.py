@@ -104,7 +104,7 @@ def alone(folder: Path, model: str, **options: Any) -> Session:
 
 
 def asked(session: Session, salt: str | None = None) -> list[rekindle.Completion]:
-    """A greedy request, one with a seed, and one whose history is kept on the devices."""
+    """Ask a greedy request, one with a seed, and one with its history kept on the devices."""
     more: dict[str, Any] = {"max_tokens": 8, "logprobs": 3, "salt": salt}
     greedy = session.generate_sync(PROMPT, **more)
     drawn = session.generate_sync(PROMPT[:4], temperature=0.8, seed=7, top_k=20, **more)
@@ -239,7 +239,8 @@ def preemption_and_tiers(folder: Path) -> None:
 @check
 def parts_of_pages(folder: Path) -> None:
     """Run twice. Every process keeps the heads of its own devices, whether a page came from them or from the leader's
-    disk; what is saved is whole, so one device restores it, and several processes do."""
+    disk; saved pages are whole, so one device can restore them, and several processes can.
+    """
     disk: dict[str, Any] = {"disk_memory": 1 << 26, "cache_dir": str(folder / "cache0")}
     model, marker = checkpoint(folder), folder / "saved"
     prompts = [[(seed * index) % 150 + 3 for index in range(33)] for seed in (7, 11, 13, 17, 19, 23)]

@@ -1,5 +1,5 @@
 """Opens a folder's tokenizer, chat template and defaults with extremes in its JSON files, in a process with little
-memory: `python text_extremes.py STRIDE FOLDER` tries each STRIDE-th of them and prints those that went wrong.
+memory: `python text_extremes.py STRIDE FOLDER` tries each STRIDE-th of them and prints the ones that went wrong.
 
 Every place of generation_config.json, tokenizer_config.json, config.json and tokenizer.json gets numbers beyond all
 types, NaN, values of other types, texts and lists of a hundred thousand, and nesting of thousands of levels.
@@ -73,7 +73,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def with_hole(value: Any, path: tuple[Any, ...]) -> Any:
-    """Return a copy in which a hole is in one place."""
+    """Return a copy with a hole in one place."""
     if not path:
         return HOLE
     copied = list(value) if isinstance(value, list) else dict(value)
@@ -82,7 +82,7 @@ def with_hole(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def cases(files: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
-    """Yield names of files and their contents, with words for what is in them."""
+    """Yield names of files and their contents, with a description of the extreme in each."""
     for name, value in files.items():
         for path in places(value):
             around = json.dumps(with_hole(value, path))
