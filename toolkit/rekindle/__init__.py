@@ -169,7 +169,7 @@ def __getattr__(name: str) -> object:
 
 
 def _hint(name: str) -> str:
-    """Return what may have been meant by a name that is not there, as the end of a sentence."""
+    """Suggest a replacement for an unknown name, as the end of a sentence."""
     from rekindle._src.core.foreign_calls import MODULE, of_module
     from rekindle._src.session.session import Session
 

@@ -136,7 +136,7 @@ class RekindleAPI(ModelAPI):
 
 @modelapi(name="rekindle")
 def provider() -> type[RekindleAPI]:
-    """Return the class of models whose names begin with `rekindle/`."""
+    """Return the class for model names that begin with `rekindle/`."""
     return RekindleAPI
 
 

@@ -49,7 +49,7 @@ __all__ = [
 def parity(
     session: Session, model: LoadedModel | nnx.Module, texts: Sequence[str] | Sequence[Sequence[int]]
 ) -> ParityReport:
-    """Compare a session's log-probabilities with those of a trainer's model, token by token.
+    """Compare a session's log-probabilities with a trainer's model, token by token.
 
     `model` is what the trainer differentiates: a module as `merge` returns it, or a loaded model. `texts` are strings
     or lists of at least two token ids. The session computes them as it computes prompts, in chunks over pages; the

@@ -24,7 +24,7 @@ __all__ = ["RekindleRollout"]
 if TYPE_CHECKING:
 
     class BaseRollout:
-        """Tunix has no types: this is what a worker inherits from."""
+        """The base class of Tunix's workers, for a package without types."""
 
     RolloutOutput: Any
 
@@ -121,7 +121,7 @@ class RekindleRollout(BaseRollout):
         return int(next(iter(self._session.tokenizer.eos_ids)))
 
     def model(self) -> Any:
-        """Return the module whose parameters the session has."""
+        """Return the module that has the session's parameters."""
         return self._model
 
 

@@ -145,7 +145,7 @@ def _initial(site: Site, rank: int, random: np.random.Generator) -> Pair:
 
 
 def _padded(lines: Sequence[Line]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return tokens [lines, T], and a mask of those that are learned."""
+    """Return tokens [lines, T], and a mask of the tokens to learn."""
     length = -(-max(len(ids) for ids, _ in lines) // _LENGTHS) * _LENGTHS
     tokens, mask = np.zeros((len(lines), length), np.int32), np.zeros((len(lines), length), np.float32)
     for index, (ids, prompt) in enumerate(lines):

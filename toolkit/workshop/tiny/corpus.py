@@ -120,7 +120,7 @@ REQUESTS: dict[str, Callable[[Random], Turns]] = {
 
 
 def requests(kind: str, seed: str) -> Iterator[list[dict[str, str]]]:
-    """Yield the messages of conversations without end, whose last one is to be answered."""
+    """Yield the messages of conversations without end; the last one has to be answered."""
     rng = Random(f"{seed} {kind}")
     while True:
         *before, (message, _) = REQUESTS[kind](rng)

@@ -223,7 +223,7 @@ Ask = Callable[[list[Turns], int, float], list[str]]
 
 
 def asker(session: Session, words: Tokenizer) -> Ask:
-    """Return a function from conversations whose last answer is open, a limit and a temperature to the answers."""
+    """Return a function from conversations with an open last answer, a limit and a temperature to the answers."""
 
     def ask(conversations: list[Turns], limit: int, temperature: float = 0.0) -> list[str]:
         prompts = [words.encode(chat(turns).removesuffix(TURN_END)).ids for turns in conversations]

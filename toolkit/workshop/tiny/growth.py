@@ -1,4 +1,4 @@
-"""Growth: initial weights of a larger model that says what a smaller one says.
+"""Growth: initial weights of a larger model that gives a smaller one's answers.
 
 From random weights a model of 30 million parameters takes a day of two cores: 10,600 steps of 8 to 11 s. Grown from the
 shipped one, it says the same before its first step. Its hidden state is the small one's twice over, or more often: what
@@ -42,7 +42,7 @@ def reading(weight: Array, copies: int, rng: np.random.Generator) -> Array:
 
 
 def put(weight: Array, sections: Sequence[int], small: Array, ends: Sequence[int]) -> None:
-    """Write sections of rows of a small matrix to the beginnings of those of a large one."""
+    """Write sections of a small matrix's rows to the beginnings of a large one's sections."""
     for large, part in zip(np.split(weight, sections), np.split(small, ends), strict=True):
         large[: len(part)] = part
 

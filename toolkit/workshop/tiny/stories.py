@@ -359,7 +359,7 @@ def frames(rng: Random) -> tuple[str, list[list[str]], tuple[tuple[str, str], ..
 
 
 def plot_of(text: str) -> str:
-    """Return the errand and the obstacle, or the plot, whose typical words a story has; "" if it has none."""
+    """Return the errand and the obstacle, or the plot, that a story's typical words show; "" if it has none."""
     names = [name for name, errand in ERRANDS.items() if errand.mark in text]
     names += [name for name, obstacle in OBSTACLES.items() if obstacle.mark in text]
     return " ".join(names or [name for name, mark in MARKS.items() if mark in text][:1])

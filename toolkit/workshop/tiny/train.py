@@ -268,7 +268,7 @@ def _product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
-    """Return the nearest matrix whose singular values are all about 1."""
+    """Return the nearest matrix with all singular values about 1."""
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (jnp.linalg.norm(x) + EPS)
@@ -326,7 +326,7 @@ def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any]
 
 
 def initial(recipe: Recipe, config: ModelConfig, small: Path | None = None) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Return initial weights: grown from those of a smaller model, or else random with a head start.
+    """Return initial weights: grown from a smaller model's, or else random with a head start.
 
     Random blocks are the identity, and their head is uniform.
     """

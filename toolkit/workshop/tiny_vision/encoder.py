@@ -1,4 +1,4 @@
-"""The first part of the training: the encoder alone learns to tell, in embeddings of words, what it sees.
+"""The first part of the training: the encoder alone learns to describe pictures in embeddings of words.
 
 A picture becomes 16 tokens, and each has one fact to tell (`FACTS`), such as the colour of the highest bar. The target
 of a token is the embedding of the word for it in the embedded model, which knows these words already.
@@ -316,7 +316,7 @@ def updated(
 
 
 def orthogonals(matrices: Weights) -> Weights:
-    """Return `orthogonal` of each matrix. Those of one shape share a loop, which is compiled once."""
+    """Return `orthogonal` of each matrix. Matrices of one shape share a loop, which is compiled once."""
     result, by_shape = Weights(), dict[tuple[int, ...], list[str]]()
     for name, matrix in matrices.items():
         by_shape.setdefault(matrix.shape, []).append(name)

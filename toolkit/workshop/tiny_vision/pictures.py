@@ -1,4 +1,4 @@
-"""Pictures of shapes, digits, bars and lines from a seed, and what is on them.
+"""Pictures of shapes, digits, bars and lines from a seed, and their content.
 
 They are drawn as plots look: a frame, ticks and small texts around them or none, lines of any width, colours near those
 that have the name. `Scene` is what is true of a picture; its facts are words, each of which a token of the encoder has
@@ -84,7 +84,7 @@ def scene(rng: Random, kind: str | None = None, shares: Sequence[float] = (1, 1,
 
 
 def _heights(rng: Random, count: int) -> tuple[float, ...]:
-    """Return heights, of which the largest and the smallest are a twelfth of the plot apart from the others."""
+    """Return heights; the largest and the smallest are a twelfth of the plot apart from the others."""
     while True:
         heights = [rng.uniform(0.08, 1.0) for _ in range(count)]
         ordered = sorted(heights)

@@ -62,7 +62,7 @@ FRAMES = {
 
 
 def topics(scene: Scene) -> tuple[str, ...]:
-    """Return what can be asked about a scene."""
+    """Return the topics for questions about a scene."""
     if scene.kind == "bars":
         return ("picture", "bars", "highest", "lowest")
     if scene.kind == "lines":

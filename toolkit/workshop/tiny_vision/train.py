@@ -66,7 +66,7 @@ def tokenizer_and_embedding() -> tuple[Tokenizer, NDArray[np.float32]]:
 
 
 def train_encoder(plan: Schedule, work: Path, report: Report = print, until: int | None = None) -> encoder.Weights:
-    """Run the encoder's steps after those of the checkpoint in `work`, up to `until`; return its weights."""
+    """Run the encoder's steps from the checkpoint in `work` on, up to `until`; return its weights."""
     words, embed = tokenizer_and_embedding()
     known = encoder.Words.of(embed, lambda word: words.encode(word).ids[0])
     file = work / "encoder.npz"
@@ -108,7 +108,7 @@ def text_model(vocab_size: int, embed: NDArray[np.float32]) -> tuple[Graph, dict
 def train_reader(
     plan: Schedule, work: Path, report: Report = print, until: int | None = None
 ) -> tuple[Graph, dict[str, jax.Array]]:
-    """Run the language model's steps after those of the checkpoint in `work`; return it."""
+    """Run the language model's steps from the checkpoint in `work` on; return it."""
     words, embed = tokenizer_and_embedding()
     graph, weights = text_model(words.get_vocab_size(), embed)
     file, writer = work / "reader.npz", reader.Reader(words, embed)
@@ -144,7 +144,7 @@ TEXT_BITS = 4  # of 7 of a bfloat16's mantissa, for the language model's weights
 
 
 def rounded(array: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
-    """Return the nearest numbers whose mantissas have so many bits after the point."""
+    """Return the nearest numbers with a mantissa of `bits` bits after the point."""
     cut = 23 - bits
     codes = array.astype(np.float32).view(np.uint32)
     return ((codes + np.uint32(1 << (cut - 1))) >> np.uint32(cut) << np.uint32(cut)).view(np.float32)
