@@ -70,7 +70,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One call: a kernel, and the buffers that it takes in which shapes."""
+    """One call: a kernel, and its buffers with the shape that it sees each of them in."""
 
     kernel: str
     operands: Sequence[tuple[Buffer, tuple[int, ...]]]
@@ -94,9 +94,10 @@ def place(buffers: Collection[Buffer]) -> int:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands. The element
-    of `ends` at the index in `prompts` counts the prompts' tokens. Rows that decode have no sequence if they come after
-    the last one whose length in `lens` is not 0. `unread` is the number of an operand, or 0."""
+    """How to find the number of rows. `lens`, `ends` and `prompts` are numbers of the chain's operands. The element of
+    `ends` at the index in `prompts` counts the prompts' tokens. Rows that decode have no sequence if they come after
+    the last row with a nonzero length in `lens`. `unread` is the number of an operand, or 0.
+    """
 
     decode_rows: int
     lens: int

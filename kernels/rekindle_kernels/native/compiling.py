@@ -66,7 +66,7 @@ def object_codes(name: str, entry: str, machines: Sequence[Any]) -> list[bytes]:
 
 
 def function_code(make_function: Callable[[], Any], entry: str, machine: Any) -> bytes:
-    """Return the object code of a single C function, which is made while what it calls is gathered."""
+    """Return the object code of a single C function; everything that it calls is gathered while it is made."""
     with _gathering():
         function = make_function()
     return _codes([function], entry, [machine])[0]
@@ -155,7 +155,7 @@ def _linked(module: Any, libraries: Sequence[Any]) -> Any:
 
 
 class _Library(JITCodeLibrary):
-    """The code of one function as it was generated, and the libraries of those that it calls."""
+    """The code of one function as it was generated, and the libraries of the functions that it calls."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         pass

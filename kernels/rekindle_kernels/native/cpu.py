@@ -43,7 +43,7 @@ class Prefetch(NamedTuple):
 
 
 class Prefetching(NamedTuple):
-    """How products ask for weights: those of one row by the kind of weights, unless an output has many."""
+    """How products prefetch weights. Products of one row choose by the kind of weights, unless an output has many."""
 
     wide: Prefetch  # 16 bits and more
     int8: Prefetch
@@ -52,7 +52,7 @@ class Prefetching(NamedTuple):
 
     @classmethod
     def read(cls, written: Mapping[str, Sequence[int]]) -> Prefetching:
-        """Returns what a manifest says by kind."""
+        """Read the prefetching from a manifest, by kind."""
         return cls(**{kind: Prefetch(*how) for kind, how in written.items()})
 
 
@@ -213,7 +213,7 @@ def mask() -> Level | None:
 
 
 def levels() -> tuple[Level, ...]:
-    """Return the levels whose code may run here, the best first."""
+    """Return the levels that may run here, the best first."""
     own, kind = features(), machine()
     return tuple(level for level in LEVELS if level.machine == kind and level.features <= own)
 
@@ -248,7 +248,7 @@ def features_of_x86(processor: cpuid.Processor) -> frozenset[str]:
 
 
 def _without_slow(names: frozenset[str], *, of_intel: bool) -> frozenset[str]:
-    """Return the features without products of pairs of bfloat16 where they are slower than those of float32.
+    """Return the features without products of bfloat16 pairs on processors that multiply float32 faster.
 
     Intel's processors since Sapphire Rapids multiply pairs of bfloat16 by AMX. Where a virtual machine hides that, what
     is left, `vdpbf16ps`, is half as fast as float32 (two cycles for 32 products, where two FMAs take one): it does not
@@ -266,7 +266,7 @@ def features_of_macos(told: str) -> frozenset[str]:
 
 
 def _sysctl(*names: str) -> str:
-    """Return what `sysctl` prints on macOS; empty where it can't be called."""
+    """Return the output of `sysctl` on macOS; empty where it can't be called."""
     try:
         return subprocess.run(["/usr/sbin/sysctl", *names], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

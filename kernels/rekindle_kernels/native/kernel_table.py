@@ -53,7 +53,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Result:
-    """One array that a kernel writes, into memory of its own or into that of operand `into`, if that is there."""
+    """One array that a kernel writes, into its own memory or, if it is passed, into the memory of operand `into`."""
 
     name: str
     axes: str
@@ -95,7 +95,7 @@ class KernelSpec:
         return any(each.name == operand for each in self.operands)
 
     def index(self, operand: str) -> int:
-        """Return an operand's place in a call, also that of "settings"."""
+        """Return an operand's place in a call; "settings" has a place, too."""
         names = [each.name for each in self.operands if not each.behind]
         return [*names, "settings", *(each.name for each in self.operands if each.behind)].index(operand)
 
@@ -120,7 +120,7 @@ class KernelSpec:
 
 
 class Variant(NamedTuple):
-    """A kernel: its table, and what it is compiled for."""
+    """A kernel: its table and the parameters that it is compiled for."""
 
     spec: KernelSpec
     dtype: str = ""

@@ -13,7 +13,7 @@ WORD = SIZES["word"]
 
 
 class RecordField(NamedTuple):
-    """Where a number lies, in bytes from the begin of its record, and what it is: a key of SIZES."""
+    """A number's place, in bytes from the start of its record, and its type: a key of SIZES."""
 
     offset: int
     kind: str

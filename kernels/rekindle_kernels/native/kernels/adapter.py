@@ -124,7 +124,7 @@ def add_to(y: int, at: int, delta: Any) -> None:
 
 @inline
 def put_gated(y: int, out: int, gate: int, up: int, gates: Any, ups: Any) -> None:
-    """Add to a vector of gates and to their ups, and store what they make."""
+    """Add to a vector of gates and to their ups, and store the gated result."""
     store(out, gate, multiply(silu(add(load_f32(y, gate), gates)), add(load_f32(y, up), ups)))
 
 
@@ -150,9 +150,12 @@ def ask_for_four(line: int, step: int) -> None:
 
 
 def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
-    """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow, later)`: four tokens times four rows of rank,
-    which lie `step` bytes apart, `put` as narrow [pair of rows, token, row]. `load` takes an index of elements of
-    `size` bytes, of which a row has `width`. If `later` is not 0, four rows there are asked for meanwhile."""
+    """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow, later)`: four tokens times four rows of rank.
+
+    The rows lie `step` bytes apart and have `width` elements each; `load` takes an index of elements of `size` bytes.
+    Results are `put` as narrow [pair of rows, token, row]. If `later` is not 0, four rows there are prefetched
+    meanwhile.
+    """
 
     @jit
     def narrowed(
@@ -273,9 +276,12 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
             four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int, places: int,
             count: int, ahead: int,
         ) -> None:  # fmt: skip
-            """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on. At `four` are
-            the addresses of the tokens' y, of which the first `tokens` count, then of their results; at `places` is
-            where each row of rank begins. If `ahead` is not 0, weights so many outputs on are asked for."""
+            """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on.
+
+            At `four` are the addresses of the tokens' y, then of their results; the first `tokens` are real. At
+            `places` are the addresses of the rows of rank. If `ahead` is not 0, the weights `ahead` outputs later are
+            prefetched.
+            """
             from_b = b if whole or second > 0 else a
             next_a = a + (LANES if whole or first > 1 else 0)
             next_b = from_b + (LANES if whole or second > 1 else 0)
@@ -405,7 +411,7 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         job: Any, together: int, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int,
         ahead: int,
     ) -> None:  # fmt: skip
-        """Add to the gates [begin, end) and their ups, and put what they make into the results."""
+        """Add to the gates [begin, end) and their ups, and store the gated results."""
         narrow_ups = narrow + (job.modules - 1) * together * each_of_one * count
         for a in range(begin, end, HALF):
             vectors = min(HALF, end - a) // LANES
@@ -434,7 +440,7 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @inline
     def down_of(job: Any, module: int, row: int) -> int:
-        """Return where a row of rank begins among those of a module."""
+        """Return the address of a row of rank of a module."""
         return job.down + size * job.inputs * (module * job.rows + row)
 
     @inline

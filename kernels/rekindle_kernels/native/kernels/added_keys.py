@@ -1,4 +1,4 @@
-"""Attention in both directions whose keys come block after block: flash attention over tiles of a core's own cache.
+"""Attention in both directions over blocks of keys: flash attention with tiles that fit a core's own cache.
 
 Work is divided by (head, tile of queries). A tile of keys is turned, and one of values brought in order, once for all
 queries of a tile; both products are those of `prefill_tiles`. Tiles of keys that none of four rows sees are skipped.
@@ -167,7 +167,9 @@ def kernel() -> Kernel:
 
     @jit
     def attend(job: Any, m: int, rows: int, key: int, scratch: TileScratch, at: int) -> None:
-        """Add a tile of keys to the sums of four rows of scratch, the first `rows` of which are queries from m on."""
+        """Add a tile of keys to the sums of four rows of scratch; the first `rows` of them are the queries from
+        m on.
+        """
         P = job.padded
         seen = 0
         for i in range(rows):

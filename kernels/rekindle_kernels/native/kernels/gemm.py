@@ -41,9 +41,11 @@ ENOUGH = 160  # rows: to turn a strip costs what 8 to 16 of them do
 
 
 def kernel(size: int, add: Any) -> Kernel:
-    """Many rows times a matrix of numbers of `size` bytes; `add(a, x, w)` adds to the lanes of a the products of what a
-    word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
-    output's."""
+    """Return the kernel of many rows times a matrix with numbers of `size` bytes.
+
+    `add(a, x, w)` multiplies the numbers in each word of x by the numbers in a word of the weights, and adds the
+    products to the lanes of a. Each int8 row gets a scale; results are multiplied by it and by the output's scale.
+    """
     if multiplies_widened({1: "int8", 2: "bfloat16", 4: "float32"}[size]):
         return _of_one_form(size, *gemm_widened.functions(size))
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
@@ -167,7 +169,7 @@ def strip_functions(size: int) -> Any:
 
     @jit
     def turn(w: int, words: int, strip: int, weight_sums: int) -> None:
-        """Lay out 16 outputs of a strip; for int8 also sum their weights, by which results are corrected."""
+        """Lay out 16 outputs of a strip; for int8 also sum their weights, to correct the results."""
         sums = splat(ZERO)
         for j in range(0, words, LANES):
             transpose(w + j * 4, words, strip + j * STRIP_OUTPUTS * 4, STRIP_OUTPUTS)

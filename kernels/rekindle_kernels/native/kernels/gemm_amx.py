@@ -50,9 +50,10 @@ def units_of(job: Any) -> int:
 
 
 def tile(blocks: int, vectors: int, size: int) -> Any:
-    """Return `multiply(w, further, x, words, sums)`: 16 outputs at w, and 16 more `further` bytes after it if there
-    are two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; those of the second
-    block lie SUMS bytes after those of the first."""
+    """Return `multiply(w, further, x, words, sums)`: 16 outputs at w, and 16 more `further` bytes after it if there are
+    two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; the second block's lie SUMS
+    bytes after the first's.
+    """
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
 

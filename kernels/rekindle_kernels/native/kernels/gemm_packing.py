@@ -78,7 +78,7 @@ JOB = job_layout(
 
 
 def packed_first(prepare: Any, pack: Any, multiply: Any) -> Kernel:
-    """Return the kernel of a product whose first blocks pack rows, and whose others multiply once that is done."""
+    """Return the kernel of a product with blocks of two kinds: the first ones pack rows, then the others multiply."""
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -114,7 +114,7 @@ def left_over(job: Any) -> int:
 
 @inline
 def panels_of(job: Any) -> int:
-    """Return how many panels the rows fill, those that are left over apart."""
+    """Return the number of panels that the rows fill, without the rows left over."""
     return (job.rows - left_over(job) + PANEL - 1) // PANEL
 
 

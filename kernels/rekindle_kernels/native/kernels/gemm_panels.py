@@ -86,7 +86,7 @@ def is_in(slots: int, count: int, slot: int) -> bool:
 
 @inline
 def list_pieces(job: Any, begin: int, size: int, piece: int) -> None:
-    """Append the pieces of a run of memory to those that the product prefetches."""
+    """Append the pieces of a run of memory to the list of pieces that the product prefetches."""
     at = 0
     while at < size:
         set_word(job.wanted, job.pieces, begin + max(0, min(at, size - piece)))
@@ -258,15 +258,16 @@ ARM_SUMS = ARM_OUTPUTS * ARM_VECTORS  # registers
 
 
 def tile_on_arm(panel: int, size: int) -> Any:
-    """Return `tile(w, x, words, sums)`: 8 outputs whose words begin at w, times the first 8 rows of a panel of so
-    many at x: sums [8, panel]. `words` is a multiple of four; numbers have `size` bytes."""
+    """Return `tile(w, x, words, sums)`: 8 outputs, stored from w on, times the first 8 rows of a panel at x, with
+    `words` words each: sums [8, panel]. `words` is a multiple of four; numbers have `size` bytes.
+    """
     by_matrices = size == 1 and has_feature("i8mm")
     add = _add_matrices if by_matrices else _adder(arm.dot if size == 1 else arm.dot_bf16)
 
     @emits(types.void, types.int64, types.int64, types.int64, types.int64)
     def tile(builder: Any, w: Any, x: Any, words: Any, sums: Any) -> None:
         def register(start: Any, number: Any) -> Any:
-            """Return the register whose first word is the one of that number."""
+            """Return the register that begins at word `number`."""
             address = builder.add(start, builder.mul(number, WORD(4)))
             return builder.inttoptr(address, arm.INTS.as_pointer())
 
@@ -347,8 +348,9 @@ def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
 
 def tile_multiplier(size: int, add: Any) -> Any:
     """Return `multiply(w, x, words, sums, rows, first, later, pace)`: the first `rows` of a panel at x, at most 32,
-    times 16 outputs whose weights begin at w. Of a group's panels, the `first` prefetches the next outputs' weights. If
-    `later` is not 0, up to 16 rows prefetch the memory there, too, `pace` bytes for each word."""
+    times 16 outputs stored from w on. The `first` of a group's panels prefetches the next outputs' weights. If `later`
+    is not 0, up to 16 rows also prefetch the memory there, `pace` bytes for each word.
+    """
     if on_arm():
         eight = tile_on_arm(PANEL, size)
 
@@ -439,7 +441,9 @@ def floats_left_over(add: Any) -> Any:
 
 
 def integers_left_over(add: Any) -> Any:
-    """Return the same of 8-bit rows, whose sums are exact in any order: along the columns, without turning anything."""
+    """Return the same for 8-bit rows: along the columns and without transposing, because integer sums are exact in any
+    order.
+    """
 
     @jit
     def few(x: int, w: int, words: int, count: int, sums: int, tile: int, alone: bool) -> None:
@@ -465,7 +469,7 @@ def integers_left_over(add: Any) -> Any:
 
 @inline
 def sum_weights(w: int, words: int, weight_sums: int) -> None:
-    """The sums of the 8-bit weights of 16 outputs, by which `gemm_packing.finisher` corrects their results."""
+    """Sum the 8-bit weights of 16 outputs; `gemm_packing.finisher` corrects their results with these sums."""
     for o in range(OUTPUTS):
         a = splat(ZERO)
         for j in range(0, words, LANES):

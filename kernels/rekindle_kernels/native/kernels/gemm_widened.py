@@ -281,7 +281,7 @@ def _all(vector: Any, number: int) -> Any:
 
 
 def _register(builder: Any, lanes: int, start: Any, number: Any) -> Any:
-    """Return where the register is whose first word is the one of that number."""
+    """Return the address of the register that begins at word `number`."""
     return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), ints(lanes).as_pointer())
 
 
@@ -301,9 +301,10 @@ def pair_spreader(lanes: int) -> Any:
 
 
 def turner(form: WidenedForm) -> Any:
-    """Return `turn(w, words, strip, weight_sums)`: outputs of so many words each, as many as a register has lanes,
-    become lanes of a strip. Where rows are unsigned, the sums of the outputs' weights are noted, by which
-    results are corrected."""
+    """Return `turn(w, words, strip, weight_sums)`: transposes as many outputs as a register has lanes, of `words` words
+    each, into lanes of a strip. Where rows are unsigned, it also stores the sums of the outputs' weights, to correct
+    the results.
+    """
     lanes = form.lanes
 
     @emits(types.void, types.int64, types.int64, types.int64, types.int64)

@@ -175,7 +175,7 @@ def pack_rows(job: Any, first: int, end: int) -> None:
 
 @inline
 def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
-    """Write 16 results of row r, whose sums are at `sums`, and those of the ups, if there are any, at `ups`."""
+    """Write 16 results of row r from the sums at `sums`, and from the sums of its ups at `ups` if it has any."""
     at = (row_of(job, r) * job.results + block * LANES) * 4
     y = load_f32(sums, 0)
     if job.ups > 0:
@@ -187,14 +187,14 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
 
 @jit
 def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
-    """Write the results of `count` rows. The up projection's sums start `behind` bytes after those of the gate."""
+    """Write the results of `count` rows. The up projection's sums start `behind` bytes after the gate's."""
     for i in range(count):
         here = sums + i * LANES * 4
         finish_vector(job, here, here + behind, first + i, block)
 
 
 class Int4Form(NamedTuple):
-    """The choices that are made before a kernel is compiled, of which every function below has its own code."""
+    """The choices made before a kernel is compiled; every function below is compiled for each combination."""
 
     dtype: str  # of the scales
     weight: str  # the dtype of the weights
@@ -434,8 +434,9 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
 
 
 def kernel(dtype: str, weight: str, *, smallest: bool = False) -> Kernel:
-    """Return the kernel of rows times a matrix whose scales and weights have these dtypes; with `smallest`, for groups
-    of 16 inputs alone."""
+    """Return the kernel of rows times a matrix with these dtypes of scales and weights; with `smallest`, for groups of
+    16 inputs only.
+    """
     form = Int4Form.of(dtype, weight, smallest=smallest)
     large, tiled, share = form.large, form.tiled, units_of(form)
     (unit, units), multiply_rows = share, row_multiplier(form)

@@ -388,8 +388,9 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
 
 
 def unpacker(bits: int, offset: int = 0, codebook: Codebook = ()) -> Any:
-    """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset`
-    in each byte. Those of the first four inputs lie at `target`, and those of every further four two vectors later."""
+    """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset` in
+    each byte. The first four inputs lie at `target`, and every further four two vectors later.
+    """
 
     @emits(types.void, types.int64, types.int64, types.int64)
     def unpack(builder: Any, weights: Any, target: Any, inputs: Any) -> None:

@@ -71,7 +71,7 @@ def memory_for(rows: int) -> int:
 
 @inline
 def store_row(x: int, packed: int, r: int, width: int) -> None:
-    """Row r, whose numbers are at x, as part of its tiles."""
+    """Store row r, read from x, into its tiles."""
     out = packed + (r // ROWS * ROWS * width * 2) + r % ROWS * LINE
     for k in range(0, width, LANES):
         store_bf16(out + k // DEPTH * _TILE, k % DEPTH, load_f32(x, k))
@@ -134,9 +134,10 @@ def _widener(scale: str, bits: int, offset: int, codebook: Codebook, step: int) 
 
 
 def _multiplier_of(strips: int) -> Any:
-    """Return `multiply(x, strip, weights, count, sums, fresh)`: so many tiles of one or two strips of 16 rows,
-    `strip` bytes apart, times those of two blocks of outputs. The sums [2, strips of 2, 16, 16] are added to, or new
-    if `fresh`."""
+    """Return `multiply(x, strip, weights, count, sums, fresh)`: `count` tiles of one or two strips of 16 rows, `strip`
+    bytes apart, times the tiles of two blocks of outputs. The products are added to the sums [2, strips of 2, 16, 16],
+    which start at zero if `fresh`.
+    """
     sums_at = [(2 * block + v, block, v) for block in range(2) for v in range(strips)]
 
     @emits(types.void, *[types.int64] * 6)

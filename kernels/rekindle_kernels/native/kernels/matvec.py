@@ -68,7 +68,7 @@ JOB = job_layout(
 
 @inline
 def unit(job: Any) -> int:
-    """Return results of which a block has a whole number: pairs of them, or vectors."""
+    """Return the unit of results in a block, which has whole units: pairs or vectors."""
     return LANES if job.gated > 0 else 2
 
 
@@ -158,7 +158,7 @@ def row_functions(storage: Storage, how: cpu.Prefetch | None = None) -> RowFunct
 
 
 def two_rows(storage: Storage, parts: RowFunctions) -> Any:
-    """Return `two_by_two(weight, x, K, N, out)`: two outputs for two rows, whose results lie N numbers apart."""
+    """Return `two_by_two(weight, x, K, N, out)`: two outputs for two rows; their results lie N numbers apart."""
     (_, load, size), (ask_for, remainder, _) = storage, parts
 
     @inline
@@ -183,7 +183,7 @@ def two_rows(storage: Storage, parts: RowFunctions) -> Any:
 
 
 class InOrder(NamedTuple):
-    """Products whose sums are added in one order, whatever the number of rows."""
+    """Products that add up their sums in one order for any number of rows."""
 
     two_by_four: Any  # (weight, x, K, N, out): two outputs for four rows
     one_by_two: Any  # (weight, x, K, count, out): one output, or two, of one row

@@ -47,7 +47,7 @@ NORM_JOB = job_layout(
 
 @inline
 def normalise(x: int, weight: int, eps: float, width: int, out: int) -> None:
-    """One row, whose width is a multiple of two vectors."""
+    """Normalise one row; `width` is a multiple of two vectors."""
     a = b = splat(ZERO)
     for e in range(0, width, 2 * LANES):
         y, z = load_f32(x, e), load_f32(x, e + LANES)

@@ -23,7 +23,7 @@ ROW_NUMBERS = {"eps": "added to the mean square"}
 
 @inline
 def describe_rows(frame: Any, job: Any) -> None:
-    """Note in the job the rows and their norm, those that are stepped over, and the results."""
+    """Note in the job the rows and their norm, the rows to skip, and the results."""
     take(frame, job)
     rows = dim(frame.x, 0)
     before, gap = rows, 0

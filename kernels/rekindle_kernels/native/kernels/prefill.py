@@ -354,7 +354,7 @@ def unit_of(paired: bool) -> np.float32:
 
 
 def softmax_function(paired: bool) -> Any:
-    """Return `softmax_row(job, logits, low, high, top_at, sums, out, width)`; `width` is that of a row of `out`."""
+    """Return `softmax_row(job, logits, low, high, top_at, sums, out, width)`; a row of `out` has `width` numbers."""
     put, exponential, unit = (store_rounded if paired else store), (power if paired else exp), unit_of(paired)
     # How far logits may rise above what weights are relative to, before what was summed is rescaled: that costs more
     # than the rest of a row, and a weight of 2^8 has as many bits as one of 1.

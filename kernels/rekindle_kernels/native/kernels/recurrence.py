@@ -225,7 +225,7 @@ def convolution_kernel() -> Kernel:
 
     @jit
     def convolve(job: Any, token: int, count: int, channel: int, size: int, weights: int, inputs: int) -> None:
-        """Sum some tokens' inputs and those before them, of which the first is at `inputs`."""
+        """Sum the inputs of `count` tokens and of the tokens before them; the first input is at `inputs`."""
         taps, activates, behind = job.taps, job.silu, job.behind
         for i in range(count):
             out = job.out + ((token + i) * job.channels + channel) * 4

@@ -231,8 +231,7 @@ def inverse_cdf(
 
 @inline
 def draw(job: Any, r: int, count: int, values: int, weights: int, sums: int, best: int) -> int:
-    """Return an index of row r by its weights, of which top-p and min-p allow some; the best one where no draw is
-    accepted."""
+    """Return an index of row r drawn by its weights within top-p and min-p; the best index if no draw is accepted."""
     size = job.block_size
     top_p, least = f32(job.top_p, r), f32(job.min_p, r)
     level = -INFINITY
@@ -288,9 +287,11 @@ def allows(mask: int, token: int) -> bool:
 
 @inline
 def gather(logits: int, mask: int, vocabulary: int, size: int, values: int, blocks: int) -> int:
-    """Return the logits of blocks of `size` tokens that have an allowed one, minus infinity for those that are not.
+    """Gather the logits of blocks of `size` tokens with at least one allowed token; forbidden tokens become minus
+    infinity.
 
-    Returns how many there are. `blocks` gets the numbers of those blocks; the last of them is filled up."""
+    Returns their number. `blocks` gets the numbers of these blocks; the last block is filled up.
+    """
     words, kept = (vocabulary + BITS - 1) // BITS, 0
     for block in range((vocabulary + size - 1) // size):
         begin, some = block * size, 0
@@ -314,10 +315,10 @@ def gather(logits: int, mask: int, vocabulary: int, size: int, values: int, bloc
 
 @inline
 def first_never(logits: int, mask: int, vocabulary: int) -> int:
-    """Return the first token that is forbidden or whose logit is minus infinity: what is taken where nothing else is
-    left.
+    """Return the first token that is forbidden or has a logit of minus infinity, for rows with no other choice.
 
-    It is the last token if there is none, which is so where all are NaN."""
+    If there is none, because all logits are NaN, return the last token.
+    """
     for token in range(vocabulary):
         if not allows(mask, token) or f32(logits, token) == -INFINITY:
             return token
@@ -326,7 +327,7 @@ def first_never(logits: int, mask: int, vocabulary: int) -> int:
 
 @inline
 def choose_allowed(job: Any, r: int, logits: int, mask: int) -> int:
-    """Return the token that row r takes of those that its mask allows."""
+    """Choose a token for row r among the tokens that its mask allows."""
     vocabulary, size = job.vocabulary, job.block_size
     most = (vocabulary + size - 1) // size
     values = malloc(most * (size + 1) * 4)

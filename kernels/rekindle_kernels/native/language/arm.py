@@ -76,7 +76,7 @@ def everywhere(builder: Any, register: Any, lane: int) -> Any:
 
 
 def pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    """Lanes of two registers, those of the second counted on from the first one's."""
+    """Return the chosen lanes of two registers; lane numbers of the second continue after the first's."""
     return builder.shuffle_vector(a, b, ir.Constant(INTS, lanes))
 
 

@@ -35,8 +35,9 @@ def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, where a lane of a holds an int32, of b four bytes, and of c four int8. Those of b are unsigned if
-    `unsigned()`. On x86 they may be halves of vectors."""
+    """a + b · c: each lane of a holds an int32, of b four bytes, and of c four int8. The bytes of b are unsigned if
+    `unsigned()`. On x86 they may be halves of vectors.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _quads(builder, *args)
@@ -49,7 +50,7 @@ def _in_registers(builder: Any, add: Any, *args: Any) -> Any:
 
 
 def unsigned() -> bool:
-    """True if the instruction that multiplies four int8 in a lane takes those of one factor as unsigned."""
+    """True if the instruction that multiplies four int8 in a lane takes one factor's numbers as unsigned."""
     return not on_arm()
 
 
@@ -96,7 +97,7 @@ def times_power_of_two(builder: Any, a: Any, exponent: Any) -> Any:
 
 @emits(VECTOR, types.int64, types.int64, types.int64)
 def load_interleaved(builder: Any, a: Any, b: Any, index: Any) -> Any:
-    """Sixteen elements of two bytes of each of two rows: those of a in the low halves of the words."""
+    """Return sixteen two-byte elements of each of two rows, with a's elements in the low halves of the words."""
 
     def halves(address: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
@@ -109,7 +110,7 @@ def load_interleaved(builder: Any, a: Any, b: Any, index: Any) -> Any:
 
 @emits(types.UniTuple(VECTOR, 2), types.int64, types.int64, types.int64)
 def load_two_interleaved(builder: Any, a: Any, b: Any, index: Any) -> list[Any]:
-    """Return `load_interleaved(a, b, index)` and that of the next sixteen elements, in half the time."""
+    """Return `load_interleaved(a, b, index)` and the same for the next sixteen elements, in half the time."""
 
     def elements(address: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])

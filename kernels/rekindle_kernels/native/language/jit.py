@@ -26,8 +26,9 @@ inline = njit(**JIT, forceinline=True)
 
 
 def emits(result: Any, *arguments: Any) -> Callable[[Any], Any]:
-    """Turn `code(builder, *values)`, which emits LLVM's instructions, into a function for kernels, whose arguments and
-    result have these numba types. A list of values is a tuple for them."""
+    """Turn `code(builder, *values)`, which emits LLVM's instructions, into a function for kernels. Its arguments and
+    result have these numba types; a list of values becomes a tuple.
+    """
 
     def decorate(code: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -65,7 +65,7 @@ set_f32 = _writer(types.float32, ir.FloatType())
 
 @emits(types.int64, types.int64, types.int64)
 def fetch_add(builder: Any, address: Any, value: Any) -> Any:
-    """Add to the word at `address`, and return what it was before. All memory accesses are ordered around it."""
+    """Add to the word at `address`, and return its earlier value. All memory accesses are ordered around it."""
     return builder.atomic_rmw("add", builder.inttoptr(address, WORD.as_pointer()), value, "seq_cst")
 
 

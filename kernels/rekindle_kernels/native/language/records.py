@@ -145,8 +145,9 @@ def _array(context: Any, builder: Any, frame: Frame, address: Any, name: str) ->
 
 @intrinsic
 def take(typing_context: Any, frame: Any, job: Any) -> Any:
-    """Note in the job what the call has under the names of its fields: where arrays lie, 0 for those that are not
-    there, and settings. Other fields are left alone."""
+    """Copy the arrays' addresses and the settings of a call into the job's fields of the same names; 0 for an absent
+    array. Other fields are left alone.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         settings = frame.records.get("settings")

@@ -123,8 +123,9 @@ def llvm_call(name: str, result: ir.Type, *operands: ir.Type) -> Any:
 
 
 def _folder(step: int) -> Any:
-    """Return what folds two vectors into one: the sums of lanes `step` apart, those of the second vector in the lanes
-    whose number has the bit `step`."""
+    """Return an operation that folds two vectors into one: the sums of lanes `step` apart. Lanes with the bit `step` in
+    their number get the sums of the second vector.
+    """
     low = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
     high = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
 
@@ -191,7 +192,7 @@ def largest(builder: Any, value: Any) -> Any:
 
 @emits(types.float32, VECTOR)
 def largest_magnitude(builder: Any, value: Any) -> Any:
-    """Return the largest of all lanes, none of which is negative; NaN if one of them is."""
+    """Return the largest lane of a vector without negative numbers; NaN if any lane is NaN."""
     kind = ir.FunctionType(_WORDS.element, [_WORDS])
     reduce = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
     found = builder.call(reduce, [builder.bitcast(value, _WORDS)])
@@ -235,8 +236,9 @@ def store_bf16(builder: Any, address: Any, index: Any, value: Any) -> None:
 
 @emits(VECTOR, types.int64, VECTOR, VECTOR)
 def where_bits(builder: Any, bits: Any, value: Any, otherwise: Any) -> Any:
-    """Return the lanes of `value` whose bit is 1, the lowest bit being that of the first lane, and `otherwise` in
-    the rest."""
+    """Return the lanes of `value` where a bit is 1, and the lanes of `otherwise` elsewhere; the lowest bit is for the
+    first lane.
+    """
     lanes = builder.bitcast(builder.trunc(bits, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
     return builder.select(lanes, value, otherwise)
 
