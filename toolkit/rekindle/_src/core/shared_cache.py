@@ -592,7 +592,7 @@ class RemotePlace:
 
 
 def _write_time(entry: Mapping[str, Any]) -> float:
-    """Return the time when an object was written, in any form in which its store gives it."""
+    """Return the time when an object was written, from any form that its store gives."""
     for name in _TIMES:
         value = entry.get(name)
         if isinstance(value, datetime.datetime):

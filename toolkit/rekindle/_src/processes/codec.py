@@ -123,7 +123,7 @@ class _Change(NamedTuple):
 
 
 class StepCodec:
-    """One side of a session's steps. Messages are decoded in the order in which they were encoded."""
+    """One side of a session's steps. Messages are decoded in the order of their encoding."""
 
     def __init__(self, slots: int, width: int, page_size: int, features: Features = PLAIN) -> None:
         """Set up for `slots`, not counting the scratch slot; `width` is the most pages of a sequence."""

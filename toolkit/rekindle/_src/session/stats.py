@@ -268,7 +268,7 @@ class Figures(EngineFigures):
     @property
     @figure("steps")
     def device_seconds(self) -> float:
-        """Seconds in which a step ran, as far as the host can tell."""
+        """Seconds spent running steps, as far as the host can tell."""
         return self.runner.device_seconds
 
     @property
