@@ -106,9 +106,7 @@ class FakeModel:
 
 @dataclasses.dataclass(frozen=True)
 class EchoModel(FakeModel):
-    """Repeats the token from `period` tokens ago, except for a surprise now and then, so that its text can be
-    guessed.
-    """
+    """Repeats the token from `period` tokens ago, except for rare surprises, so that its text can be guessed."""
 
     period: int = 5
     surprises: float = 0.1

@@ -67,7 +67,5 @@ def allowed_in(mask: Mask) -> set[int]:
 
 
 def letters(position: int, last: int) -> Sequence[int]:
-    """Allow any of eight letters at every third position, and at the other two the one that the letter before
-    forces.
-    """
+    """Allow any of eight letters at every third position, else the one that the letter before forces."""
     return tuple(range(97, 105)) if position % 3 == 0 else (last + 8,)

@@ -131,9 +131,7 @@ def repeated_kv_heads(folder: Path) -> None:
 
 @check
 def kernels_of_xla(folder: Path) -> None:
-    """Compare without the native kernels of attention, then also without the kernels of products and norms and their
-    chains.
-    """
+    """Compare without the native kernels of attention, then also without those of products, norms and chains."""
     for name in ("llama", "gpt2", "mixtral"):
         compare(name, 2, kernels="xla")
         plain = mesh_models.without_kernels(case(name))
@@ -580,9 +578,7 @@ def pictures(folder: Path) -> None:
 
 @check
 def taps_of_families(folder: Path) -> None:
-    """Captures of a case of each family at every site on two devices match one device's, and changes change the
-    same.
-    """
+    """Captures and changes of a case of each family at every site match between one and two devices."""
     for name in sorted(set(checkpoints.ONE_EACH.values()) - mesh_models.LEFT_OUT):
         several = []
         for mesh in (None, 2):

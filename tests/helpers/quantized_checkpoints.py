@@ -180,9 +180,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Random, int, int], Made]]] = {
 
 
 def write(folder: Path, kind: str, raw: dict[str, Any] = RAW) -> dict[str, NDArray[np.float32]]:
-    """Write a checkpoint of a kind: layers are quantised, embedding, norms and head are not. Returns its values as
-    floats.
-    """
+    """Write a checkpoint of a kind with quantised layers; embedding, norms and head are not. Returns its values."""
     config, make = KINDS[kind]
     rng = np.random.default_rng(list(KINDS).index(kind))
     state = checkpoints.tensors(raw)

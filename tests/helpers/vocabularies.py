@@ -142,9 +142,7 @@ def over(made: tokenizers.Tokenizer, **options: Any) -> Tokenizer:
 
 
 def large_file(path: Path, size: int = 12_000) -> Path:
-    """Write a GGUF file with a vocabulary of bytes and pairs of bytes. A text needs a few of them, with holes between
-    their ids.
-    """
+    """Write a GGUF file with a vocabulary of bytes and pairs; a text needs a few, with holes between their ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = itertools.islice(itertools.product("Ġx" + "".join(alphabet), "x" + "".join(alphabet)), size)
     merges = dict.fromkeys(f"{left} {right}" for left, right in pairs)

@@ -37,9 +37,7 @@ class Operands(NamedTuple):
     expert: Array | None = None
 
     def with_one_matrix(self, values: str | None) -> Operands:
-        """Return the operands with the matrix of `expert` in place of a stack; `values` is the option of
-        `LinearOptions`.
-        """
+        """Return the operands with the matrix of `expert` in place of a stack; see `LinearOptions.values`."""
         if self.expert is None:
             return self
         weight, scale, minimum = matrix_of_expert(self.expert, self.weight, self.scale, self.minimum, values)

@@ -109,9 +109,7 @@ def read_block(
     *,
     narrow: DTypeLike,
 ) -> KeyBlock:
-    """Return keys and values as `attention.read_block` does, by one gather; one-byte numbers are converted to
-    `narrow`.
-    """
+    """Return keys and values as `attention.read_block` does, by one gather; one-byte numbers become `narrow`."""
     count, size, parts = pages.shape[1], kv.page_size, kv.pages.shape[1]
     at = jnp.arange(count * size)
     seen = at < left[:, None]

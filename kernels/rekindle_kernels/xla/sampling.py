@@ -104,9 +104,7 @@ def _inverse_cdf(weights: Array, first: Array, second: Array) -> Array:
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:
-    """Return the first index with weight at which the cumulative share of the total exceeds `uniform`, else the
-    width.
-    """
+    """Return the first index with weight where the cumulative share exceeds `uniform`, else the width."""
     width = weights.shape[-1]
     # A product with a triangle: jnp.cumsum is an associative scan on CPU, which takes longer to compile than to run.
     triangle = lax.broadcasted_iota(jnp.int32, (width, width), 0) <= lax.broadcasted_iota(jnp.int32, (width, width), 1)

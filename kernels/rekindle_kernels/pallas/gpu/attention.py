@@ -49,9 +49,7 @@ def attention(
     extra: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to the values in
-    `tuning`.
-    """
+    """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to those in `tuning`."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
     paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)

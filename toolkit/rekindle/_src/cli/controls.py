@@ -18,7 +18,5 @@ def without_controls(text: str) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return the text to write to a stream: unchanged for a file or a pipe, without control characters for a
-    terminal.
-    """
+    """Return the text to write to a stream: unchanged, or without control characters for a terminal."""
     return without_controls(text) if stream.isatty() else text

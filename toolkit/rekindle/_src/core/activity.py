@@ -59,9 +59,7 @@ def _count_erased() -> None:
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Draw no activity inside this block, while a line is typed at the terminal; activities are drawn again
-    afterwards.
-    """
+    """Draw no activity inside this block, while a line is typed at the terminal; draw them again afterwards."""
     global _typing
     with _lock:
         _typing += 1

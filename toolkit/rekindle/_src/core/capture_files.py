@@ -49,9 +49,7 @@ class CaptureFiles:
     def __init__(
         self, tapped: RequestTaps, length: int, pictures: Sequence[PictureRun] = (), *, quiet: bool = True
     ) -> None:
-        """Make nothing yet. `length` is the most positions that the request can have, and `pictures` are in its
-        prompt.
-        """
+        """Make nothing yet. `length` is the most positions of the request, and `pictures` are in its prompt."""
         assert tapped.into is not None, "the request names no folder"
         self.into, self._layers, self._pictures = Path(tapped.into), tapped.layers, tuple(pictures)
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)

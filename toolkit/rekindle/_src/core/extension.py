@@ -87,9 +87,7 @@ class Extension:
         return tokens
 
     def note(self, cached: int) -> PromptNote | None:
-        """Return the extension's note for an explanation of the request; its first `cached` tokens came from
-        the cache.
-        """
+        """Return the extension's note on the request; its first `cached` tokens came from the cache."""
         return None
 
     def another(self) -> Extension:
@@ -146,9 +144,7 @@ class Extensions(dict[type[Extension], Extension]):
         return tokens if self.naming is None else self.naming.names(tokens, 0, page_size)
 
     def notes(self, cached: int) -> tuple[PromptNote, ...]:
-        """Return the extensions' notes for an explanation of the request; its first `cached` tokens came from the
-        cache.
-        """
+        """Return the extensions' notes on the request; its first `cached` tokens came from the cache."""
         return tuple(note for extension in self.values() if (note := extension.note(cached)) is not None)
 
     def plus(self, *more: Extension) -> Extensions:

@@ -21,9 +21,7 @@ _before = 0.0
 
 
 def yield_to_others() -> None:
-    """Give this thread a lower priority than the serving threads, on systems where threads have their own
-    priorities.
-    """
+    """Give this thread a lower priority than the serving threads, where threads have their own priorities."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

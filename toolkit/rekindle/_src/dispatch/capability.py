@@ -97,9 +97,7 @@ class Capability:
         return False
 
     async def resource(self, submission: Submission, front: Front) -> Any:
-        """Wait for a resource that `admit` needs, such as a compiled grammar, and return it. Raise the
-        request's error.
-        """
+        """Wait for a resource that `admit` needs, such as a compiled grammar. Raise the request's error."""
 
     def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
         """Return the extension of a request with this prompt; None if it does not use the capability.

@@ -456,9 +456,7 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job`; return its result or raise its error. If the caller is cancelled, the job still runs to
-        its end.
-        """
+        """Run `job`; return its result or raise its error. If the caller is cancelled, the job still finishes."""
         reply: OneShot[T] = OneShot()
         self._jobs.put((job, reply))
         return await reply.get()

@@ -161,9 +161,7 @@ class AttentionMapCall(Call[AttentionMap]):
 
 
 def _layers_of(layers: Layers, facts: TapFacts) -> list[int]:
-    """Return the layers' numbers; "all" means every layer with weights to compute. Unknown layers are refused
-    by name.
-    """
+    """Return the layers' numbers; "all" means all with weights to compute. Others are refused by name."""
     if isinstance(layers, str) and layers == "all":
         numbers = [layer for layer, spec in enumerate(facts.attention) if spec is not None]
         if not numbers:

@@ -179,9 +179,7 @@ class ScoreTable(list[Scores]):
 
 
 def _expected(entry: object, row: int, scores: Scores) -> frozenset[int]:
-    """Return the places of the expected choice: every place with its text, which may occur twice, or the named
-    place.
-    """
+    """Return the places of the expected choice: all places with its text, or the named place."""
     field = f"expected[{row}]"
     if isinstance(entry, str):
         places = frozenset(place for place, score in enumerate(scores) if score.text == entry)

@@ -85,9 +85,7 @@ class PageTransfers:
                 self._host_tier.put(move.digest, page)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill pages from the host tier; returns the pages that failed because their payload is missing or does not
-        fit.
-        """
+        """Fill pages from the host tier; returns the failed ones, with a missing or unfitting payload."""
         if not moves:
             return ()
         payloads: dict[PageMove, paged.Payload] = {}
@@ -185,9 +183,7 @@ class SideTransfers:
                 self._store.put(move.digest, entry)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill slots from the host tier; returns the slots that failed because their payload is missing or does not
-        fit.
-        """
+        """Fill slots from the host tier; returns the failed ones, with a missing or unfitting payload."""
         payloads: dict[PageMove, paged.Payload] = {}
         lost: list[LostPage] = []
         for move in moves:
@@ -256,9 +252,7 @@ class AllSideTransfers:
             side.store(own)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill slots from the host tiers; returns the slots that failed because their payload is missing or does not
-        fit.
-        """
+        """Fill slots from the host tiers; returns the failed ones, with a missing or unfitting payload."""
         return tuple(lost for side, own in self._each(moves) for lost in side.restore(own)) if moves else ()
 
     def read(self, side: int, slots: Sequence[int]) -> list[paged.Payload]:

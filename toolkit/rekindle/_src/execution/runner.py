@@ -240,9 +240,7 @@ class Runner:
         return upload
 
     def fill(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
-        """Fill pages from the host tier between steps; returns the failed pages: their payload is missing or does not
-        fit.
-        """
+        """Fill pages from the host tier between steps; returns the failed ones, with a missing or unfitting payload."""
         return self._transfers.restore(moves)
 
     def prefault(self, pages: int) -> None:

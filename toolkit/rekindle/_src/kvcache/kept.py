@@ -106,9 +106,7 @@ class KeptCaptures:
         return bool(found)
 
     def whole(self, names: Iterable[bytes]) -> dict[Key, dict[bytes, NDArray[Any]]]:
-        """Return the complete lines of these pages, by site and layer. A line is complete if it has all tokens of its
-        page.
-        """
+        """Return the complete lines of these pages, by site and layer: lines with all tokens of their page."""
         found: dict[Key, dict[bytes, NDArray[Any]]] = {}
         for name in names:
             for key, (mask, array) in self._pages.get(name, {}).items():
@@ -117,9 +115,7 @@ class KeptCaptures:
         return found
 
     def missing(self, name: bytes, keys: Iterable[Key], offsets: Sequence[int]) -> int | None:
-        """Return the first token of a page among `offsets` for which some of `keys` are not kept; None if all are
-        kept.
-        """
+        """Return the first token of a page among `offsets` with any of `keys` missing; None if all are kept."""
         lines, wanted = self._pages.get(name, {}), _mask(offsets)
         for key in keys:
             wanted &= lines[key].mask if key in lines else 0

@@ -90,9 +90,7 @@ class NodeTable:
         return [self.root, *self._namespaces.values()]
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
-        """Return the known nodes for `tokens` after `parent`, found by the `keys` of their pages. Tokens are compared
-        exactly.
-        """
+        """Return the known nodes for `tokens` after `parent`, by their pages' `keys`. Tokens are compared exactly."""
         nodes: list[Node] = []
         get = self._nodes.get
         for key in keys:

@@ -628,9 +628,7 @@ class Puller:
 
 
 def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:
-    """Return lookup keys by digest, in the process with this `secret`. Parents come before their children in
-    `pages`.
-    """
+    """Return lookup keys by digest, in the process with this `secret`. In `pages`, parents come first."""
     keys: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
     for page in pages:
         if page.parent not in keys and is_namespace(page.parent, identity.root):

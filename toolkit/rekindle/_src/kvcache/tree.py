@@ -257,9 +257,7 @@ class PrefixCache:
         return digests, in_host
 
     def sides_to_fetch(self, keys: Sequence[int], prefix: Prefix) -> list[tuple[SideCache, list[bytes]]]:
-        """Return the entries that each side cache has to fetch from disk, so that a prompt continues where `to_fetch`
-        ends.
-        """
+        """Return the entries of each side cache to fetch from disk, to continue where `to_fetch` ends."""
         if not self.sides:
             return []
         nodes = self.continuable(self._known(keys, prefix))
@@ -269,9 +267,7 @@ class PrefixCache:
         ]
 
     def continuable(self, nodes: list[Node]) -> list[Node]:
-        """Return `nodes` up to the deepest one after which a prompt can continue with entries of side caches in any
-        tier.
-        """
+        """Return `nodes` up to the deepest one with entries in side caches, in any tier, to continue from."""
         return nodes[: self.sides.deepest(nodes, SideCache.kept)] if self.sides else nodes
 
     def lock(self, match: PrefixMatch) -> list[int]:
@@ -402,17 +398,13 @@ class PrefixCache:
             self.host_tier.trim()
 
     def restore_done(self, moves: Sequence[PageMove]) -> None:
-        """End the restore of pages once their step was committed or has failed: the host tier may drop their
-        payloads.
-        """
+        """End the restore of pages after their step: the host tier may drop their payloads."""
         if self.host_tier is not None:
             for move in moves:
                 self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
-        """Take pages off the device, with all pages below them, after a failed restore or because they are in
-        quarantine.
-        """
+        """Take pages that are broken or in quarantine off the device, with all pages below them."""
         broken = {move.page for move in moves}
         detached = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
         for node in reversed(detached):

@@ -106,9 +106,7 @@ class Partition:
         return max(1, self.size // heads)
 
     def check_packed(self, graph: Graph) -> None:
-        """Raise ConfigError for a 4-bit matrix that can't be divided into whole blocks of outputs and groups of
-        inputs.
-        """
+        """Raise ConfigError for a 4-bit matrix that can't be divided into whole blocks and groups."""
         sources = manifest(graph.config).sources
         for path, packing in packings_of(graph).items():
             source = sources[path]

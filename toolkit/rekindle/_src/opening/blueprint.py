@@ -93,9 +93,7 @@ class Blueprint:
         )
 
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
-        """Return the identity of pages computed with these weights; it is compared with the identity of other
-        processes' pages.
-        """
+        """Return the identity of pages computed with these weights, to compare with other processes' pages."""
         config = self.config
         assert config.page_size is not None, "resolved"
         one = paged.abstract(self.model, 1, config.page_size, config.kv_dtype, slots_of(self.programs.sides))

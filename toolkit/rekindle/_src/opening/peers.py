@@ -24,9 +24,7 @@ Agree = Callable[["ProcessReport"], int]  # with the other processes, on the KV 
 
 
 def gather(request: OpenRequest) -> OtherProcesses:
-    """Wait for the followers, if any, and join JAX's service with them. Raise ConfigError if the devices can't be
-    shared.
-    """
+    """Wait for the followers, if any, and join JAX's service with them. Raise ConfigError if they can't be joined."""
     config = request.config
     if config.processes == 1:
         return OtherProcesses()

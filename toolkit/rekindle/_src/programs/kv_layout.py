@@ -165,9 +165,7 @@ class PagedAttention:
         return paged_attention(inputs, options, implementation=self._implementation)
 
     def recur(self, layer: int, compute: Compute, /) -> Array:
-        """Call `compute` with the layer's states and the slots of the step's sequences, and keep the states it
-        returns.
-        """
+        """Call `compute` with the layer's states and the slots of the step's sequences, and keep its result."""
         step, entry = self._paging, self.kv[layer]
         assert entry.states, "the layer has a state"
         reads, writes, *places = step.sides["states"]

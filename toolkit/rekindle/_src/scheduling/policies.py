@@ -28,9 +28,7 @@ Rank = tuple[float, ...]
 
 
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
-    """Return the rank function of a policy with ranks that do not change while a request waits; the smallest goes
-    first.
-    """
+    """Return the rank function of a policy with ranks fixed while a request waits; the smallest goes first."""
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     if policy == "lof":
@@ -42,9 +40,7 @@ def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
-    """Return the rank function that decides which running requests keep their pages; the largest rank is preempted
-    first.
-    """
+    """Return the rank function for keeping pages while running; the largest rank is preempted first."""
     return static_rank(policy if policy == "priority" else "fcfs", None)
 
 

@@ -258,9 +258,7 @@ def _replace_in(environment: Any, meter: Meter, s: Any, old: Any, new: Any, coun
 
 
 def _title(environment: Any, meter: Meter, value: Any) -> str:
-    """Capitalise the first letter of each word and lower the others; spaces, hyphens and opening brackets begin
-    words.
-    """
+    """Capitalise each word and lower its other letters; spaces, hyphens and opening brackets begin words."""
     text = text_of(meter, value)
     meter.at_once(5 * len(text))
     lower, letters, begins = text.lower(), [], True

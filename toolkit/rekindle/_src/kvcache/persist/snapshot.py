@@ -253,9 +253,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
 
 
 def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
-    """Apply `graft` to the trees of all data shards, because any of them may restore the pages. Returns the largest
-    count.
-    """
+    """Apply `graft` to the trees of all data shards: any may restore the pages. Returns the largest count."""
     return max(graft(tree, pages) for tree in trees(cache))
 
 

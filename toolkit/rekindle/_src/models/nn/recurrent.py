@@ -163,9 +163,7 @@ class ShortConvolution(RecurrentLayer):
 
 
 class GatedAttention(QkNormAttention):
-    """Attention with its output multiplied by the sigmoid of gates, which the query projection computes for
-    each head.
-    """
+    """Attention that multiplies its output by the sigmoid of gates, which the query projection computes."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         super().__init__(config, layer, precision)

@@ -168,9 +168,7 @@ def no_rows(config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], colu
 def bilinear_rows(
     config: VisionConfig, grid: PatchGrid, rows: NDArray[np.int32], columns: NDArray[np.int32]
 ) -> PositionRows:
-    """Return four rows for each patch: the ones around its place in a square table that is stretched over the
-    picture.
-    """
+    """Return four rows for each patch: the ones around its place in a square table stretched over the picture."""
     side = config.side
     (upper, row_weight), (left, column_weight) = (
         _around(index, length, side) for index, length in ((rows, grid.rows), (columns, grid.columns))

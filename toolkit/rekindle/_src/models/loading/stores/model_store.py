@@ -120,9 +120,7 @@ class StoreReader:
         return levels
 
     def models_in(self, folder: Path, name: str, *, levels: int = 1) -> Iterator[StoreEntry]:
-        """Yield the models of a folder: its safetensors as one, and its GGUF files; several have their own names after
-        the folder's.
-        """
+        """Yield the models of a folder: its safetensors as one, and each GGUF file; several get their own names."""
         below = itertools.chain.from_iterable(self.levels(folder, levels))
         names = {path.relative_to(folder).as_posix(): path for path in below if not os.path.isdir(path)}
         tensors = any(path.parent == folder and ".safetensors" in path.name for path in names.values())
