@@ -69,23 +69,22 @@ def reader(name: str, *frames: tuple[str, str]) -> Callable[[Callable[[Path], Re
 
 # Replies.
 
+# Beginnings of calls in addition to those of the family's own text of calls.
+MORE = {
+    "hermes": ("<tool_call>\n<function=write><parameter=text>",),
+    "llama3_json": ('{"name": "',),
+    "pythonic": ('[write(text="', "[write(text=[", "<|python_start|>[write(path='''"),
+    "mistral": ("[TOOL_CALLS]write[ARGS]{",),
+    "harmony": ("<|channel|>commentary to=functions.write<|message|>{", "<|start|>assistant"),
+}
+
 
 def replies(name: str, *, piece: int | None, opened: bool = False) -> Callable[[Path], Reader]:
     """Make the reader of a reply in one piece, or in many of a few characters."""
     syntax = SYNTAXES[name]
     form = ReplyFormat(syntax, THINK)
-    begin = {
-        "hermes": (
-            '<tool_call>{"name": "write", "arguments": {"text": "', "<tool_call>\n<function=write><parameter=text>",
-            "<tool_call>",
-        ),
-        "llama3_json": ('{"name": "write", "parameters": {"text": "', '{"name": "', "<|python_tag|>{"),
-        "pythonic": ('[write(text="', "[write(text=[", "<|python_start|>[write(path='''"),
-        "mistral": ('[TOOL_CALLS][{"name": "write", "arguments": ', "[TOOL_CALLS]write[ARGS]{", "[TOOL_CALLS]"),
-        "phi4mini": ('<|tool_call|>[{"name": "write", "arguments": {"a": ', "functools["),
-        "olmo": ("<function_calls>write(text='", "<function_calls>\n"),
-        "harmony": ("<|channel|>commentary to=functions.write<|message|>{", "<|channel|>", "<|start|>assistant"),
-    }[name]  # fmt: skip
+    call = syntax.write([("write", {"text": "§"})])
+    begin = {call.partition("§")[0], *(opener.text for opener in syntax.openers), *syntax.markers, *MORE.get(name, ())}
 
     def read(text: str) -> None:
         scanner = form.scanner(tools=TOOLS, reasoning_open=opened, pieces=piece is not None)
@@ -94,7 +93,7 @@ def replies(name: str, *, piece: int | None, opened: bool = False) -> Callable[[
         scanner.finish()
 
     examples = tuple(example.text for example in EXAMPLES if example.family == name)
-    return lambda _: Reader(read, (("", ""), *((one, "") for one in begin)), examples)
+    return lambda _: Reader(read, (("", ""), *((one, "") for one in sorted(begin))), examples)
 
 
 for _name in SYNTAXES:
