@@ -284,12 +284,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.bounded)
     seed = config.getoption("--shuffle")
     if seed:
-        draw = random.Random(seed)
-        files = sorted({item.path for item in items})
-        draw.shuffle(files)
-        place = {file: at for at, file in enumerate(files)}
-        draw.shuffle(items)
-        items.sort(key=lambda item: place[item.path])  # keeps the order that was drawn for the tests of a file
+        place = {file: random.Random(f"{seed} {file.name}").random() for file in {item.path for item in items}}
+        # The tests of a file have the same order when it runs alone.
+        own = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items}
+        items.sort(key=lambda item: (place[item.path], str(item.path), own[item]))
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -71,6 +71,11 @@ def pulled(session: Session) -> list[Any]:
     return awaited(session.cache.pull(address.address, EVIL * 3, secret=EVIL))
 
 
+def pinned(cache: CacheView) -> list[Any]:
+    node = cache.tree().nodes[0]
+    return [cache.pin(node), cache.unpin(node)]
+
+
 def never_started(call: Call[Any]) -> Call[Any]:
     call.close()
     return call
@@ -127,8 +132,8 @@ SESSION: dict[str, Recipe] = {
     "check_integrity": lambda session, path: session.check_integrity(),
     "cache": lambda session, path: session.cache,
     "save": lambda session, path: awaited(session.save("kept")),
-    "pin": lambda session, path: session.pin(EVIL * 3),
-    "unpin": lambda session, path: session.unpin(EVIL * 3),
+    "pin": lambda session, path: [session.pin(EVIL * 3), session.unpin(EVIL * 3)],
+    "unpin": lambda session, path: [session.pin(EVIL * 3), session.unpin(EVIL * 3)],
     "adapters": lambda session, path: session.adapters,
     "load_adapter": lambda session, path: awaited(session.load_adapter(EVIL, adapter_folder(path / "adapter"))),
     "save_adapter": lambda session, path: [
@@ -154,14 +159,17 @@ CACHE: dict[str, Recipe] = {
     "explain": lambda session, path: session.cache.explain(EVIL * 3),
     "snapshots": lambda session, path: [session.save("one").result_sync(), session.cache.snapshots()],
     "text": lambda session, path: session.cache.text(session.cache.tree().nodes[0]),
-    "pin": lambda session, path: session.cache.pin(session.cache.tree().nodes[0]),
-    "unpin": lambda session, path: session.cache.unpin(session.cache.tree().nodes[0]),
+    "pin": lambda session, path: pinned(session.cache),
+    "unpin": lambda session, path: pinned(session.cache),
     "drop": lambda session, path: session.cache.drop(session.cache.tree().nodes[-1]),
     "prune": lambda session, path: session.cache.prune(to=0),
     "clear": lambda session, path: awaited(session.cache.clear(tier="host")),
     "delete": lambda session, path: session.cache.delete("nothing"),
     "export_prefix": lambda session, path: awaited(session.cache.export_prefix(EVIL * 3, path / "prefix")),
-    "import_prefix": lambda session, path: awaited(session.cache.import_prefix(path / "prefix")),
+    "import_prefix": lambda session, path: [
+        session.cache.export_prefix(EVIL * 3, path / "prefix").result_sync(),
+        *awaited(session.cache.import_prefix(path / "prefix")),
+    ],
     "share": lambda session, path: shared(session),
     "pull": lambda session, path: pulled(session),
 }

@@ -157,8 +157,10 @@ def test_an_interrupted_cell_keeps_its_text_and_says_where(notebook: Kernel, nam
 
 def test_chat_mistakes(notebook: Kernel) -> None:
     notebook.ok("from rekindle import tiny\nfrom rekindle._src.text.chat import ChatTemplate")
-    notebook.ok("session._front = session._front._replace(chat=ChatTemplate.load(tiny.folder()))")
-    for code in ("session.chat(7)", "session.chat([{'role': 'wizard', 'content': 3}])", "session.chat([])"):
+    notebook.ok(
+        "chatting = fake_session()\nchatting._front = chatting._front._replace(chat=ChatTemplate.load(tiny.folder()))"
+    )
+    for code in ("chatting.chat(7)", "chatting.chat([{'role': 'wizard', 'content': 3}])", "chatting.chat([])"):
         cell = notebook.run(f"await {code}")
         assert cell.error == "InvalidRequest", cell.traceback
         assert cell.traceback.count("\n") < MOST, cell.traceback

@@ -107,8 +107,8 @@ class PictureOutput(Part):
 
     __slots__ = ("_given", "_runs")
 
-    def __init__(self, given: PromptPictures, spans: Sequence[PictureSpan]) -> None:
-        self._given, self._runs = given, tuple((span.start, span.stop) for span in spans)
+    def __init__(self, pictures: PromptPictures, spans: Sequence[PictureSpan]) -> None:
+        self._given, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
         return {"images": self._given.pictures, "image_runs": self._runs, "question": self._given.question}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
+from rekindle._src.core import html
 from rekindle._src.core.records import DraftTask, EntryLag, IntArray, Row
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
@@ -24,6 +25,9 @@ class DraftCounts(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.accepted:,} of {self.drafted:,} accepted"
+
+    def _repr_html_(self) -> str:
+        return str(html.block(html.pairs({"drafts": str(self)})))
 
 
 def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:
