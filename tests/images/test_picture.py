@@ -16,7 +16,15 @@ import pytest
 from PIL import Image, ImageOps
 
 from images.files import chunk, encoded, noise, ordinary, plain_tiff, png, with_orientation
-from rekindle._src.images import EncodedPicture, Picture, PictureLimits, open_bytes, open_picture, open_pictures
+from rekindle._src.images import (
+    EncodedPicture,
+    Picture,
+    PictureLimits,
+    open_bytes,
+    open_picture,
+    open_pictures,
+    thumbnail,
+)
 from rekindle._src.images.headers import read_header
 from rekindle.errors import InvalidRequest, MissingExtra
 
@@ -267,7 +275,7 @@ def sized(data: bytes, width: int, height: int, scans: int | None = None) -> byt
     return data
 
 
-def test_scans_times_pixels_are_bounded_as_one() -> None:
+def test_scans_times_pixels_are_bounded_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """33 megapixels in 63 scans, 200 kB, kept a decoder busy for five seconds; either alone is a small part of that."""
     plain = encoded(Image.fromarray(noise(40, 30)), "JPEG", progressive=True)
     cmyk = encoded(Image.fromarray(noise(40, 30, 4), "CMYK"), "JPEG", progressive=True)
@@ -285,7 +293,10 @@ def test_scans_times_pixels_are_bounded_as_one() -> None:
     assert open_picture(half).weight == 4096 * 4096 * 63 // 18
     with pytest.raises(InvalidRequest, match=r"images\[2\]='bytes': makes 176,160,768 pixels in all"):
         open_pictures([half] * 3, limits=PictureLimits(total_pixels=5 << 25))
-    assert read(sized(plain, 40, 30, 60)).width == 40, "a small one may have them"
+    small = open_picture(sized(plain, 40, 30, 60))
+    assert small.decode().width == 40, "a small one may have them"
+    monkeypatch.setattr(thumbnail, "MOST_DECODED", 40 * 30)
+    assert thumbnail.thumbnail(open_picture(plain)) != "" == thumbnail.thumbnail(small), "not decoded to be shown"
 
 
 @pytest.mark.parametrize("kind", [0xC3, 0xC5, 0xC9, 0xCA, 0xCB, 0xCF])

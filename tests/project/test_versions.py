@@ -28,6 +28,7 @@ EXTRAS = ("test", "hub")
 # Quick tests, at least one for each dependency with a bound of its own.
 TESTS = [
     "tests/core/test_shared_cache.py",
+    "tests/images/test_metadata.py",
     "tests/images/test_picture.py",
     "tests/notebook/test_panel.py",
     "tests/programs/test_store.py",

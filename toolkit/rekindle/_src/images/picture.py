@@ -40,7 +40,7 @@ _KINDS = (
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 _MODES_OF_16_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 _STRIP = 1 << 20  # pixels that are converted at once, so that a large picture is not in memory three times
-_WORK, _WORK_OF_A_BYTE = 32, 16  # nanoseconds that decoders took at most for a pixel, and for a byte of noise
+_WORK, _WORK_OF_A_BYTE = 32, 40  # nanoseconds that decoders took at most for a pixel, and for a byte of noise
 _MOST_OF_PREFIX = 256  # characters of a data: URI before its comma
 
 

@@ -36,7 +36,7 @@ class Thumbnail(NamedTuple):
 
 def thumbnail(picture: EncodedPicture | Picture) -> str:
     """Return a thumbnail; empty for a file that is too large to be decoded for that, or broken."""
-    if isinstance(picture, EncodedPicture) and picture.width * picture.height > MOST_DECODED:
+    if isinstance(picture, EncodedPicture) and picture.weight > MOST_DECODED:
         return ""
     try:
         from PIL import Image

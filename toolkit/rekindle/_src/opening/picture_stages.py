@@ -18,7 +18,7 @@ from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.images.processor import PicturePatches
 
 T = TypeVar("T")
-SMALL = 1 << 27  # nanoseconds of work, an eighth of a second: a PNG of 1920 × 1080 pixels and 3 MB has 0.11 s
+SMALL = 1 << 27  # nanoseconds of work, an eighth of a second: a file of 1920 × 1080 pixels and 1 MB has 0.11 s
 
 
 class _PictureThread:
@@ -41,11 +41,8 @@ class PictureStages:
     """Runs the decoding and encoding of pictures. Its methods belong to one event loop, but for `close`."""
 
     def __init__(self) -> None:
-        self._small, self._large, self._encoder = (
-            _PictureThread("small"),
-            _PictureThread("large"),
-            _PictureThread("encoder"),
-        )
+        self._small, self._large = _PictureThread("small"), _PictureThread("large")
+        self._encoder = _PictureThread("encoder")
 
     async def rows(
         self,

@@ -95,7 +95,7 @@ class GivenPicture:
     def decode(self, identity: bytes) -> Picture:
         """Return the pixels. They are not kept, since its rows are."""
         picture = self.source.decode()
-        if self._thumbnail is None and picture.width * picture.height > MOST_DECODED:
+        if self._thumbnail is None and self.source.weight > MOST_DECODED:
             self._thumbnail = thumbnail(picture)  # while its pixels are here
         self._digest = sha256(b"".join(framed(part) for part in (identity, picture.digest.encode()))).digest()
         return picture
