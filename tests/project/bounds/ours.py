@@ -1,0 +1,34 @@
+"""Constants that are bounds by their names, of our own work and of what is shown: nobody else sends what they count."""
+
+from __future__ import annotations
+
+from project.bounds.records import OURS, PACE, SHOWN, TIME, Bound, Other
+
+BOUNDS: list[Bound] = []
+
+OTHERS: dict[str, dict[str, Other]] = {
+    "cli/cache.py": {"MOST_NAMED": SHOWN},
+    "core/capture_files.py": {"_LONGEST_NUMBER": OURS, "LONGEST_HEADER": OURS, "LARGEST_CHANGES": OURS},
+    "core/icicle.py": {"MOST": SHOWN},
+    "core/markdown.py": {"_DEEPEST": SHOWN},
+    "core/mesh_shape.py": {"MAX_DEVICES": OURS, "MAX_PROCESSES": OURS},
+    "core/names.py": {"MAX_NAME": SHOWN, "MAX_PATH": OURS, "_MAX_PART": OURS},
+    "core/records.py": {"MOST_MISSING": SHOWN},
+    "core/shared_cache.py": {"MAX_BYTES": OURS, "MAX_AGE": TIME, "_MOST_HEADER": OURS, "_MOST_FILES": OURS},
+    "evaluation/attention.py": {"MOST": OURS},
+    "execution/page_transfers.py": {"MAX_BYTES": PACE},
+    "models/families/qwen3.py": {"MOST_BLOCK": OURS},
+    "opening/exporting.py": {"_LONGEST": SHOWN},
+    "opening/head_start.py": {"MOST": PACE},
+    "opening/resolve.py": {"LONGEST_DEFAULT": OURS},
+    "programs/buckets.py": {"MAX_PREFILL_ROWS": PACE},
+    "programs/collectives.py": {"MOST_TOKENS": PACE, "MOST_ROWS": PACE},
+    "programs/request_state.py": {"MAX_END_IDS": OURS, "BIAS_LIMIT": OURS},
+    "programs/sampling.py": {"LARGEST": OURS},
+    "programs/store.py": {"MAX_AGE": TIME, "LONGEST": TIME},
+    "replicas/routing.py": {"MOST_CHARACTERS": PACE, "MOST_PARTS": PACE},
+    "scheduling/drafting/drafts.py": {"_MOST": PACE},
+    "scheduling/drafting/models.py": {"_LONGEST": PACE},
+    "scheduling/followers.py": {"MAX_DRAFTS": PACE},
+    "scheduling/ready_rows.py": {"_LONGEST": TIME},
+}  # fmt: skip

@@ -1,0 +1,108 @@
+"""Bounds on the options of a request, on grammars, and on what a session does for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from project.bounds.records import OURS, PACE, SHOWN, SMALL, STRANGER, TIME, Bound, Other, within
+from rekindle._src.core import options
+from rekindle._src.structured import compilers
+
+
+def stops(count: int) -> Callable[[], object]:
+    """Thousands of tokens, by whose text long stop strings are begun and broken off."""
+    from project.bounds.serve import tiny
+    from rekindle._src.text.detokenizer import Detokenizer
+
+    tokenizer, others = tiny(), [f"{number:x}"[:1] + "b" for number in range(options.MAX_STOPS - 1)]
+    long = "a" * (options.MAX_STOP_CHARACTERS - 2 * len(others) - 1) + "b"
+    (a,), (c,) = (tokenizer.encode(letter, add_special_tokens=False) for letter in "ac")
+    ids = ([a] * 100 + [c]) * (count * 1_000 // 101)
+
+    def work() -> object:
+        detokenizer = Detokenizer(tokenizer, [long, *others])
+        return [detokenizer.push([one]) for one in ids]
+
+    return work
+
+
+def schemas(count: int) -> Callable[[], object]:
+    """A grammar that takes too long, which a process of its own compiles."""
+    from project.bounds.serve import tiny
+    from rekindle._src.structured.grammar import Grammars
+    from rekindle._src.structured.spec import Spec
+    from rekindle.errors import RekindleError
+
+    schema = {"type": "string", "maxLength": 60, "allOf": [{"pattern": f"a{index}.*b"} for index in range(60)]}
+    tokenizer = tiny()
+
+    def work() -> object:
+        grammars = Grammars(tokenizer, tokenizer.vocab_size)
+        try:
+            for number in range(count):
+                text = json.dumps(schema | {"maxLength": 60 + number})
+                try:
+                    grammars.compile(Spec("schema", text))
+                except RekindleError as error:
+                    error.__traceback__ = None
+        finally:
+            grammars.close()
+        return None
+
+    return work
+
+
+BOUNDS: list[Bound] = [
+    STRANGER(
+        "core/options.py: MAX_STOPS, MAX_STOP_CHARACTERS",
+        counts="thousands of tokens before stop strings",
+        most=4,
+        unit="a token that breaks one off",
+        feed=stops,
+        count=4,
+        seconds=2,
+        mib=8,
+    ),
+    STRANGER(
+        "structured/compilers.py: COMPILE_SECONDS",
+        counts="grammars that are compiled",
+        most=1,
+        unit="one that takes too long",
+        feed=schemas,
+        count=1,
+        seconds=compilers.COMPILE_SECONDS + 1,
+        mib=256,
+    ),
+]
+
+OTHERS: dict[str, dict[str, Other]] = {
+    "calls/chats.py": {"MAX_ROUNDS": OURS},
+    "calls/conversation.py": {"MOST_PICTURES": OURS, "MOST_BYTES": OURS},
+    "calls/rows.py": {"_LONGEST_ERROR": SHOWN},
+    "calls/tool_functions.py": {"MAX_TOOLS": within("values of a body"), "_MOST_NESTED": OURS},
+    "core/options.py": {
+        "MAX_N": within("the places of the queue"), "MAX_SEQUENCES": within("the places of the queue"),
+        "MAX_PROMPT": within("thousands of characters to encode"),
+        "MAX_BAD_WORDS": within("thousands of characters to encode: 262,144 of them"), "MAX_WORD": SMALL,
+        "MAX_SALT": SMALL,
+    },
+    "core/sampling.py": {
+        "MAX_LOGPROBS": Other("every step gives as many"), "MAX_VOCABULARY": Other("compared with the weights"),
+        "MAX_LOGPROB_IDS": SMALL, "MAX_STOP_TOKEN_IDS": SMALL, "MAX_LOGIT_BIAS": SMALL,
+        "MAX_CHOICES": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
+        "MAX_ALLOWED_TOKENS": SMALL, "MAX_ADAPTERS": SMALL, "MAX_STEERS": SMALL, "MAX_PROCESSORS": SMALL,
+        "MAX_STRUCTURE": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
+    },
+    "core/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
+    "dispatch/capture_writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
+    "programs/feature.py": {"MAX_PROCESSORS": OURS},
+    "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS, "MAX_TAPS": OURS},
+    "scheduling/slow_rows.py": {"LONGEST": TIME},
+    "structured/compilers.py": {
+        "LONGEST": TIME, "MOST_WAITING": TIME, "_MOST_SAID": SHOWN,
+        "MOST_LEVELS": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
+    },
+    "structured/endings.py": {"_LONGEST": TIME, "_MOST_TRIED": TIME, "_MOST_AT_ONCE": PACE},
+    "structured/spec.py": {"_MOST_LEVELS": SMALL},
+}  # fmt: skip

@@ -1,0 +1,158 @@
+"""Bounds on chat templates, tokenizers and replies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from project.bounds.records import AUTHOR, SMALL, Bound, Other, within
+from rekindle._src.text import template_code, template_limits, tokenizer, tokenizer_limits
+from rekindle.errors import CheckpointError
+
+STRINGS = tokenizer_limits.MAX_STRINGS
+BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+
+
+def parsed(count: int) -> Callable[[], object]:
+    """A template of so many tokens, read and compiled."""
+    text = "{{a|trim}}" * (count // 5)
+
+    def work() -> object:
+        code = template_code.parsed.__wrapped__(text)
+        return code, code.program()
+
+    return work
+
+
+def rendered(text: str) -> Callable[[int], Callable[[], object]]:
+    """A template that goes on until it may not."""
+
+    def feed(count: int) -> Callable[[], object]:
+        if not count:
+            return lambda: None  # there is no shorter run
+        code = template_code.parsed(text)
+
+        def work() -> object:
+            try:
+                return code.render({})
+            except template_limits.TemplateLimit as limit:
+                limit.__traceback__ = None
+                return limit
+
+        return work
+
+    return feed
+
+
+LOOP = "{% for a in range(1000) %}" * 3 + "{{ a }}" + "{% endfor %}" * 3
+GROWING = (
+    "{% set n = namespace(all=[]) %}{% set x = '😀' * 1000000 %}{% for a in range(1000) %}"
+    "{% set n.all = n.all + [x ~ a] %}{% endfor %}"
+)
+
+
+def opened(model: Any, **parts: Any) -> Callable[[], object]:
+    """Open a tokenizer."""
+    folder = Path(tempfile.mkdtemp())
+    content = {"version": "1.0", "model": model, **parts}
+    (folder / "tokenizer.json").write_text(json.dumps(content, separators=(",", ":"), ensure_ascii=False))
+
+    def work() -> object:
+        made = tokenizer.Tokenizer.load(folder)
+        return made, made.encodes_apart
+
+    return work
+
+
+def regexes(count: int) -> Callable[[], object]:
+    text = "(?i:" + r"\p{L}" * ((tokenizer_limits.LONGEST_TEXT - 20) // 6) + ")"  # JSON writes each backslash twice
+    split = {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
+    return opened(BPE, pre_tokenizer={"type": "Sequence", "pretokenizers": [split] * count})
+
+
+def vocabulary(count: int) -> Callable[[], object]:
+    return opened({"type": "BPE", "vocab": {f"{number:x}": number for number in range(count)}, "merges": []})
+
+
+def merges(count: int) -> Callable[[], object]:
+    vocab = {"a" * length: length - 1 for length in range(1, 65)}
+    return opened({"type": "BPE", "vocab": vocab, "merges": [["a", "a"]] * (count // 2)})
+
+
+def added(count: int) -> Callable[[], object]:
+    entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokens = [{"id": number + 1, "content": f"<{number:x}>", **entry} for number in range(count // 8)]
+    return opened(BPE, added_tokens=tokens)
+
+
+def quotes(count: int) -> Callable[[], object]:
+    content = b'["' + b'\\"' * (2 * count - 8) + b'"]'
+
+    def work() -> object:
+        with contextlib.suppress(CheckpointError):
+            tokenizer_limits.check_file(content, "tokenizer.json")
+        return None
+
+    return work
+
+
+def pieces(count: int) -> Callable[[], object]:
+    return opened({"type": "Unigram", "unk_id": 0, "vocab": [[f"{number:x}", 0.0] for number in range(count)]})
+
+
+BOUNDS: list[Bound] = [
+    AUTHOR(
+        "text/template_code.py: MAX_TEMPLATE", counts="tokens of a template", most=template_code._TOKENS,
+        unit="a filter", feed=parsed, count=template_code._TOKENS // 2, seconds=3, mib=128,
+    ),
+    AUTHOR(
+        "text/template_limits.py: SECONDS, ITEMS", counts="renderings of a template", most=1,
+        unit="one that never ends", feed=rendered(LOOP), count=1, seconds=template_limits.SECONDS + 1, mib=512,
+    ),
+    AUTHOR(
+        "text/template_limits.py: WORK, CHARACTERS", counts="renderings that keep what they make", most=1,
+        unit="texts of emoji", feed=rendered(GROWING), count=1, seconds=template_limits.SECONDS + 1, mib=768,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: REGEXES, LONGEST_TEXT", counts="regexes of a tokenizer",
+        most=tokenizer_limits.REGEXES, unit="one of 4,096 bytes", feed=regexes, count=4, seconds=10, mib=1_024,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: MAX_STRINGS", counts="tokens of a vocabulary", most=STRINGS, unit="a short token",
+        feed=vocabulary, count=STRINGS // 16, seconds=12, mib=1_536,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: MAX_STRINGS", counts="parts of merges", most=STRINGS, unit="a short merge",
+        feed=merges, count=STRINGS // 16, seconds=12, mib=1_536,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: MAX_STRINGS", counts="strings of added tokens", most=STRINGS,
+        unit="a short added token", feed=added, count=STRINGS // 16, seconds=12, mib=1_024,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: MAX_STRINGS", counts="quotes of a tokenizer.json, by pairs", most=STRINGS,
+        unit="an escaped quote", feed=quotes, count=STRINGS // 4, seconds=3, mib=256,
+    ),
+    AUTHOR(
+        "text/tokenizer_limits.py: PIECE_CHARACTERS, LONGEST_PIECE", counts="unigram pieces", most=STRINGS,
+        unit="a short piece", feed=pieces, count=STRINGS // 16, seconds=12, mib=2_560,
+    ),
+]  # fmt: skip
+
+OTHERS: dict[str, dict[str, Other]] = {
+    "text/gguf/reading.py": {"MOST": Other("tokens of a partial tokenizer, built in a tenth of a second")},
+    "text/gguf/vocabulary.py": {"LONGEST": within("characters that are cut")},
+    "text/replies/arguments.py": {"_MAX_DEPTH": SMALL},
+    "text/replies/call.py": {
+        "MAX_ARGUMENTS": SMALL, "MAX_ALL_ARGUMENTS": SMALL, "MAX_SPACE": SMALL, "MAX_NAME": SMALL,
+    },
+    "text/replies/harmony.py": {"_LONGEST": SMALL},
+    "text/replies/json_reader.py": {"MAX_DEPTH": SMALL, "MAX_WORD": SMALL},
+    "text/tokenizer.py": {
+        "MAX_FILE": within("tokens of a vocabulary"), "MAX_JSON": within("values of a checkpoint's JSON"),
+    },
+}  # fmt: skip
