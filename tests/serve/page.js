@@ -4,7 +4,7 @@
 const [, , address, script, ids, steps] = process.argv;
 
 class Element {
-  constructor(tag) { this.tag = tag; this.text = ""; this.children = []; this.hidden = false; this.value = ""; this.on = {}; }
+  constructor(tag) { Object.assign(this, {tag, text: "", children: [], hidden: false, value: "", on: {}, style: {}, className: ""}); }
   get textContent() { return this.children.length ? this.children.map((one) => one.textContent).join("|") : this.text; }
   set textContent(text) { this.children = []; this.text = String(text); }
   append(...parts) {
@@ -14,7 +14,7 @@ class Element {
       if (part.tag === "option" && (part.chosen || this.children.length === 1)) this.value = part.value;
     }
   }
-  replaceChildren() { this.children = []; }
+  replaceChildren(...parts) { this.children = []; this.append(...parts); }
   remove() { this.parent.children = this.parent.children.filter((one) => one !== this); }
   addEventListener(kind, call) { this.on[kind] = call; }
 }
@@ -22,7 +22,12 @@ for (const name of ["innerHTML", "outerHTML"])
   Object.defineProperty(Element.prototype, name, {set() { throw new Error(name + " was set"); }});
 
 const all = Object.fromEntries(JSON.parse(ids).map((id) => [id, new Element("div")]));
-globalThis.document = {getElementById: (id) => all[id], createElement: (tag) => new Element(tag)};
+const written = (text) => Object.assign(new Element("text"), {text});
+globalThis.document = {
+  getElementById: (id) => all[id], createElement: (tag) => new Element(tag), createTextNode: written,
+  addEventListener: (kind, call) => { page.on[kind] = call; },
+};
+const page = new Element("document");
 globalThis.location = {href: address + "/"};
 globalThis.Option = function (text, value, _, chosen) {
   const option = new Element("option");
@@ -30,7 +35,13 @@ globalThis.Option = function (text, value, _, chosen) {
   return option;
 };
 const plain = globalThis.fetch;
-globalThis.fetch = (path, options) => plain(new URL(path, location.href), options);
+globalThis.fetch = (path, options) => {
+  if (options.body) sent.push(JSON.parse(options.body));
+  return plain(new URL(path, location.href), options);
+};
+const find = (one, text) => (one.tag === "button" && one.textContent === text ? one : one.children.map((part) => find(part, text)).find(Boolean));
+const tree = (one) => (one.tag === "text" ? one.text : [one.tag, one.className, ...(one.children.length ? one.children.map(tree) : [one.text])]);
+const sent = [];
 const until = async (holds) => { while (!holds()) await new Promise((go) => setTimeout(go, 10)); };
 
 (async () => {
@@ -38,10 +49,12 @@ const until = async (holds) => { while (!holds()) await new Promise((go) => setT
   for (const [action, id, text] of JSON.parse(steps)) {
     if (action === "type") all[id].value = text;
     if (action === "click") all[id].on.click();
+    if (action === "press") find(all[id], text).on.click();
+    if (action === "key") page.on.keydown({key: id});
     if (action === "submit") all[id].on.submit({preventDefault() {}});
     if (action === "shows") await until(() => new RegExp(text).test(all[id].textContent));
   }
-  const shown = Object.entries(all).map(([id, one]) => [id, {text: one.textContent, hidden: one.hidden, value: one.value}]);
-  console.log(JSON.stringify(Object.fromEntries(shown)));
+  const shown = Object.entries(all).map(([id, one]) => [id, {text: one.textContent, hidden: one.hidden, value: one.value, tree: tree(one)}]);
+  console.log(JSON.stringify({...Object.fromEntries(shown), sent}));
   process.exit(0);
 })();

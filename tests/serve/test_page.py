@@ -20,9 +20,10 @@ import pytest
 from helpers.asgi import send
 from helpers.sessions import wait_until_idle
 from helpers.thorough import one_event_loop as anyio_backend  # noqa: F401
-from rekindle import Session
+from rekindle import Sampling, Session
 from rekindle._src.serve import page
 from rekindle.serve import app as make_app
+from serve.conftest import chatting_session
 
 EVIL = "<img/src=x/onerror=alert(1)>'\"\\"
 IDS = re.findall(r'id="(\w+)"', page.BODY)
@@ -57,7 +58,7 @@ async def test_its_policy_allows_its_own_script_and_style_and_this_server(app: A
     assert not re.search(r"https?://|\bsrc=|\bon\w+=|style=|@import|url\(", text), "it loads or runs something else"
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function", page.SCRIPT)
     assert set(re.findall(r'\$\("(\w+)"\)', page.SCRIPT)) <= set(IDS)
-    assert "color-scheme: light dark" in text and len(answer.body) < 12_000
+    assert "color-scheme: light dark" in text and len(answer.body) < 28_000
 
 
 def shown(address: str, *steps: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -97,7 +98,7 @@ async def test_its_script_names_the_models_chats_and_asks_for_a_key(session: Ses
     assert json.loads(shlex.split(found["curl"]["text"])[-1])["model"] == EVIL
     assert f"{server.url}/v1/chat/completions" in found["curl"]["text"]
     assert found["talk"]["text"].startswith("Hello|") and len(found["talk"]["text"]) > 20
-    assert said.text and found["note"]["text"] in ("", "The answer was cut.")
+    assert said.text and found["note"]["text"] == "" and found["title"]["text"] == "Hello"
 
     async with await session.serve(api_key="secret") as server:
         found = await anyio.to_thread.run_sync(lambda: shown(server.url, ("shows", "state", "asks for an API key")))
@@ -125,6 +126,58 @@ async def test_it_says_what_the_server_answers_to_a_model_without_a_chat_templat
             steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send")]
             found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps, ("shows", "note", "template")))
     assert "chat template" in found["note"]["text"] and found["text"]["value"] == "Hello" and not found["talk"]["text"]
+
+
+@pytest.mark.anyio
+async def test_it_samples_as_a_notebooks_chat_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's default of temperature 1 makes nonsense of small models."""
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    steps = [
+        ("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "talk", "tokens/s"),
+        ("type", "preset", "precise"), ("press", "talk", "Again"), ("shows", "send", "Stop"),
+        ("shows", "talk", "tokens/s"),
+    ]  # fmt: skip
+    chat = Sampling(temperature=0.8, top_p=0.9)
+    monkeypatch.setattr(Session, "chat_sampling", chat)
+    with chatting_session(step_seconds=0.001) as session:
+        async with await session.serve() as server:
+            found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
+    own, precise = found["sent"]
+    assert (own["temperature"], own["top_p"]) == (chat.temperature, chat.top_p)
+    assert own["stream_options"] == {"include_usage": True} and own["messages"] == precise["messages"]
+    assert precise["temperature"] == 0, "a preset of the views"
+    assert re.search(
+        r"first token after [\d.]+ m?s, then [\d,]+ tokens/s · (\d+ tokens, ended by the model|cut at \d+ tokens)",
+        found["talk"]["text"],
+    )
+
+
+@pytest.mark.anyio
+async def test_an_answer_is_stopped_by_a_key_and_its_text_stays(slow: Session) -> None:
+    steps = [
+        ("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "talk", r"\|\w\w"),
+        ("key", "Escape"), ("shows", "send", "Send"),
+    ]  # fmt: skip
+    async with await slow.serve() as server:
+        found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
+    assert "· stopped" in found["talk"]["text"] and found["note"]["text"] == ""
+
+
+@pytest.mark.anyio
+async def test_a_full_context_gives_the_message_back_and_a_button_makes_room(session: Session) -> None:
+    much = "x" * 400
+    steps = [
+        ("shows", "models", "tokens"), ("type", "text", "y" * 200), ("click", "send"), ("shows", "talk", "token"),
+        ("type", "text", much), ("click", "send"), ("shows", "note", "max_model_len"),
+    ]  # fmt: skip
+    async with await session.serve() as server:
+        full = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
+        free = await anyio.to_thread.run_sync(
+            lambda: shown(server.url, *steps, ("click", "room"), ("shows", "talk", "token"))
+        )
+    assert full["text"]["value"] == much and not full["room"]["hidden"] and much not in full["talk"]["text"]
+    assert free["room"]["hidden"] and free["text"]["value"] == "" and free["talk"]["text"].startswith(much)
+    assert [message["content"] for message in free["sent"][-1]["messages"]] == [much]
 
 
 @pytest.mark.browser

@@ -205,7 +205,9 @@ async def test_a_model_of_text_refuses_them_by_the_field(path: str) -> None:
             assert done.status == 400 and "reads text alone" in done.error["message"]
             field = FIELDS[path][: FIELDS[path].index("]", 12) + 1] + ".type"
             assert field in done.error["message"] and done.error.get("param", field) == field
-        assert (await get(app, "/v1/models")).json()["data"][0]["input_modalities"] == ["text"]
+        (model,) = (await get(app, "/v1/models")).json()["data"]
+        assert model["input_modalities"] == ["text"]
+        assert set(model["chat_sampling"]) == {"temperature", "top_p", "top_k", "min_p"}
 
 
 async def test_models_say_that_they_read_pictures(session: Session) -> None:

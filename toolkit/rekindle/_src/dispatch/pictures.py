@@ -105,13 +105,17 @@ class PictureIntake(Capability):
 class PictureOutput(Part):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
-    __slots__ = ("_given", "_runs")
+    __slots__ = ("_pictures", "_runs")
 
     def __init__(self, pictures: PromptPictures, spans: Sequence[PictureSpan]) -> None:
-        self._given, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
+        self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
-        return {"images": self._given.pictures, "image_runs": self._runs, "question": self._given.question}
+        return {
+            "images": self._pictures.pictures,
+            "image_runs": self._runs,
+            "question": self._pictures.question,
+        }
 
 
 def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:

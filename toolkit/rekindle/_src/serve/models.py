@@ -108,6 +108,8 @@ class ServedModel:
         if self.session is not None:
             fields |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
             fields["input_modalities"] = ["text", "image"] if self.session.reads_pictures else ["text"]
+            chat = self.session.chat_sampling  # as a notebook's chat begins; requests without fields have an API's
+            fields["chat_sampling"] = {name: getattr(chat, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return fields
 
 
