@@ -1,4 +1,4 @@
-"""What a chain does, as numbers: where its buffers lie and which kernel takes which, in one int32 array.
+"""A chain as numbers: the places of its buffers, and each kernel's buffers, in one int32 array.
 
     header      HEADER: how much of the rest there is, and where the number of rows is found
     sizes       the sizes of all axes, one shape after another; ROWS stands for the number of rows

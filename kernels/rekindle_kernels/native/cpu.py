@@ -1,4 +1,4 @@
-"""What this processor can do, and the levels of processors that kernels are compiled for.
+"""The features of this processor, and the levels of processors that kernels are compiled for.
 
 Features have LLVM's names. `REKINDLE_NATIVE_LEVEL` names a level beyond which native kernels use none, so that what an
 older processor would run can be tested and measured on a newer one. XLA's own code is not masked by it.

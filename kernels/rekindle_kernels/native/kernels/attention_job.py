@@ -1,4 +1,4 @@
-"""What decode and prefill attention have in common: the fields of their jobs that describe pages and heads."""
+"""The common part of decode and prefill attention: the fields of their jobs that describe pages and heads."""
 
 from __future__ import annotations
 

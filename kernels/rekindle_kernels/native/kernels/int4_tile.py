@@ -222,7 +222,7 @@ def _halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
 
 
 def _six(builder: Any, pointer: Any) -> Iterator[Any]:
-    """The integers of a tile of six bits as bytes, four inputs after the other four: what is stored, from 0 to 63.
+    """The integers of a tile of six bits as bytes, four inputs after the other four, as they are stored: from 0 to 63.
 
     Each is made when it is asked for: all four of two blocks would fill too many registers.
     """
@@ -276,8 +276,9 @@ def _looked_up(builder: Any, codebook: Codebook, indices: Any) -> Any:
 
 
 def stored_integers(builder: Any, bits: int, address: Any, codebook: Codebook = ()) -> Iterable[Any]:
-    """Return the integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones: of
-    four and six bits what is stored, of eight 128 more, and of indices the codebook's bytes."""
+    """Return the integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones. Four
+    and six bits are returned as stored, eight bits plus 128, and indices as the codebook's bytes.
+    """
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 4:
         halves = _halves(builder, builder.load(pointer, align=4))

@@ -71,7 +71,7 @@ def add_row(residual: int, factor: int, width: int, out: int) -> None:
 
 
 def norm_kernel() -> Kernel:
-    """x / rms(x) · weight for every row of x, and what is added to it."""
+    """x / rms(x) · weight for every row of x, plus the residual if there is one."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -215,8 +215,9 @@ def starter(D: int, paired: bool) -> Any:
 
 
 def attender(D: int, paired: bool, tiled: bool) -> Any:
-    """Return `attend(job, tile, scratch, m, key)`: the rows from m on that are multiplied together see the tile of
-    keys that begins at `key`."""
+    """Return `attend(job, tile, scratch, m, key)`: the rows from m on, multiplied together, see the tile of keys that
+    begins at `key`.
+    """
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
     product, row_vector, _ = products(paired)

@@ -30,7 +30,7 @@ def key_at(job: Any, s: int, k: int, t: int) -> int:
 
 
 def loader(stored: StoredHeads, paired: bool) -> Any:
-    """Return `load(job, s, k, begin, since, until, keys, values)`, which loads the tile of prompt s that starts at key
+    """Return `load(job, s, k, begin, since, until, keys, values)`: loads the tile of prompt s that starts at key
     `begin`.
 
     Keys before `since` and from `until` on are zeros and are not read: their pages may be anyone's, and 0 · NaN is NaN.

@@ -1,1 +1,1 @@
-"""What kernels are written in: numba's Python, with memory, vectors, records and XLA's threads."""
+"""The language of kernels: numba's Python, with memory, vectors, records and XLA's threads."""

@@ -87,7 +87,7 @@ def end(memory: int) -> None:
 
 @emits(types.int64)
 def allowed(builder: Any) -> Any:
-    """1 if this process may use tile registers, which Linux allows a process that asks for it; else 0."""
+    """1 if this process may use tile registers, as Linux allows on request; else 0."""
     arch_prctl, ask, tile_data = WORD(158), WORD(0x1023), WORD(18)
     kind = ir.FunctionType(WORD, [WORD] * 3)
     registers = "={rax},0,{rdi},{rsi},~{rcx},~{r11},~{memory},~{flags}"

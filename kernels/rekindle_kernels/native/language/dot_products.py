@@ -1,4 +1,4 @@
-"""Instructions that multiply the two bfloat16 or four int8 that each lane of a vector holds, and what feeds them."""
+"""Instructions that multiply the two bfloat16 or four int8 in each lane of a vector, and loads for their operands."""
 
 from __future__ import annotations
 

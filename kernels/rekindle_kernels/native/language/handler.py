@@ -50,8 +50,9 @@ _MAJOR, _MINOR, _PATCH = layout.API_VERSION
 def job_layout(
     kind: str, fields: Mapping[str, str], plain: str = "", *, numbers: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold;
-    `plain` names words that explain themselves."""
+    """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with their meanings;
+    `plain` names words that explain themselves.
+    """
     names = [*_HEADER, *fields, *plain.split(), *(numbers or {})]
     assert len(names) <= _TASK, f"{kind}: {len(names)} fields, and room for {_TASK}"
     assert len(set(names)) == len(names), f"{kind}: two fields of one name"
@@ -70,7 +71,7 @@ def first_unit(index: int, blocks: int, units: int) -> int:
 
 @inline
 def wait_for_blocks(job: Any, count: int) -> None:
-    """Return when so many of the job's blocks are done; what they have written can be read then."""
+    """Wait until so many of the job's blocks are done; their results can be read then."""
     while acquire(address_of_record(job) + DONE) < count:
         pass
 

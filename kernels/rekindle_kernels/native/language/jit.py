@@ -1,5 +1,6 @@
-"""How numba compiles: `jit` and `inline` for the functions of kernels, `emits` for what they call as instructions, and
-HANDLER_JIT for what XLA calls."""
+"""How numba compiles: `jit` and `inline` for the functions of kernels, `emits` for their instructions, and HANDLER_JIT
+for XLA's entry points.
+"""
 
 from __future__ import annotations
 

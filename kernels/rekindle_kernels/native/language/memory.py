@@ -77,7 +77,7 @@ def acquire(builder: Any, address: Any) -> Any:
 
 @emits(types.void, types.int64, types.int64)
 def publish(builder: Any, address: Any, value: Any) -> None:
-    """Write the word at `address`; a thread that acquires it sees everything that was written before."""
+    """Write the word at `address`; a thread that acquires it sees all earlier writes."""
     builder.store_atomic(value, builder.inttoptr(address, WORD.as_pointer()), "release", 8)
 
 
