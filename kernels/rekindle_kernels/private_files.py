@@ -185,7 +185,7 @@ def sync_all(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Let only this user read `folder` and what is in it, unless the folder around it is shared with a key."""
+    """Let only this user read `folder` and its contents, unless the folder around it is shared with a key."""
     if is_shared(folder.parent) or system.owner() is None:
         return
     for at, _, files in os.walk(folder):
@@ -209,7 +209,7 @@ def stored_name(name: str) -> str:
 
 
 def is_shared(folder: Path) -> bool:
-    """True if the files in `folder` are signed, so that it does not matter who can write them."""
+    """True if the files in `folder` are signed, so that other users may be able to write them."""
     return folder.name in SIGNED and signing_key() is not None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ToolCall: Any
 
     class ModelAPI:
-        """The package is not installed where types are checked: this is what is used of its base class."""
+        """The parts of the base class that are used here; the package is not installed where types are checked."""
 
         model_name: str
 

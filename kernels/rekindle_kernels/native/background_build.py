@@ -64,7 +64,9 @@ def begun(names: Iterable[str]) -> BackgroundBuild | None:
 
 
 class BackgroundBuild:
-    """Processes that compile kernels: this program's, or another one's and then this one's for what is left."""
+    """Processes that compile kernels. If another program compiles some of them, they wait for it and compile
+    the rest.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -129,7 +131,7 @@ _all: list[BackgroundBuild] = []  # collected while its processes run, one would
 
 
 def _refuse_failed(process: subprocess.Popen[str], names: Sequence[str]) -> None:
-    """Refuse the kernels that a process that has ended could not compile."""
+    """Refuse the kernels that an ended process could not compile."""
     assert process.stdout is not None, "a pipe"
     with process.stdout as told:
         lines = [line.rstrip("\n").split(" ", 1) for line in told]

@@ -199,8 +199,7 @@ def _load_by_llvm(name: str, code: bytes) -> int:
 
 @cache
 def _engine() -> Any:
-    """Return the engine that owns the code which XLA calls. One for each kernel would take five times as long to
-    load."""
+    """Return the engine that owns XLA's code. One for each kernel would take five times as long to load."""
     import llvmlite.binding as llvm
 
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))

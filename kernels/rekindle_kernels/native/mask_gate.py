@@ -1,4 +1,4 @@
-"""A gate: masks that the host writes while the program that reads them already runs.
+"""A gate: the host writes masks while the program that reads them already runs.
 
 Which tokens a grammar allows is known when the tokens of the step before have been read, and a program that is
 dispatched only then leaves the device idle meanwhile. So the program is dispatched before, with the address of a gate.

@@ -264,7 +264,7 @@ def reuse_address(listening: socket.socket) -> None:
 
 @contextlib.contextmanager
 def echo_off(file: int) -> Iterator[None]:
-    """Keep what is typed meanwhile off the screen of a terminal, and through Ctrl-C. The next prompt shows it."""
+    """Keep input typed meanwhile off the screen of a terminal, and through Ctrl-C. The next prompt shows it."""
     before, quiet = termios.tcgetattr(file), termios.tcgetattr(file)
     quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH
     termios.tcsetattr(file, termios.TCSANOW, quiet)

@@ -321,7 +321,7 @@ def reuse_address(listening: socket.socket) -> None:
 
 @contextlib.contextmanager
 def echo_off(file: int) -> Iterator[None]:
-    """Do nothing: a Windows console shows what is typed when it is read."""
+    """Do nothing: a Windows console shows typed input when it is read."""
     yield
 
 

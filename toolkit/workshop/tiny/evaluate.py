@@ -238,7 +238,7 @@ def asker(session: Session, words: Tokenizer) -> Ask:
 
 
 def names() -> list[tuple[Turns, str]]:
-    """Return introductions, none to four turns of other talk, and the question for the name."""
+    """Return introductions, up to four turns of other talk, and the question for the name."""
     cases = []
     for number, name in enumerate(NAMES):
         between = TALK[number % 2 :][: number % 5]

@@ -1,4 +1,4 @@
-"""Questions that need no context: about the world, sums, what is outside of the model's world, lists and records."""
+"""Questions that need no context: about the world, sums, things outside of the model's world, lists and records."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def facts(scene: Scene) -> dict[str, str]:
 
 
 def labels(scenes: list[Scene]) -> NDArray[np.int32]:
-    """Return the number of each fact's value [B, T]; that after the last is none."""
+    """Return the number of each fact's value [B, T]; the number after the last means none."""
     result = np.empty((len(scenes), TOKENS), np.int32)
     for row, scene in enumerate(scenes):
         known = facts(scene)
@@ -100,7 +100,7 @@ def patches(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 class Batch(NamedTuple):
-    """Pictures and what is on them."""
+    """Pictures and their content."""
 
     patches: NDArray[np.uint8]  # [B, N, 3 · P · P]
     labels: NDArray[np.int32]  # [B, T]

@@ -112,7 +112,7 @@ def open_conversation(
     sampling: Mapping[str, Any],
     **options: Any,
 ) -> Conversation:
-    """Return a conversation that begins with a system message, with saved messages, or with none."""
+    """Return a conversation that begins with a system message, with saved messages, or empty."""
     Sampling.of(None, sampling)  # a misspelled option is refused now, not at the first turn
     if not (system is None or isinstance(system, str)):
         raise InvalidRequest("system", system, "is not text", "Pass a str")
@@ -428,7 +428,7 @@ def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
 
 
 class _Deltas(html.Line, AsyncIterator[TextDelta]):
-    """The deltas of a turn, whose errors say how a conversation makes room."""
+    """The deltas of a turn; their errors say how a conversation makes room."""
 
     def __init__(self, turn: Turn, deltas: Any) -> None:
         self._turn, self._deltas = turn, deltas
@@ -488,7 +488,7 @@ class Turn(Call[Completion]):
         return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
 
     def _outcome(self, before: int) -> tuple[list[Message], Answer | None]:
-        """Return the messages that the conversation keeps as the answer, none for a dropped turn, and the answer's end.
+        """Return the messages that the conversation keeps, empty for a dropped turn, and the answer's end.
 
         `before` is the number of the answer's tokens that earlier turns have made.
         """

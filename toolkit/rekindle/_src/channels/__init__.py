@@ -1,1 +1,1 @@
-"""Connections between processes: greetings that prove who they are, signed messages, bulk data such as pages."""
+"""Connections between processes: greetings that prove their identity, signed messages, bulk data such as pages."""

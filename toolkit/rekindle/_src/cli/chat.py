@@ -284,7 +284,7 @@ class Chat:
         return int(self._options.get("max_tokens") or ANSWER_TOKENS)
 
     def _spaced(self, at: int) -> bool:
-        """True if the token at a place begins a word with a space, so that what is written there does so, too."""
+        """True if the token at a place begins a word with a space, so that a replacement needs one, too."""
         return self._decode(self.conversation.answer_ids[at : at + 1])[:1] == " "
 
     def _decode(self, ids: tuple[int, ...]) -> str:
@@ -326,7 +326,7 @@ class Chat:
         self._switch(1, "later")
 
     def _switch(self, by: int, name: str) -> None:
-        """Show another version of the latest message or answer that has one in that direction."""
+        """Show another version of the latest message or answer with one in that direction."""
         messages = self.conversation.messages
         for at in range(len(messages), -1, -1):
             branch = self.branches.turned(messages[:at], messages[at] if at < len(messages) else None, by)

@@ -23,7 +23,7 @@ WRONG_USAGE: Final = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `checks`, which raise a RekindleError for values that need more than their type."""
+    """A parser with `checks`: they raise a RekindleError for values that need more than their type."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -294,7 +294,7 @@ class Captured(Mapping[Any, Any]):
 
 
 def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
-    """Return the places of a prompt's pictures from the file in its folder; none if there is no such file."""
+    """Return the places of a prompt's pictures from the file in its folder; empty if there is no such file."""
     import json
 
     from rekindle._src.core.pictures import PictureRun, TokenGrid

@@ -1,4 +1,4 @@
-"""Adds what to write to errors that Python itself raises in a notebook for code that is written as in a script."""
+"""Adds a correction to Python's own errors in a notebook, for code written as in a script."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class DetokenizerLike(Protocol):
 
 
 class TemplateLike(Protocol):
-    """A parsed chat template, which reports the variables and texts that it uses."""
+    """A parsed chat template; it reports the variables and texts that it uses."""
 
     def reads(self, name: str) -> bool:
         """True if it uses a variable."""

@@ -60,7 +60,7 @@ class Extension:
 
     @property
     def elsewhere(self) -> Mapping[str, object]:
-        """Options of the request that have other values in the process that runs it."""
+        """Options of the request with other values in the process that runs it."""
         return {}
 
     def reusable(self, prompt_length: int) -> int:

@@ -138,7 +138,7 @@ COMPLETION: dict[str, str] = {
 
 
 def of_module(name: str, known: Iterable[str]) -> str:
-    """Return what to write in place of a name that the module `rekindle` does not have, as the end of a sentence."""
+    """Suggest a replacement for a name that the module `rekindle` does not have, as the end of a sentence."""
     fix = MODULE.get(name) or next((fix for endings, fix in _CLASSES if name.endswith(endings)), "")
     if not fix and name.startswith("Auto"):
         fix = _OPEN
@@ -146,7 +146,7 @@ def of_module(name: str, known: Iterable[str]) -> str:
 
 
 def missing(owner: str, name: str, table: Mapping[str, str], known: Iterable[str]) -> AttributeError:
-    """Return the error for a name that an object does not have. Those that begin with "_" are asked for by tools."""
+    """Return the error for a name that an object does not have. Tools ask for names that begin with "_"."""
     text = f"{owner} has no attribute {name!r}"
     if name.startswith("_"):
         return AttributeError(text)

@@ -93,7 +93,7 @@ def pieces(code: str, language: str) -> Iterator[tuple[str, Kind]]:
 
 
 def _piece(code: str, start: int, language: Language) -> tuple[int, Kind]:
-    """Return the end of what begins at `start`, and its kind; empty if it is of none."""
+    """Return the end of the piece that begins at `start`, and its kind; empty for plain text."""
     sign = code[start]
     if sign.isalpha() or sign == "_":
         stop = _run(code, start)

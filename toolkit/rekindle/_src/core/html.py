@@ -81,7 +81,7 @@ SLOTS = "Each request that runs has a slot of the batch; others wait"
 
 
 def share(part: float) -> str:
-    """Return a share of a whole in percent; one that would be rounded to none says so."""
+    """Return a share of a whole in percent; a share that would be rounded to zero says so."""
     return f"{part:.1%}" if part >= 5e-4 or not part else "<0.1%"
 
 

@@ -192,7 +192,7 @@ class PicturesLike(Protocol):
 
     @property
     def whole(self) -> bool:
-        """True if a step computes all tokens of a picture or none."""
+        """True if a step computes either all or no tokens of a picture."""
         ...
 
     @property

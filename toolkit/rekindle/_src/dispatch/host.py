@@ -165,7 +165,7 @@ CLOSE_SECONDS = 5.0  # how long closing waits for the steps in flight before it 
 
 
 class _Job(NamedTuple):
-    """A call for the host's loop, and the call that is made instead if that loop has ended."""
+    """A call for the host's loop, and the call to make instead if that loop has ended."""
 
     do: Callable[[], object]
     refuse: Callable[[BaseException], object]
@@ -323,7 +323,7 @@ class Host:
             self._wake_loop()
 
     def _post_request(self, mailbox: Mailbox, do: Callable[[Dispatch], object]) -> None:
-        """Post a job for one request, which ends that request if it raises."""
+        """Post a job for one request; if it raises, the request ends."""
 
         def run(dispatch: Dispatch) -> None:
             try:

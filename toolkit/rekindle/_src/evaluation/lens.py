@@ -124,7 +124,7 @@ def _finding(leads: Sequence[int], layers: Sequence[str]) -> str:
 
 
 def _means(entropies: NDArray[np.float32], columns: range) -> list[float]:
-    """Return each layer's mean entropy over some positions; a little where it is none, since bars are shares of it."""
+    """Return each layer's mean entropy over some positions; a little where it is zero, since bars are shares of it."""
     shown = entropies[:, columns.start : columns.stop]
     return [max(float(layer.mean()), 1e-6) if columns else 1e-6 for layer in shown]
 

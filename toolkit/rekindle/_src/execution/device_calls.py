@@ -73,7 +73,7 @@ class CallRecorder:
         """Note that each process gets whole pages; it may have to write its parts of them under these digests."""
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        """Note that pages are filled with the parts that each process has kept."""
+        """Note that pages are filled with each process's own parts."""
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
         """Note that pages are copied to others on the device."""
@@ -85,7 +85,7 @@ class CallRecorder:
         """Note that pages and state are replaced by new ones."""
 
     def replace_weights(self) -> None:
-        """Note that the weights that were loaded last are used from now on."""
+        """Note that the last loaded weights are used from now on."""
 
     def arrive(self, arrays: object) -> None:
         """Note that arrays are about to be read, which waits for them. Raises if they will never be ready."""

@@ -249,7 +249,7 @@ class Beginnings:
 
 
 class TierLike(Protocol):
-    """The tiers that hold payloads of pages that left the device; the runner moves them. One thread calls all of it.
+    """The tiers for payloads of pages that left the device; the runner moves them. One thread calls all of it.
 
     A payload that a match has seen stays there until the next `trim`, and for as long as it is held.
     """

@@ -31,7 +31,9 @@ def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
 
 
 def _path(tree: PrefixCache, leaf: Node, covered: set[Node]) -> list[Node]:
-    """Return the nodes from a leaf up to the root, or to the first one in `covered`; none in a namespace of its own."""
+    """Return the nodes from a leaf up to the root, or to the first one in `covered`; empty in a namespace of
+    its own.
+    """
     path: list[Node] = []
     node = leaf
     while node.parent is not None:

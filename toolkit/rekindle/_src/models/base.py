@@ -132,7 +132,7 @@ class Placement:
 
     @property
     def devices(self) -> list[Any]:
-        """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
+        """The devices in the order of the mesh; empty without a mesh, when programs run on the default device."""
         return []
 
     @property

@@ -34,7 +34,7 @@ class Partition:
         return {"expert": self.expert, "model": self.model}
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ConfigError, which lists the numbers that work, for a model that can't be divided like this."""
+        """Raise ConfigError for a model that can't be divided like this; it lists the numbers that work."""
         sizes = {name: count for name, count in self.sizes.items() if count > 1} or {"model": 1}
         if not divides_heads(config, self.size):
             possible = [str(count) for count in range(1, LISTED + 1) if divides_heads(config, count)]

@@ -34,7 +34,7 @@ class Sleeper(Protocol):
 
 
 class ModelDevice(Device):
-    """A device with a model: all that owners which were opened together can do for a session."""
+    """A device with a model: everything that its owners, opened together, can do for a session."""
 
     has_weights = True
 

@@ -1,4 +1,4 @@
-"""The encoder of a session's pictures: its programs, and its weights, which a session that sleeps gives back."""
+"""The encoder of a session's pictures: its programs, and its weights, which a sleeping session gives back."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class MemorySource(ModelSource):
         self._shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.leaves)
 
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
-        """A model that was made on a mesh keeps that mesh."""
+        """A model made on a mesh keeps that mesh."""
         placement = placement_of(checked_mesh(config.mesh), self.graph, processes=config.processes)
         if config.dtype == "auto":
             # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.

@@ -23,7 +23,7 @@ class OtherProcesses(CallRecorder):
 
     @property
     def agreement(self) -> Callable[[ProcessReport], int] | None:
-        """A function that agrees with the others on the KV pages that all have room for; None without others."""
+        """A function that agrees with the others on the number of KV pages with room in all; None without others."""
         return None
 
     def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:

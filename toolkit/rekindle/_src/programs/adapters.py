@@ -1,4 +1,4 @@
-"""Adapters in a step: rows with different ones, and with none, in one batch, in programs of a variant of their own.
+"""Adapters in a step: rows with different ones, or without, in one batch, in programs of a variant of their own.
 
 Axes: R decode rows, S prefill sequences, N = R + S, T tokens of the step.
 
@@ -376,7 +376,7 @@ class _Delta:
 def adapter_features(
     graph: Graph, config: EngineConfig, placement: Placement, ahead: ProgramVariant
 ) -> tuple[Adapters, ...]:
-    """Return the feature of adapters; none where a session can't have any."""
+    """Return the feature of adapters; empty where a session can't have any."""
     if not config.max_adapters or placement.data > 1 or placement.processes > 1:
         return ()
     units = config.max_adapters * units_for(config.max_adapter_rank)

@@ -57,7 +57,7 @@ class Pictures(Feature["Array | None", PictureRows]):
 
     @property
     def operands(self) -> PictureRows:  # type: ignore[override]
-        """The rows of the step that was prepared last; before any, none."""
+        """The rows of the last prepared step; empty before the first one."""
         if self._operands is None:
             self._operands = self._none(self._shards)
         return self._operands

@@ -333,7 +333,7 @@ class Programs:
         return buckets.with_variants(lattice, more) if more else lattice
 
     def kernels(self) -> list[str]:
-        """Return the native kernels that steps call, as far as shapes tell; none for other implementations."""
+        """Return the native kernels that steps call, as far as shapes tell; empty for other implementations."""
         return self._recipes.kernels()
 
     def layout(self, bucket: Bucket) -> Layout:

@@ -111,7 +111,7 @@ class Recipes:
         )
 
     def kernels(self) -> list[str]:
-        """Return the native kernels that steps call, by the shapes; none for other implementations and platforms."""
+        """Return the native kernels that steps call, by the shapes; empty for other implementations and platforms."""
         implementations = {self.config.kernels, self.graph.precision.implementation}
         if not implementations <= {None, "native"} or jax.default_backend() != "cpu":
             return []

@@ -291,7 +291,7 @@ def _window_page(model: ModelConfig, page_size: int, dtype: str) -> tuple[LeafSp
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPages(DevicePlan):
-    """The pages of layers with a window, which give back pages that the window has passed."""
+    """The pages of layers with a window: pages are given back once the window has passed them."""
 
     name, keying = "windows", Keying.PAGES
     words = EntryWords(

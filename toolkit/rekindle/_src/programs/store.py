@@ -517,7 +517,7 @@ class LateStore:
 
 @contextlib.contextmanager
 def watching_hits() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is True if a program came from that cache, in this thread, since the context began."""
+    """Yield a function that tells whether a program came from the cache in this thread since the context began."""
     before = getattr(_hits, "count", 0)
     yield lambda: getattr(_hits, "count", 0) > before
 

@@ -196,7 +196,7 @@ class Steering(Feature[None, Edits]):
 
     @property
     def operands(self) -> Edits:  # type: ignore[override]
-        """The changes of the step that was prepared last; before any, none."""
+        """The changes of the last prepared step; empty before the first one."""
         if self._operands is None:
             self._operands = self._none(self._shards, self._vectors())
         return self._operands

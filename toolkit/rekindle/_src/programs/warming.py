@@ -79,7 +79,7 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
 
 
 def needed_after_restart(programs: Programs) -> list[Key]:
-    """Return the programs that a later process needs first if it restores this one's pages; none without a store.
+    """Return the programs that a later process needs first if it restores this one's pages; empty without a store.
 
     It copies the pages to the device, computes the tokens beyond the last full page, at most a page of them, and then
     decodes. This process may have needed none of these programs: its prompts were longer, and pages never came back.

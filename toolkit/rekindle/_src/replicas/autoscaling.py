@@ -78,7 +78,7 @@ class Autoscaler:
         return self.size.nearest(replicas)
 
     def _during(self, now: float, seconds: float) -> list[int]:
-        """Return the demands of the last `seconds`, or none if the record is shorter."""
+        """Return the demands of the last `seconds`; empty if the record is shorter."""
         if self._demands[0][0] > now - seconds:
             return []
         earlier = [demand for at, demand in self._demands if at <= now - seconds]

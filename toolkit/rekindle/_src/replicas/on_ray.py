@@ -271,7 +271,7 @@ def pin(cores: Sequence[int]) -> None:
 
 
 def cores_of(index: int, replicas: int) -> tuple[int, ...]:
-    """Return a replica's share of this machine's cores, or none if the system does not report them."""
+    """Return a replica's share of this machine's cores; empty if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     cores = sorted(os.sched_getaffinity(0))

@@ -105,7 +105,7 @@ class Replica:
                     self._client.host.abort(mailbox)
 
     async def _look(self) -> None:
-        """Take the session's figures on its loop, which shows that the loop is alive."""
+        """Take the session's figures on its loop, to show that the loop is alive."""
         stats = await anyio.to_thread.run_sync(self._session.stats)
         plain = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
         figures: dict[str, Any] = {**plain, "step_sizes": dict(stats.step_sizes)}

@@ -107,11 +107,11 @@ class LiveSequence:
 
     @property
     def suspect(self) -> bool:
-        """True if it was on so many dead replicas that it must prove that it is not the cause."""
+        """True if it was on so many dead replicas that it must first prove its innocence."""
         return len(self.deaths) >= DEATHS
 
     def resumed(self, wire: str) -> Request:
-        """Return the request to send, which continues after the tokens that have arrived."""
+        """Return the request to send; it continues after the tokens that have arrived."""
         request = dataclasses.replace(self.request, id=wire, group=wire)
         if self.first:
             request = prompt_only(request)

@@ -1,1 +1,1 @@
-"""Scheduling: decides which request computes which tokens in each step. Pure host code, no JAX."""
+"""Scheduling: decides what each step computes. Pure host code, no JAX."""

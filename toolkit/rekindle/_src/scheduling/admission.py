@@ -500,7 +500,7 @@ class PrefixClaims:
     def worth_waiting(
         self, sequence: Sequence, keys: list[int], cached: int, *, there: int | None = None, copied: int = 0
     ) -> Beginning | None:
-        """Return the longest beginning that is cached or that others compute, if waiting for these pays; else None.
+        """Return the longest beginning that is cached or being computed, if waiting for these pages pays; else None.
 
         `cached` pages can be used now, and `there` are on the device, if that is more. `copied` tokens after the
         cached ones can be copied now.

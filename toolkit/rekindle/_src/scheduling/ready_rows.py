@@ -92,7 +92,7 @@ class EveryRow:
         """End a step: its rows are planned."""
 
     def take_failed(self) -> list[tuple[Sequence, Exception]]:
-        """Return the sequences with a program that could not be made, each with the error; none twice."""
+        """Return the sequences with a program that could not be made, each once and with the error."""
         return []
 
 
@@ -103,7 +103,7 @@ class _Row(NamedTuple):
 
 
 class ReadyRows(EveryRow):
-    """Rows with other needs than the streams that run wait until the program that they need is ready."""
+    """Rows with other needs than the running streams wait until their program is ready."""
 
     def __init__(self, programs: StepProgramsLike, limits: Limits, program_wait: ProgramWait) -> None:
         self._programs, self._limits, self._program_wait = programs, limits, program_wait

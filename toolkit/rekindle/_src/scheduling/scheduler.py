@@ -1,4 +1,4 @@
-"""The scheduler: decides which request computes which tokens in each step, and applies the results.
+"""The scheduler: plans each step, the requests in it and their tokens, and applies the results.
 
 It is pure host state with one owner. Step N+1 is planned before the result of step N is known: every count that a plan
 needs (tokens sampled, positions computed, slots, pages) is known without token values. Only an end by token value (eos,
@@ -500,7 +500,7 @@ class Scheduler:
         return output.event(sequence.cached_tokens, end, self.weights_version)
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
-        """End the requests that hold a page which could not be restored, and detach such pages from the cache."""
+        """End the requests that hold a lost page, which could not be restored, and detach such pages from the cache."""
         if not result.lost:
             return []
         assert self.cache is not None, "a page was restored without a cache"
@@ -517,7 +517,7 @@ class Scheduler:
         return events
 
     def _fail_lost_sides(self, flight: _Flight, result: StepResult) -> list[TokenEvent]:
-        """End the requests that continue an entry which could not be filled, and take it from the cache."""
+        """End the requests that continue a lost entry, which could not be filled, and take it from the cache."""
         if not result.lost_sides:
             return []
         causes = {(lost.move.side, lost.move.page): lost.error for lost in result.lost_sides}

@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 def enlist(session: Any) -> None:
-    """Count a session among those that are open in this process, for as long as something refers to it."""
+    """Count a session among the open ones in this process, for as long as something refers to it."""
     _sessions[next(_numbers)] = session
 
 
@@ -171,7 +171,7 @@ class Client:
             timer.cancel()
 
     async def pause(self) -> None:
-        """Wait for the steps in flight; none begins until `resume`."""
+        """Wait for the steps in flight; no further one begins until `resume`."""
         self.host.check()
         quiet: OneShot[None] = OneShot()
         self.host.send(Pause(quiet), quiet)
@@ -224,7 +224,7 @@ def _nothing() -> None: ...
 
 
 def _reply(job: Future[T]) -> OneShot[T]:
-    """Return the result of a job of another thread, for a caller on any event loop or none."""
+    """Return the result of a job of another thread, for a caller with or without an event loop."""
     reply: OneShot[T] = OneShot()
     job.add_done_callback(lambda ended: reply.run(ended.result))
     return reply

@@ -33,7 +33,7 @@ def _named_as_called(kind: type) -> None:
 
 
 class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
-    """An open model: requests to it, its name and tokenizer, servers that run alongside the cells that use it; its end.
+    """An open model: requests to it, its name and tokenizer, its end, and servers alongside the cells that use it.
 
     A session is one over an engine, a fleet one over its replicas.
     """

@@ -187,7 +187,7 @@ class Figures(EngineFigures):
     @property
     @figure("requests")
     def parked(self) -> int:
-        """Waiting sequences that wait for a prefix which another request computes."""
+        """Waiting sequences parked for a prefix that another request computes."""
         return self.scheduler.parked
 
     @property
@@ -217,7 +217,7 @@ class Figures(EngineFigures):
     @property
     @figure("pages")
     def reserve_fraction(self) -> float:
-        """Share of the tokens that running requests may still make for which pages are reserved."""
+        """Share of the tokens still to come from running requests that has pages in reserve."""
         return self.scheduler.reserve_fraction
 
     @property

@@ -158,7 +158,9 @@ class Views:
         return figures.distribution(logits, self._session.tokenizer)
 
     def prefixes(self, texts: Sequence[str], *, page: int = 4) -> Figure:
-        """A prefix tree of prompts in pages of so many words. Type another one to see what it hits, and to grow it."""
+        """A prefix tree of prompts in pages of so many words. Type another prompt to see its hit, and to grow
+        the tree.
+        """
         from rekindle._src.notebook import figures
 
         return figures.prefixes(texts, page)

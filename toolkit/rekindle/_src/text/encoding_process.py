@@ -1,4 +1,4 @@
-"""Encodes texts in a separate process, for tokenizers with regexes that could run for hours or texts that could grow.
+"""Encodes texts in a separate process, for tokenizers with regexes that could run for hours or with growing texts.
 
 Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
 the tokenizer, and is started again after it was ended.

@@ -476,7 +476,7 @@ def counted(value: Any) -> Any:
 
 
 def mapping(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict that a template wrote down with keys that it computes."""
+    """Return a dict written down in a template with computed keys."""
     current().entries(len(pairs))
     return {key_of(key): value for key, value in pairs}
 

@@ -253,7 +253,7 @@ class Tokenizer(ForeignNames):
 
 
 def _process(backend: TokenizerBackend, path: Path | None) -> EncodingProcess | None:
-    """Return the process that encodes for a tokenizer that could take hours in this one; None for usual ones."""
+    """Return the process to encode in if the tokenizer could take hours in this one; None for usual ones."""
     tokenizer_limits.check_decoder(backend.parts, path or "this model")
     reason = tokenizer_limits.unbounded_part(backend.parts)
     if reason is None:

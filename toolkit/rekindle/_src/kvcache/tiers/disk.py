@@ -419,7 +419,7 @@ class DiskTier:
 
 
 class OtherDisks(Protocol):
-    """The other processes, which keep parts of the pages that this one writes."""
+    """The other processes, which keep their parts of this one's written pages."""
 
     def store(self, pages: Sequence[Page]) -> None: ...
     def forget(self) -> None: ...

@@ -262,7 +262,7 @@ def size(payload: Payload) -> int:
 
 
 class OtherHosts(Protocol):
-    """The other processes, which keep their parts of the pages that this one keeps."""
+    """The other processes, which keep their parts of this one's pages."""
 
     def note_arrival(self, digest: bytes) -> bool:
         """Note that a part came from the devices. True if it is still to be kept."""

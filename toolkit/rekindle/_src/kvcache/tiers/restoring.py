@@ -72,7 +72,7 @@ def restore_side(tiers: Tiers, name: str) -> None:
 
 
 def likeliest(pages: Sequence[Page], limit: int = 4096) -> list[bytes]:
-    """Return the digests of the likeliest pages: most visits first, then latest use; none before its parent."""
+    """Return the digests of the likeliest pages: most visits first, then latest use; parents come before children."""
     known = {page.digest: page for page in pages}
     order: dict[bytes, None] = {}
     for page in heapq.nsmallest(limit, pages, key=lambda page: (-page.visits, -page.last_use)):
@@ -86,10 +86,10 @@ def likeliest(pages: Sequence[Page], limit: int = 4096) -> list[bytes]:
 
 
 def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[LostPage]], *, page_bytes: int) -> int:
-    """Bring pages from host memory to free pages of the device, none before its parent; returns how many.
+    """Bring pages from host memory to free pages of the device, parents before children; returns how many.
 
-    `fill` copies them, and returns the failed ones. From then on they are cached like any others, and leave the
-    device when pages are short. No step may be in flight, and no other thread use the tree.
+    `fill` copies them, and returns the failed ones. From then on they are cached like any others, and leave the device
+    when pages are short. No step may be in flight, and no other thread use the tree.
     """
     limit = min(cache.pool.free // SHARE, MAX_BYTES // max(1, page_bytes))
     nodes: dict[Node, None] = {}

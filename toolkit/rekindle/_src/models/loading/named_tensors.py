@@ -99,7 +99,7 @@ _GROUP = 32  # inputs of MXFP4 that share a scale
 def with_single_experts(
     entries: Mapping[str, TensorEntry], names: Iterable[str], fused: FusedExperts
 ) -> dict[str, TensorEntry]:
-    """Return the entries, with one for each of `names` that is part of a fused tensor in the place of that tensor."""
+    """Return the entries with fused tensors replaced by their parts in `names`."""
     result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _ExpertPart | None]()
     for name in names:
         match = _NAME.fullmatch(name)

@@ -24,7 +24,7 @@ Compute = Callable[[States, RaggedBatch], tuple[Array, States]]
 
 
 class Attend(Protocol):
-    """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or none.
+    """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or nowhere.
 
     It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
     stores the keys and values, applies `config.attention[layer]` and returns [T, H, D]. Layers with `sinks` in their
@@ -38,7 +38,7 @@ class Attend(Protocol):
 
 
 class Recur(Protocol):
-    """The place of each sequence's states, which the caller supplies in addition to `Attend` to models that have some.
+    """The place of each sequence's states; the caller supplies it in addition to `Attend` for models with states.
 
     `compute(states, batch)` gets arrays of states, and how the step's tokens belong to sequences, and these to states.
     It returns its result and the arrays after it.

@@ -59,7 +59,7 @@ class RopeSpec:
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """Return a number that is equal for prompt lengths that rotate the keys of a shared prefix alike."""
+        """Return a number that is equal for prompt lengths with the same rotation of a shared prefix's keys."""
         if not self.depends_on_length or length <= self.original_length:
             return 0
         return 1 if self.kind == "longrope" else length

@@ -322,7 +322,7 @@ class PartialTokenizer:
         return frozenset(index for index, token in self.added().items() if token.special)
 
     def _for(self, text: str) -> tokenizers.Tokenizer:
-        """Return a tokenizer that has every token that is part of a text."""
+        """Return a tokenizer with every token that is part of a text."""
         words = {text} if not self._by_word or _SPACE in text else set(_WORD.findall(text))
         with self._lock:
             if self._whole is not None:
@@ -399,7 +399,7 @@ class PartialTokenizer:
         return TokenizerPart(ids, self._recipe.make(tokens, merges, sorted(ids & self._added)))
 
     def _fallbacks(self, unknown: str | None) -> set[int | None]:
-        """Return the tokens of bytes and of unknown characters, which stand for characters that are no tokens."""
+        """Return the tokens of bytes and of unknown characters, for characters that are not tokens."""
         content, names = self._tokens.content, [f"<0x{byte:02X}>" for byte in range(256)]
         ids = [index for token in names if (index := self._table.id_of(token)) is not None]
         if content.count(b"<0x") != len(ids) or (unknown and content.count(unknown.encode()) != 1):

@@ -98,7 +98,7 @@ class TokenTable:
         return token_id if token_id >= 0 and self.texts[token_id] == token else None
 
     def _begin_tokens(self, hashes: Numbers) -> NDArray[np.bool_]:
-        """Return an array that is True for the hash of each string that may begin a token."""
+        """Return an array that is True for the hash of each possible beginning of a token."""
         places = hashes >> _SHIFT
         bits = self._prefixes[places >> np.uint64(3)] >> (places & np.uint64(7)).astype(np.uint8)
         return (bits & np.uint8(1)).astype(np.bool_)

@@ -379,7 +379,7 @@ def _definition(
 
 
 def _processor(words: GgufVocabulary, ids: Mapping[str, int], *, add_bos: bool) -> Any:
-    """Return the post-processor that puts the tokens around a text which `encode` adds; None without any."""
+    """Return the post-processor for the tokens that `encode` adds around a text; None if it adds none."""
     special = words.special()
     first = special.get("bos_token") if words.flag("add_bos_token", add_bos) else None
     last = special.get("eos_token") if words.flag("add_eos_token", False) else None

@@ -97,9 +97,9 @@ def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
 
 
 def _together(read: Sequence[GgufHeader]) -> GgufHeader:
-    """Return the header of the first part. Raise `CheckpointError` for parts that are not those of one model.
+    """Return the header of the first part. Raise `CheckpointError` for parts of different models.
 
-    Parts after the first have few keys: their own place, the number of parts, and that of all tensors.
+    Parts after the first have few keys: their own place, the number of parts, and the number of all tensors.
     """
     first, tensors = read[0].metadata, sum(len(header.tensors) for header in read)
     architecture = first.text("general.architecture", None)

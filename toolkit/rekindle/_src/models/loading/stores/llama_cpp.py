@@ -45,7 +45,7 @@ class LlamaCpp(ModelStore):
 
 
 def _projector(folder: Path, model: str, names: list[str]) -> Path | None:
-    """Return the only file that reads pictures of the same repository, where a manifest says which that is."""
+    """Return the only picture reader of the same repository, if a manifest names it."""
     manifests = (name.removeprefix(_MANIFEST).split("=") for name in names if name.startswith(_MANIFEST))
     for owner, repository in {(parts[0], parts[1]) for parts in manifests if len(parts) >= 3}:
         beginning = f"{owner}_{repository}_"

@@ -1,4 +1,4 @@
-"""A store of another tool: the models that lie in its folders by the names that the tool gives them.
+"""A store of another tool: the models in its folders, by the tool's own names.
 
 A store is listed from names of files and from the tool's own small manifests; no model is opened for it. Its files are
 a stranger's, and may be another user's: unprintable names are left out, and reading and
