@@ -1,4 +1,4 @@
-"""The model families that rekindle implements: those of the modules in `families`. To add one, write its module.
+"""The model families that rekindle implements, one or more for each module in `families`. To add one, write its module.
 
 A family's module is imported when a config of its type is read or its model is made.
 """
@@ -27,7 +27,7 @@ FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(famili
 
 
 def family(model_type: object, shown: str = "") -> Family:
-    """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
+    """Return the family of a model_type. Raise `UnsupportedModel`, which lists the implemented ones."""
     if not isinstance(model_type, str) or model_type not in (*FAMILIES, *drafters.MODULES):
         raise UnsupportedModel(
             f"model_type={model_type!r}{shown} is not implemented. Use one of: {', '.join(FAMILIES)}."
@@ -67,7 +67,7 @@ def family_of_gguf(architecture: str) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """Return a name without what llama.cpp leaves out or writes in another way: qwen3_moe is its qwen3moe."""
+    """Return a name in llama.cpp's spelling: qwen3_moe is its qwen3moe."""
     return re.sub("[^a-z0-9]", "", name.removesuffix("_text"))
 
 

@@ -52,7 +52,7 @@ class ModelDevice(Device):
         """Functions in `swapped` are called when the model has other weights."""
         self._plan, self._weights, self._programs, self._cache = plan, weights, programs, cache
         self._runner, self._others, self._sleepers, self._swapped = runner, others, sleepers, swapped
-        self.owners = contextlib.ExitStack()  # closes them, in reverse of the order in which they were opened
+        self.owners = contextlib.ExitStack()  # closes them in reverse order of their opening
         self.weights: str = weights_in_words(weights.model, plan)
         self.is_merged: bool = weights.changed
         self.is_alone: bool = others.agreement is None

@@ -68,7 +68,7 @@ PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 
 
 def drawing_flags(sampling: Sampling) -> int:
-    """Return the bits of the options by which a token is drawn."""
+    """Return the bits of the sampling options that affect how a token is drawn."""
     flags = RowFlag(0)
     if not sampling.greedy:
         flags |= RowFlag.DRAWS
@@ -146,7 +146,7 @@ class TokenPlaces(NamedTuple):
 
     valid: Array  # [R + T]: not padding
     owners: Array  # [R + T]: the sequence
-    pages: Array  # [R + T]: the place of the page among those of the sequence
+    pages: Array  # [R + T]: the index of the page in the sequence
     width: int  # places of a page table
     drafts: bool  # rows may be drafts that follow each other
 
@@ -172,14 +172,14 @@ class FeatureRead(NamedTuple):
 
 
 class ChosenStep(NamedTuple, Generic[Own, Operands]):
-    """A whole step whose tokens are chosen, on the device."""
+    """A whole step after its tokens are chosen, on the device."""
 
     model: Model
     read: Array  # [R + T, F]: what a drafter reads of each token, the final hidden state or the inputs of layers
     inputs: StepInputs
     own: Own  # of the feature: the result of its `unpack`
     operands: Operands  # of the feature
-    tokens: Array  # [N]: those that rows chose
+    tokens: Array  # [N]: chosen by the rows
     state: RequestState  # after the step
 
 
@@ -202,20 +202,20 @@ class Hooks(NamedTuple):
     kept: Any = None  # an object for `Feature.output`
     coordinates: Array | None = None  # int32 [R + T, 3]: of the tokens' positions, for ropes that have some
     sees: Array | None = None  # int32 [R + T], as in `AttentionInputs`
-    tokens: Array | None = None  # [R + T]: the tokens that are embedded, where these are others than those of the step
+    tokens: Array | None = None  # [R + T]: the embedded tokens, where they differ from the step's own
 
 
 NO_HOOKS = Hooks()
 
 
 class Feature(Generic[Own, Operands]):
-    """A feature that does nothing, and the base of all others. It has types for what it alone reads and writes."""
+    """A feature that does nothing, and the base of all others. Its type parameters are its own inputs and operands."""
 
     # What of a request wants it, an attribute or an extension: no rows of requests without one take part.
     option: str | type[Extension] = "sampling"
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
-    changing: int = 0  # flags of steps in which it changes logits
+    changing: int = 0  # flags of steps where it changes logits
     history: int = 0  # those flags whose rows read the earlier tokens of their requests, with `draft_rows.histories`
     variant: ProgramVariant = PLAIN_VARIANT  # the variant of programs that contain it; without one, all do
     instead: ProgramVariant = PLAIN_VARIANT  # the features that no program contains along with it
@@ -231,7 +231,7 @@ class Feature(Generic[Own, Operands]):
     neutral: tuple[float, ...] = ()  # a float for each column, and its value in an empty row
     row_ints: int = 0
     per_token: bool = False
-    side: str = ""  # the name of the side cache whose slots they are
+    side: str = ""  # the name of the side cache that has these slots
 
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
@@ -277,7 +277,7 @@ class Feature(Generic[Own, Operands]):
     # -- a step is packed
 
     def load(self, loads: Sequence[DeviceLoad]) -> None:
-        """Take from what a plan puts on the device, on the device's thread and in the order of plans."""
+        """Take this feature's part of a plan's data for the device, on its thread and in the order of plans."""
 
     def free(self) -> None:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""
@@ -288,7 +288,7 @@ class Feature(Generic[Own, Operands]):
         return any(wants(row.request) for row in plan.rows)
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
-        """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.
+        """Replace `operands` by the operands of a step that contains the feature, from its plan for each data shard.
 
         Prompts begin after `rows` tokens.
         """
@@ -307,16 +307,16 @@ class Feature(Generic[Own, Operands]):
     # -- its part of the program, each a pure function
 
     def unpack(self, columns: Columns) -> Own:
-        """Return the feature's inputs; those of a feature without any are None."""
+        """Return the feature's inputs; None for a feature without any."""
         nothing: Any = None
         return nothing
 
     def for_layers(self, own: Own, places: TokenPlaces) -> tuple[Array, ...]:
-        """Return what layers use of the side cache `side`, from the feature's inputs."""
+        """Return the arrays that layers use with the side cache `side`, from the feature's inputs."""
         raise NotImplementedError
 
     def hooks(self, inputs: StepInputs, own: Own, operands: Operands) -> Hooks:
-        """Before the layers: return what the feature has inside them."""
+        """Before the layers: return the feature's hooks inside them."""
         return NO_HOOKS
 
     def change(self, logits: Array, inputs: StepInputs, own: Own, state: RequestState) -> Array:
@@ -326,12 +326,12 @@ class Feature(Generic[Own, Operands]):
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         """After the choice: return integers [N, width] for the host, from the model's own logits and the tokens [N].
 
-        `chosen_from` computes the logits from which tokens are chosen: after all changes, those of masks included.
+        `chosen_from` computes the logits that tokens are chosen from: after all changes, including masks.
         """
         raise NotImplementedError
 
     def follow(self, step: ChosenStep[Own, Operands], kv: KV) -> KV:
-        """After the choice: return the pages with what it writes."""
+        """After the choice: return the pages with the feature's own entries written."""
         raise NotImplementedError
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Own, kept: object) -> object:
@@ -349,4 +349,4 @@ class Feature(Generic[Own, Operands]):
         return np.asarray(output)
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
-        """Add the feature's reports to those of each row; see report.py."""
+        """Add the feature's reports to each row's; see report.py."""

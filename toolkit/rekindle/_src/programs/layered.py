@@ -5,7 +5,7 @@ them. Layers that are alike share a part, so that XLA compiles as many as there 
 the parts of a program compile in parallel. It runs slower: each part is a call, and nothing is fused across them.
 Programs of one size share parts: only the closing differs between a step, its guided half and the variant that pools.
 
-The closing has two sizes. Steps whose rows are all greedy and have no other options need a small part of it, and it
+The closing has two sizes. Steps of greedy rows without other options need a small part of it, and it
 compiles in a fraction of the time.
 """
 
@@ -61,9 +61,9 @@ class Cut:
     graph: Graph
     leaves: Sequence[Any]  # all shapes
     outer: tuple[int, ...]  # the leaves of no layer
-    layers: tuple[tuple[int, ...], ...]  # those of each layer
+    layers: tuple[tuple[int, ...], ...]  # the leaves of each layer
     kinds: tuple[int, ...]  # for each layer, the first one that is like it
-    sources: tuple[int, ...]  # for each layer, the one whose pages it attends to
+    sources: tuple[int, ...]  # for each layer, the layer with the pages it attends to
 
     @classmethod
     def of(cls, graph: Graph, leaves: Sequence[Any]) -> Cut:
@@ -180,7 +180,7 @@ class LayeredProgram:
         self._has_rest, self._reads = has_rest, reads
 
     def lacks(self, flags: int) -> bool:
-        """True if a step whose rows have these flags would have to make the closing first."""
+        """True if a step with these flags would have to make the closing first."""
         return (self._greedy is None or bool(flags & ~int(GREEDY))) and not self._has_rest()
 
     def complete(self) -> None:
@@ -294,7 +294,7 @@ class LayeredPrograms:
         return self._assembled(key, parts)
 
     def make(self, key: Bucket) -> LayeredStep | LayeredForward:
-        """Return a program whose parts are loaded or compiled now. Raise any error of tracing or compiling."""
+        """Return a program and load or compile its parts now. Raise any error of tracing or compiling."""
         return self._assembled(key, self._made(self._first(key)))
 
     def save(self) -> None:
@@ -485,7 +485,7 @@ _unknown: set[str] = set()  # options that this version of XLA does not take
 
 
 def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> CompiledProgram:
-    """Compile with those of the options that this version of XLA takes."""
+    """Compile with the options that this version of XLA supports."""
     while True:
         options = {name: value for name, value in wanted.items() if name not in _unknown}
         try:

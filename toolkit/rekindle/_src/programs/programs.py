@@ -1,6 +1,6 @@
 """The compiled programs of a session: built ahead of time from shapes alone, counted, and looked up by bucket.
 
-The ledger says of each program in which form it is ready, and in which it is needed. `build` traces and lowers a
+The ledger has each program's form: the one that is ready, and the one that is needed. `build` traces and lowers a
 program, `compile` makes the executable, and `get` does so only when neither memory nor the store has it. All methods
 are thread-safe: threads that want the same program share one compilation, and different programs compile in parallel.
 """
@@ -130,7 +130,7 @@ class Ledger:
         return self.least is Form.PARTS or bool(self._provisional)
 
     def enough(self, entry: ProgramEntry) -> Form:
-        """Return the form in which a program is made now."""
+        """Return the form to make a program in now."""
         return Form.PARTS if self.least is Form.PARTS and self._has_parts(entry.key) else Form.WHOLE
 
     def need(self, key: Key) -> ProgramEntry:
@@ -161,7 +161,7 @@ class Ledger:
             self._provisional.discard(entry.key)
 
     def jobs(self) -> list[ProgramEntry]:
-        """Return the programs that whole ones are to replace, those of few tokens first: they make most tokens."""
+        """Return the programs that whole ones will replace, in order of their tokens: small ones make most tokens."""
         with self._lock:
             keys = [key for key in self.entries if key in self._provisional and isinstance(key, Bucket)]
         return [self.entries[key] for key in sorted(keys, key=lambda key: key.tokens)]
@@ -263,11 +263,11 @@ class Programs:
         as_needed = [buckets.with_variants(self._lattice, more) for more in buckets.combinations(choices)[1:]]
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
-        self._compiling: dict[Key, None] = {}  # in the order in which they began
+        self._compiling: dict[Key, None] = {}  # in the order of their beginning
 
     @classmethod
     def open(cls, plan: ProgramPlan) -> Programs:
-        """Return the programs of a plan, those that earlier sessions stored in the cache too. None is made yet."""
+        """Return the programs of a plan, including programs stored by earlier sessions. None is made yet."""
         kept = ExecutableStore(plan.config.cache_folder / "programs")
         name, devices = plan.name or plan.model.model_type, tuple(plan.placement.devices)
         return cls(
@@ -283,7 +283,7 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """The programs that `precompile` makes; those that move pages only where there is a tier below the device."""
+        """The programs that `precompile` makes; they move pages only if there is a tier below the device."""
         return (*self._unguided_keys, *(self.guided_keys if self.config.structured else ()))
 
     @property
@@ -324,7 +324,7 @@ class Programs:
         return any(self._layered.holds(key) for key in self._lattice if ProgramVariant.PROCESSORS in key.variants)
 
     def lattice_for(self, variants: ProgramVariant, *, late: bool) -> tuple[Bucket, ...]:
-        """Return the buckets from which a step takes its own."""
+        """Return the buckets that a step can choose from."""
         lattice = self._lattice
         if late:
             waits = self.gated and not self.ledger.provisional
@@ -377,7 +377,7 @@ class Programs:
         return self._store.holds(key.name)
 
     def use_no_store(self) -> None:
-        """Neither load stored programs from now on nor store any: they would not be those of the next process."""
+        """Neither load stored programs from now on nor store any: the next process would compile different ones."""
         self._store.detach()
 
     def quicker_in_parts(self, keys: Sequence[Key]) -> bool:

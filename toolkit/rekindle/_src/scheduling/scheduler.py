@@ -9,10 +9,10 @@ its requests got is known from its result alone, so no step is planned before th
 A step that raised fails every request in it. A row that could not be prepared fails its own request, and a page that
 could not be restored fails the requests that hold it; the step runs without them.
 
-The end of a request can't fail. If its pages, slot or claims are not what they should be, it fails, is taken out of
+The end of a request can't fail. If its pages, slot or claims are inconsistent, it fails, is taken out of
 wherever it is, and its pages are in quarantine; requests that hold a page with too few references fail as well, since
 it may have been given to another one. Everything else is an invariant of the whole engine, and ends the session: the
-order of steps, what a plan is made of, the lists of the pool, and the tree, whose pages are everybody's.
+order of steps, the parts of a plan, the lists of the pool, and the tree, which has all requests' pages.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Scheduler:
     def plan(self, *, now: bool = False) -> StepPlan | None:
         """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight.
 
-        Rows whose program is not ready wait until it is, unless the step is to run `now`.
+        Rows wait until their program is ready, unless the step is to run `now`.
         """
         if self._flights and self._flights[-1].plan.drafted:
             return None
@@ -233,7 +233,7 @@ class Scheduler:
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
             if not self._ready_rows.takes(admitted, length):
-                continue  # those that share its prompt wait with it rather than compute it again
+                continue  # sequences that share its prompt wait with it rather than compute it again
             if admitted.fresh:
                 self._count_admission(admitted)
             if admitted.decodes:
@@ -275,7 +275,7 @@ class Scheduler:
         return plan
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
-        """Apply a step's result, in the order in which the steps were planned."""
+        """Apply a step's result; steps are committed in the order of their plans."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         self._sides.done(result.plan.sides_in)
@@ -387,8 +387,9 @@ class Scheduler:
                 self._admission.preempt(sequence, "has to be computed again with new weights")
 
     def vacate(self) -> tuple[PageMove, ...]:
-        """Take the pages of all running requests and of the cache, whose arrays are about to be freed. Requests are
-        computed again. Return the pages that have to be read out before; `vacated` follows when that is done."""
+        """Take the pages of all running requests and of the cache, because their arrays are about to be freed. Requests
+        are computed again. Return the pages that have to be read out before; `vacated` follows when that is done.
+        """
         for sequence in tuple(self._running_set.running):
             self._admission.preempt(sequence, "gave its pages up, because the session sleeps")
         self._ledger.reclaim()
@@ -559,7 +560,7 @@ class Scheduler:
         return TokenEvent(sequence.id, cached_tokens=sequence.cached_tokens, finish_reason=failed, error=error)
 
     def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> RekindleError | None:
-        """End a sequence. Return an error if its pages, slot or claims were not what they should be: it failed."""
+        """End a sequence. Return an error if it failed because its pages, slot or claims were inconsistent."""
         error = None
         try:
             self._admission.remove(sequence)
@@ -584,7 +585,7 @@ class Scheduler:
     def _set_aside(self, sequence: Sequence, cause: BaseException) -> None:
         """Put the pages of a sequence in quarantine and take it out of wherever it is; it has ended."""
         log.error(
-            "request %s has ended because its pages, its slot or its claims were not what they should be (%s); its %d "
+            "request %s has ended because its pages, its slot or its claims were inconsistent (%s); its %d "
             "pages are not used again in this session",
             sequence.id, one_line(cause), len(sequence.pages),
         )  # fmt: skip
@@ -596,7 +597,7 @@ class Scheduler:
                 self._shorten(other)
 
     def _shorten(self, sequence: Sequence) -> None:
-        """Let a sequence generate as many tokens as fit into the pages that can be used; end it if those are none."""
+        """Let a sequence generate as many tokens as fit into the usable pages; end it if there is no room."""
         usable = self._ledger.usable(sequence.request)
         try:
             limit, sequence.limit_reason = self.limits.room(sequence.request, usable)
@@ -674,7 +675,7 @@ def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleEr
 
 
 def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
-    """Return the error of a request whose step raised."""
+    """Return the error for a request in a step that raised."""
     fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
     error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
     error.__cause__ = cause
@@ -682,7 +683,7 @@ def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
 
 
 def program_error(sequence: Sequence, cause: Exception) -> StepFailed:
-    """Return the error of a request whose program could not be made."""
+    """Return the error for a request with a program that could not be made."""
     error = StepFailed(f"Request {sequence.id} needs a program that could not be made: {cause!r}.")
     error.__cause__ = cause
     return error
@@ -698,7 +699,7 @@ def request_error(sequence: Sequence, cause: Exception) -> RekindleError:
 
 
 def broken_error(sequence: Sequence, cause: BaseException) -> RequestFailed:
-    """Return the error of a request that ended because its own pages, slot or claims were not what they should be."""
+    """Return the error for a request that ended because its own pages, slot or claims were inconsistent."""
     error = RequestFailed(
         f"Request {sequence.id} ended because its bookkeeping was broken: {one_line(cause)}. Its pages are not used "
         "again; other requests go on. Please report this defect."
@@ -719,7 +720,7 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
 
 
 def not_finite(sequence: Sequence) -> RequestFailed:
-    """Return the error of a request whose next token or embedding would come from NaN or infinite numbers."""
+    """Return the error for a request with NaN or infinite numbers for its next token or embedding."""
     of, lacks = "", "embedding"
     if sequence.generates:
         of, lacks = f"token {sequence.generated + 1} of ", "next token"
@@ -731,7 +732,7 @@ def not_finite(sequence: Sequence) -> RequestFailed:
 
 
 def too_short(sequence: Sequence) -> NoTokenLeft:
-    """Return the error of a request whose grammar allows no more tokens before `min_tokens` are generated."""
+    """Return the error for a request with a grammar that allows no more tokens before `min_tokens` are generated."""
     return NoTokenLeft(
         f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
         f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."

@@ -134,7 +134,7 @@ class Holding:
         self.again = 0  # cached tokens that it computes again, since no entry was there
 
     def describe(self) -> list[str]:
-        """Describe what the sequence continued, and what it computed again because that was not further on."""
+        """Describe the entry that the sequence continued, and the pages computed again for lack of a later one."""
         lines = [f"{self.words.needed} was {self.source}"] if self.source else []
         if self.again > 0:
             lines.append(f"pages of {self.again} more were there, but {self.words.missing}: they were computed again")
@@ -163,9 +163,9 @@ class Sequence:
     ) -> None:
         self.request = request
         self.generates = request.generates
-        self.holding = request.extensions.holding  # those that may keep it out of steps
-        self.cutting = request.extensions.cutting  # those that decide where its prompt is cut
-        self.naming = request.extensions.naming  # the one by which the prefix tree knows its tokens
+        self.holding = request.extensions.holding  # may keep it out of steps
+        self.cutting = request.extensions.cutting  # decide where its prompt is cut
+        self.naming = request.extensions.naming  # names its tokens for the prefix tree
         self.namespace = request.namespace  # the requests that it shares pages with
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
@@ -184,15 +184,15 @@ class Sequence:
         self.slot = -1
         self.fresh = True  # no row was planned in this epoch
         self.in_flight = 0  # steps that contain it and were neither committed nor failed
-        self.target = 0  # positions to prefill: the prompt, and what was generated before a preemption
+        self.target = 0  # positions to prefill: the prompt, and tokens generated before a preemption
         self.planned = 0
         self.computed = 0
-        self.cached = 0  # leading positions whose pages were there when the epoch began
+        self.cached = 0  # leading positions with cached pages when the epoch began
         # Tokens:
         self._tokens = request.begun
-        self.known = len(self._tokens)  # tokens whose values the host has
+        self.known = len(self._tokens)  # tokens with values on the host
         self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
-        self.sampled = self.generated  # generated, plus those that steps in flight will add
+        self.sampled = self.generated  # generated, plus tokens that steps in flight will add
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.followers = followers_of(request, kept)
         self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
@@ -217,7 +217,7 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """True while no step may have it: too much of what it captures waits for its disk."""
+        """True while no step may have it, because too many of its captures wait for their disk."""
         return bool(self.holding) and any(extension.held for extension in self.holding)
 
     @property
@@ -235,7 +235,7 @@ class Sequence:
 
     @property
     def reusable(self) -> int:
-        """Leading tokens whose pages may come from the cache."""
+        """Leading tokens with pages that may come from the cache."""
         return min((one.reusable(self.known) for one in self.followers), default=self.known)
 
     @property
@@ -259,12 +259,12 @@ class Sequence:
         return self._pages[: self.num_pages]
 
     def tokens(self, start: int, stop: int) -> IntArray:
-        """Return the values of the tokens [start, stop), all of which must be known."""
+        """Return the values of the tokens [start, stop); all of them must be known."""
         assert stop <= self.known, f"{self.id}: token {stop - 1} is not known yet, {self.known} are"
         return self._tokens[start:stop]
 
     def names(self, start: int, stop: int) -> IntArray:
-        """Return what the prefix tree calls the tokens [start, stop), the first of which begins a page."""
+        """Return the names of the tokens [start, stop) in the prefix tree; `start` begins a page."""
         tokens = self.tokens(start, stop)
         return tokens if self.naming is None else self.naming.names(tokens, start, self.page_size)
 
@@ -273,7 +273,7 @@ class Sequence:
         return Prefix(self.names(0, self.known), self.namespace)
 
     def text(self) -> IntArray:
-        """Return all known tokens, with numbers below 0 for those that no text has, such as those of a picture."""
+        """Return all known tokens, with numbers below 0 for tokens without text, such as a picture's."""
         tokens = self.tokens(0, self.known)
         return tokens if self.naming is None else self.naming.masked(tokens, 0)
 
