@@ -168,7 +168,7 @@ class RowAnswers(list[RowAnswer]):
         return str(html.block(html.line(*self._summary()), table, more))
 
     def _own(self, place: int) -> Mapping[str, Any]:
-        """Return the columns of an answered row; none if the rows are not kept."""
+        """Return the columns of an answered row; empty if the rows are not kept."""
         rows = self._rows
         if rows is None:
             return {}

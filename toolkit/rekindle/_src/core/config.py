@@ -223,7 +223,7 @@ class EngineConfig(html.Record):
 
     @property
     def asks_for_drafts(self) -> bool:
-        """True if an option asks for drafts, beyond those that any session may have."""
+        """True if an option asks for drafts, in addition to the ones that any session may have."""
         return self.prompt_lookup > 0 or self.drafts not in ("auto", "none")
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from rekindle._src.execution.device_calls import DeviceCalls
 
 
 class DraftWorker:
-    """Does the tasks of steps. This one belongs to a session whose drafters work on the host, and has none."""
+    """Does the drafting tasks of steps. This one is for sessions that draft on the host, and has no tasks."""
 
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool:
         """Run tasks. If any of them drafts, wait for the tokens, write them into the tasks' rows, and return True.

@@ -185,7 +185,7 @@ class Placement:
         return self
 
     def part(self, graph: Graph, prefix: str) -> Placement:
-        """Return the placement of the part of a model whose paths begin with `prefix`, with this graph of its own."""
+        """Return the placement of part of a model, with this graph of its own: the paths that begin with `prefix`."""
         return self
 
     def whole(self, graph: Graph) -> Placement:

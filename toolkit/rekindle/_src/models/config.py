@@ -159,7 +159,7 @@ class AssistantSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EagleSpec:
-    """How an EAGLE-3 head drafts for a model: what it has of its own, and the order of its norms."""
+    """How an EAGLE-3 head drafts for a model: its own parts, and the order of its norms."""
 
     hidden_size: int  # of that model
     inputs: int = 3  # layers of that model whose inputs it reads
@@ -303,8 +303,9 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """True for layers that give back pages their window has passed; none does unless others keep all of theirs. Of
-        pages that are added, none are given back."""
+        """True for layers that give back pages their window has passed, if other layers keep all of theirs. Added pages
+        are never given back.
+        """
         caches = self.caches[: self.num_layers]
         kept = {self.source(layer) for layer, spec in enumerate(self.attention) if spec.sliding_window is None}
         windowed = tuple(isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(caches))

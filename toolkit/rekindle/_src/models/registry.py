@@ -110,7 +110,7 @@ def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
 
 
 def module(config: ModelConfig, precision: Precision) -> Any:
-    """Make the module of a model, and in it that of a head of its own, if its checkpoint has one that is read."""
+    """Make the module of a model, including its own draft head if the checkpoint has a supported one."""
     made = family(config.model_type).module(config, precision)
     if config.draft_head is not None:
         made.drafter = family(config.draft_head.model_type).module(config.draft_head, precision)

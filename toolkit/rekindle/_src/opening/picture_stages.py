@@ -1,4 +1,4 @@
-"""The threads in which pictures are decoded and encoded, and the turns that callers take at them.
+"""The threads that decode and encode pictures, and the callers' turns at them.
 
 Pictures are decoded in two lanes of a thread each, so that a small picture waits for no large one, and encoded in a
 third. Each lane serves one caller's picture after another's. A picture leaves its lane when its encoding begins, so at
@@ -51,7 +51,7 @@ class PictureStages:
         decode: Callable[[], EncodedRows | PicturePatches],
         encode: Callable[[PicturePatches], EncodedRows],
     ) -> EncodedRows:
-        """Return the rows that `decode` finds, or that `encode` makes of what it returns.
+        """Return the rows that `decode` returns, or else encode its patches to rows.
 
         `work` is about how many nanoseconds `decode` takes. Both run in threads.
         """

@@ -44,8 +44,9 @@ def resolve(
     placement: Placement = ALONE,
     more_bytes: Callable[[EngineConfig], int] = lambda config: 0,
 ) -> EngineConfig:
-    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load;
-    `more_bytes` of a resolved config are those that each page has in addition."""
+    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load; with a
+    resolved config, each page has `more_bytes` in addition.
+    """
     platform = jax.default_backend()
     dtype = resolve_dtype(config.dtype, model)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype

@@ -55,7 +55,7 @@ class DraftPrograms:
         return ()
 
     def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
-        """Return the programs of its own, over those of the session's model."""
+        """Return its own programs, in addition to the programs of the session's model."""
         return NO_CALLS
 
     def facts(self) -> dict[str, object]:

@@ -152,7 +152,7 @@ class TokenPlaces(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A feature's part of a step's buffers, on the device. It reads none that it does not have: those are None."""
+    """A feature's part of a step's buffers, on the device; None for missing parts, which it does not read."""
 
     flags: Array  # [N]
     ints: Array  # [N, Feature.ints]

@@ -174,8 +174,9 @@ class LayeredProgram:
         has_rest: Callable[[], bool],
         reads: Sequence[int] = (),
     ) -> None:
-        """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
-        other steps, and `has_rest` is True if it is ready. `reads` are the layers of `Features.streams`."""
+        """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns the closing
+        of all other steps, and `has_rest` is True if it is ready. `reads` are the layers of `Features.streams`.
+        """
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
         self._has_rest, self._reads = has_rest, reads
 

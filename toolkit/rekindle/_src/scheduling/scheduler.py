@@ -105,9 +105,12 @@ class Scheduler:
         programs: StepProgramsLike | None = None,
         drafters: Items[Drafter] = (),
     ) -> None:
-        """`sides` are the side caches of the model, those of `cache` if there is one. `arrivals` number
-        the requests, of all data shards if there are several. `program_wait` has the waits of steps for programs.
-        Without `programs`, a row joins a step whether its program is ready or not; `drafters` are those of all."""
+        """`sides` are the side caches of the model, and belong to `cache` if there is one.
+
+        `arrivals` number the requests, of all data shards if there are several. `program_wait` has the waits of steps
+        for programs. Without `programs`, a row joins a step whether its program is ready or not. `drafters` are shared
+        by all shards.
+        """
         self.limits, self.pool, self.cache = limits, pool, cache
         rules = [_RULES[side.plan.keying](limits, side) for side in sides]
         self._sides = WholePrompts(rules) if limits.whole else SideRules(rules)

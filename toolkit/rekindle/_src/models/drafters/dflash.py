@@ -20,7 +20,7 @@ MOST_BLOCK = 64  # tokens
 
 
 def config(keys: ConfigKeys) -> ModelConfig:
-    """Return the config of a head, whose keys are as `loading.stored` has them."""
+    """Return the config of a head from its keys in the form of `loading.stored`."""
     for name in ("fc_layernorm", "markov_rank", "enable_confidence_head", "num_selector_layers"):
         keys.only(name, False, 0)  # DSpark and DFlash2 have more than blocks
     ids = keys.get("target_layer_ids")

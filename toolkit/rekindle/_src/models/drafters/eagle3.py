@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def config(keys: ConfigKeys) -> ModelConfig:
-    """Return the config of a head, whose keys are as `loading.stored` has them."""
+    """Return the config of a head from its keys in the form of `loading.stored`."""
     own = dataclasses.replace(llama.config(keys), tie_embeddings=True)
     layers = keys.get("eagle_aux_hidden_state_layer_ids")
     if own.num_layers != 1:

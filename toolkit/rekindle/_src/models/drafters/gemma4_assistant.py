@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: layers with queries alone, which attend to the pages of the model that they draft for."""
+"""Assistants of Gemma 4: layers with queries alone; they attend to the pages of the model they draft for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def config(keys: ConfigKeys) -> ModelConfig:
-    """Return the config of an assistant, whose layers have queries alone, and whose logits have no cap."""
+    """Return the config of an assistant: its layers have queries alone, and its logits have no cap."""
     for name, value in (("enable_moe_block", False), ("use_double_wide_mlp", False), ("attention_bias", False)):
         keys.only(name, value)
     keys.only("hidden_size_per_layer_input", 0)

@@ -15,7 +15,7 @@ Kinds = tuple[tuple[str, str], ...]  # of matrices, by their paths
 
 
 def trunk_of(graph: Graph, added: tuple[Pages, ...] = ()) -> Graph:
-    """Return the graph of a model without its head, whose session adds these pages."""
+    """Return the graph of a model without its head; the session adds these pages."""
     config = dataclasses.replace(graph.config, draft_head=None, added_pages=added)
     precision = graph.precision
     if graph.config.draft_head is not None:
@@ -34,7 +34,7 @@ def head_of(graph: Graph) -> Graph:
 
 
 def leaves_of_trunk(graph: Graph, leaves: Sequence[T]) -> tuple[T, ...]:
-    """Return the model's leaves without those of its head, of a whole graph's."""
+    """Return the model's leaves from a whole graph's, without its head's."""
     if graph.config.draft_head is None:
         return tuple(leaves)
     return tuple(leaf for path, leaf in zip(graph.paths, leaves, strict=True) if not path.startswith(PREFIX))

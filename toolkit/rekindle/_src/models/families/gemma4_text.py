@@ -173,7 +173,9 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def without_keys(manifest: Manifest, config: ModelConfig) -> Manifest:
-    """Return a manifest that ignores projections of layers which attend to other pages: checkpoints may have them."""
+    """Return a manifest that ignores projections of layers attending to other layers' pages: checkpoints may
+    have them.
+    """
     shared = "|".join(str(layer) for layer in range(config.num_layers) if not config.makes_keys(layer))
     unused = (rf"layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",) if shared else ()
     return dataclasses.replace(manifest, ignored=(*manifest.ignored, *unused))

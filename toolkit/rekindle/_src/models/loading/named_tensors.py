@@ -52,7 +52,7 @@ _HEADS = (r"mtp\..*", r"model\.mtp_(emb_norm|hidden_norm|linear_proj|block)\..*"
 
 
 def draft_heads(names: Iterable[str], layers: int) -> tuple[str, ...]:
-    """Return patterns of the tensors of heads that draft tokens, among those of a model with so many layers.
+    """Return patterns for tensors of draft heads in a model with so many layers.
 
     Some are blocks after the last layer. What joins a hidden state to an embedding, `eh_proj`, tells such a block.
     """

@@ -187,8 +187,9 @@ def _block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def _head_keys(raw: Mapping[str, object], own: str) -> dict[str, object]:
-    """Return the keys of a head's config in one form: those of its layers may be apart, as in a "speculator", and so
-    may those that only such a head has, under the key `own`. A key without a value takes none away."""
+    """Return the keys of a head's config in one form. A "speculator" has the keys of its layers apart, and the head's
+    own keys may be under the key `own`. A key without a value does not replace another.
+    """
     keys: dict[str, object] = {}
     for part in (raw.get(_LAYER_KEYS), raw, raw.get(own)):
         if isinstance(part, Mapping):

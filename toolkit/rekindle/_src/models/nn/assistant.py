@@ -1,4 +1,4 @@
-"""Assistants: models that draft tokens for another one, whose embeddings, hidden states and pages they read."""
+"""Assistants: models that draft tokens for another one, and read its embeddings, hidden states and pages."""
 
 from __future__ import annotations
 

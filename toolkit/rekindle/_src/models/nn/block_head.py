@@ -23,7 +23,7 @@ class ContextEntry(NamedTuple):
 
 
 class BlockHead(nnx.Module):
-    """A head whose layers attend to what the model computed of a text, and to a block after it.
+    """A head with layers that attend to the model's results for a text, and to a block after it.
 
     The block has the last token of the text, whose keys the model lacks, and masks in place of the tokens after it; one
     pass drafts them all. Keys and values of the text are made of the inputs of some of the model's layers, and of
@@ -41,14 +41,14 @@ class BlockHead(nnx.Module):
         self.norm = RMSNorm(E, eps, precision)
 
     def context(self, read: Array, positions: Array, lengths: Array | None) -> list[ContextEntry]:
-        """Compute each layer's keys and values of tokens at `positions` [T], of what it reads of them [T, F]."""
+        """Compute each layer's keys and values of tokens at `positions` [T], from the inputs `read` [T, F]."""
         with jax.named_scope("draft_context"):
             x = self.context_norm(self.join(read))
             tables = RopeTables(self.config, positions, lengths)
             return [ContextEntry(*layer.attention.split(x, tables, None)[1:3]) for layer in self.layers]
 
     def __call__(self, x: Array, positions: Array, attend: Attend) -> Array:
-        """Compute the embeddings [T, E] of blocks → the hidden states whose logits draft a token each."""
+        """Compute hidden states from the embeddings [T, E] of blocks; their logits draft a token each."""
         with jax.named_scope("draft"):
             step = ForwardPass(RopeTables(self.config, positions), attend)
             for number, layer in enumerate(self.layers):

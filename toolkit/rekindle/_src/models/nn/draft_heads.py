@@ -63,14 +63,15 @@ class DraftHead(nnx.Module):
         self.norm = RMSNorm(E, eps, precision)
 
     def state(self, read: Array) -> Array:
-        """Return the hidden states of which it drafts: the model's own."""
+        """Return the hidden states to draft from: the model's own."""
         return read
 
     def entries(
         self, tokens: Array, embed: Embed, hidden: Array, positions: Array, lengths: Array | None
     ) -> DraftEntries:
-        """Compute the block's input, its queries and what it keeps, of hidden states [T, E] after the model's final
-        norm and of the tokens [T] that follow them."""
+        """Compute the block's input, its queries and its entries from hidden states [T, E] after the model's final norm
+        and the tokens [T] that follow them.
+        """
         tables, embedded = RopeTables(self.config, positions, lengths), embed(tokens)
         with jax.named_scope("draft_entries"):
             both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-1)
@@ -91,8 +92,8 @@ class DraftHead(nnx.Module):
 
 
 class EagleHead(nnx.Module):
-    """An EAGLE-3 head: a matrix that joins the inputs of some layers of the model to a hidden state, and one block
-    whose attention reads the normed embedding of the next token and the normed hidden state, side by side.
+    """An EAGLE-3 head: a matrix that joins the inputs of some layers of the model to a hidden state, and one block.
+    Its attention reads the normed embedding of the next token and the normed hidden state, side by side.
 
     The block's output is the hidden state for the next token to draft, before the final norm. Tokens that it can draft
     may be some of the model's.
@@ -118,15 +119,16 @@ class EagleHead(nnx.Module):
         self.tokens: Any = nnx.data(parameter((spec.vocab_size,), jnp.float32) if spec.maps else None)
 
     def state(self, read: Array) -> Array:
-        """Compute the hidden states [T, E] of which it drafts, of the inputs [T, F] of the model's layers."""
+        """Compute the hidden states [T, E] to draft from, given the inputs [T, F] of the model's layers."""
         with jax.named_scope("draft_state"):
             return self.join(read, norm=self.inputs_norm)
 
     def entries(
         self, tokens: Array, embed: Embed, hidden: Array, positions: Array, lengths: Array | None
     ) -> DraftEntries:
-        """Compute the block's residual, its queries and what it keeps, of hidden states [T, E] and of the tokens [T]
-        that follow them."""
+        """Compute the block's residual, its queries and its entries from hidden states [T, E] and the tokens [T] that
+        follow them.
+        """
         tables = RopeTables(self.config, positions, lengths)
         embedded = (embed if self.embed is None else self.embed)(tokens)
         with jax.named_scope("draft_entries"):

@@ -52,7 +52,7 @@ class GgufModel(NamedTuple):
 
     @property
     def mask_token(self) -> int:
-        """The token that stands for those of a block that are not known yet."""
+        """The token in place of a block's unknown tokens."""
         return self.metadata.integer("tokenizer.ggml.mask_token_id")
 
     def listed(self, key: str) -> list[int]:

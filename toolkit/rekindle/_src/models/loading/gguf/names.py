@@ -92,8 +92,9 @@ _OF_BLOCK = {
 
 
 def in_block(name: str, layers: int) -> str:
-    """Return the name of a tensor of a draft head as that of one in the block after the `layers` of the model, where
-    llama.cpp has it; any other name as it is."""
+    """Return llama.cpp's place for a tensor of a draft head: the block after the `layers` of the model. Any other name
+    is returned as it is.
+    """
     module, _, end = name.rpartition(".")
     block = f"model.layers.{layers}."
     own = _OF_HEAD.get(module) or (_OF_BLOCK.get(module.removeprefix(block)) if module.startswith(block) else None)
