@@ -5,7 +5,7 @@ used only where no other user could have written to it:
 
 - the cache folder and what lies in it belong to this user, can't be written by group or others, and are no links;
 - every folder above belongs to this user or the system, and no other user can exchange its entries: it is not writable
-  by everybody unless sticky, as /tmp is, nor by a group other than this user's own.
+  by all users unless sticky, as /tmp is, nor by a group other than this user's own.
 
 A cache that several users share on purpose has a key instead: REKINDLE_SIGNING_KEY names a file that they all can read.
 Code, in `SIGNED` folders, is then signed, and nothing with a wrong signature is loaded. Weights and pages
@@ -214,7 +214,7 @@ def is_shared(folder: Path) -> bool:
 
 
 def signing_key() -> bytes | None:
-    """Return a shared cache's key or None. Raise OSError if its file can't be read, is short or open to everybody."""
+    """Return a shared cache's key or None. Raise OSError if its file can't be read, is short or open to all users."""
     path = os.environ.get(KEY_VARIABLE)
     return _key(os.path.expanduser(path)) if path else None
 

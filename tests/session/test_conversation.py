@@ -373,7 +373,7 @@ def test_a_system_prompt_is_changed(session: Session) -> None:
         chat.system = prompt
         assert chat.system == prompt and roles(chat) == ["system"] * bool(prompt) + ["user", "assistant"]
     assert chat.answer_ids == ()
-    with pytest.raises(InvalidRequest, match="whose tokens are known"):
+    with pytest.raises(InvalidRequest, match="with known tokens"):
         chat.edit_answer(0)
     with pytest.raises(InvalidRequest, match="is not text"):
         chat.system = None  # type: ignore[assignment]

@@ -130,8 +130,8 @@ async def test_wrong_pictures_of_rows_are_refused_by_name(session: Session) -> N
     for images, problem in (
         ("fil", "Did you mean 'file'"),
         ([ONE], "2 rows"),
-        (ONE, "are not those of rows"),
-        (b"bytes", "are not those of rows"),
+        (ONE, "do not match the rows"),
+        (b"bytes", "do not match the rows"),
     ):
         with pytest.raises(InvalidRequest, match=problem) as caught:
             session.map(rows, "a", images=images)

@@ -24,7 +24,7 @@ __all__ = ["RekindleLM"]
 class RekindleLM(HarnessModel):
     """A session as a model of the harness: log-likelihoods, rolling ones, and generation.
 
-    Made by the harness from `--model_args pretrained=FOLDER,dtype=float32,…`, whose names are those of `rekindle.open`;
+    Made by the harness from `--model_args pretrained=FOLDER,dtype=float32,…`, with names as in `rekindle.open`;
     or over an open session: `lm_eval.simple_evaluate(model=RekindleLM(session), tasks=[…])`.
     """
 

@@ -54,8 +54,8 @@ def parity(
     `model` is what the trainer differentiates: a module as `merge` returns it, or a loaded model. `texts` are strings
     or lists of at least two token ids. The session computes them as it computes prompts, in chunks over pages; the
     model in one piece, with plain attention. Both graphs are also run part by part in this plain form, which says where
-    they begin to differ: in a layer, if weights or their format differ; in none, if what is left is the order in which
-    the session's programs add. Texts are computed in full, so pass some pages, not a corpus.
+    they begin to differ: in a layer, if weights or their format differ; in none, if just the order of
+    the sums in the session's programs differs. Texts are computed in full, so pass some pages, not a corpus.
     """
     return compare(session, partial(_weights_of, session), model, texts)
 
@@ -66,10 +66,10 @@ def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:
         logprobs = rekindle.models.logprobs_like(session)
         ratio = jnp.exp(logprobs(params, batch.tokens) - batch.logprobs)  # with the weights of the draw: exactly 1
 
-    Its values [B, T] are those of `RolloutBatch.logprobs` to the last bit, for the places of completions that were
+    Its values [B, T] equal `RolloutBatch.logprobs` to the last bit, for the places of completions that were
     drawn from the model's own distribution (at temperature 1, with no other option) by these weights. So it needs a
-    session that was opened with `deterministic=True`, whose kernels give a token the same numbers in any batch. Its
-    derivatives are those of `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
+    session that was opened with `deterministic=True`, so that kernels give a token the same numbers in any batch. Its
+    derivatives are taken from `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
     a loaded model.
     """
     if not session.config.deterministic:

@@ -39,7 +39,7 @@ def deployment(
 
     The ingresses take requests in. All route to the same replicas, which survive the death of an ingress and end a
     minute after the last one. `name` is the model's name for clients; requests must send an `api_key`. The other
-    options are those of `rekindle.fleet`.
+    options are as in `rekindle.fleet`.
     """
     try:
         from ray import serve

@@ -31,11 +31,11 @@ def rollout_func(session: Session, **options: Any) -> Callable[[Sequence[Any], A
     Prompts are texts, or messages, which the session's chat template renders. Sampling options are those of the
     trainer's arguments; `options` add to these, and come first. Before the first prompts of each optimizer step the
     trainer's weights become the session's: they pass a folder in memory or the system's temporary one, since they are
-    torch's. Log-probabilities are those of the distribution that tokens were drawn from. With a `seed`, a run can be
+    torch's. Log-probabilities belong to the distribution that tokens were drawn from. With a `seed`, a run can be
     repeated; each call and each completion draws with one of its own. The result also has `weights_versions` of each
     token, which reward functions get.
     """
-    loaded: list[int] = []  # the optimizer step whose weights the session has
+    loaded: list[int] = []  # the optimizer step of the session's weights
     calls = itertools.count()
 
     def roll(prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:

@@ -1,6 +1,6 @@
 """Native kernels that were compiled ahead: at installation for this processor, or for all levels of a platform's wheel.
 
-`build_library` makes them; then kernels need neither numba nor llvmlite, and nothing is compiled while somebody waits.
+`build_library` makes them; then kernels need neither numba nor llvmlite, and nothing is compiled while a user waits.
 They are used only with the sources that they were made from. An installation's on x86-64 Linux are object files in one
 file, which `object_loader` loads; others are a shared library that a linker made.
 

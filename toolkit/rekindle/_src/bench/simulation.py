@@ -509,7 +509,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 CHATS = 120  # requests of the chats
-BUSY = 0.15  # approximate share of the time in which they keep the device busy
+BUSY = 0.15  # approximate share of the time that they keep the device busy
 OUTPUT = 24  # tokens
 
 
@@ -531,7 +531,7 @@ def measure_model(model: str, **options: Unpack[OpenOptions]) -> SessionPace:
 def measure(session: Session, *, seed: int = 0) -> SessionPace:
     """Return the pace of an open session. The first round only compiles.
 
-    A request's cost in addition to its steps is the time by which first tokens of chats took longer than in a
+    A request's cost in addition to its steps is the extra time of chats' first tokens over a
     simulation of the steps alone: a request among others waits for more than the device.
     """
     from rekindle._src.session.session import client_of

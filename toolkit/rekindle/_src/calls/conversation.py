@@ -267,7 +267,7 @@ class Conversation:
         self._check_idle()
         last, message = self._last, self._messages[-1] if self._messages else {}
         if last is None or last.request is None or set(message) & {"tool_calls", "reasoning_content"}:
-            problem = "has no answer of text alone whose tokens are known"
+            problem = "has no text-only answer with known tokens"
             raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= last.tokens:
             raise InvalidRequest(

@@ -154,7 +154,7 @@ class EmbeddingMethods:
         that begin alike, such as chunks after the same description of their document, compute their beginning only
         once, whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list;
         with errors="return" the result is a list, and the error stands in the place of its vector. With `adapter` (a
-        name, or names with their weights, as in `generate`) the states are those of the model with this adapter. With
+        name, or names with their weights, as in `generate`) the states come from the model with this adapter. With
         `images`, as in `generate`, texts have pictures.
         """
         refuse_keywords(unknown, EmbeddingMethods.embed)

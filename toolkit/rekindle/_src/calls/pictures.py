@@ -159,7 +159,7 @@ def of_several(images: Any, count: int) -> Sequence[Any]:
     if not isinstance(entries, list | tuple) or len(entries) != count:
         found = f"{len(entries)} entries" if isinstance(entries, list | tuple) else type(images).__name__
         fix = "Pass a list with an entry for each prompt: a picture, a list of pictures, or None"
-        raise InvalidRequest("images", found, f"are not those of {count} prompts", fix)
+        raise InvalidRequest("images", found, f"do not match {count} prompts", fix)
     return entries
 
 

@@ -101,7 +101,7 @@ class RowAnswers(list[RowAnswer]):
         """Return a DataFrame of the rows' own columns, followed by the columns of the answers.
 
         These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if the request has a
-        structure. A column whose name the rows have already begins with `answer_`. The index is that of the rows'
+        structure. A name that the rows already have gets the prefix `answer_`. The index is taken from the rows'
         DataFrame. Rows that came from an iterator are not kept: their columns are missing.
         """
         try:
@@ -347,9 +347,9 @@ class RowPictures:
         elif images is not None:
             if not (isinstance(column, list | tuple) or (isinstance(column, np.ndarray) and column.ndim in (1, 4))):
                 fix = "Pass the name of a column, or a column or list with an entry for each row"
-                raise InvalidRequest("images", images, "are not those of rows", fix)
+                raise InvalidRequest("images", images, "do not match the rows", fix)
             if rows.total not in (None, len(column)):
-                problem = f"are not those of {html.count(rows.total or 0, 'row')}"
+                problem = f"do not match {html.count(rows.total or 0, 'row')}"
                 fix = "Pass an entry for each row: a picture, a list of pictures, or None"
                 raise InvalidRequest("images", f"{len(column):,} entries", problem, fix)
 
@@ -643,7 +643,7 @@ class RowMapping(Requests, ChatRequests):
         its error in the result, and the others go on.
 
         With `out` each answer is written to that file as it comes, a line of JSON for each row. Its folder must exist.
-        Called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
+        Called again after a kill with the same file, only rows that have no answer yet, or a changed prompt, options or
         model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
         session's queue.
         """

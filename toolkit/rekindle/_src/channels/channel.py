@@ -33,7 +33,7 @@ Between sessions that share pages, which are no team:
     IDENTITY      the identity of its pages             IDENTITY  the same, and memory to share; FAILED: the difference
     MAPPED        it reads that memory
     LIST          how many pages it has room for        LISTED    an index of the likeliest
-    WANT          digests and keys of pages             PAGES     those that follow the message; SENT: no more
+    WANT          digests and keys of pages             PAGES     pages follow the message; SENT: no more
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class CacheItem(NamedTuple):
 
     @property
     def snapshot(self) -> str:
-        """The name that somebody gave to a snapshot; "" for all else."""
+        """The name that a user gave to a snapshot; "" for all else."""
         return self.path.name.rpartition("@")[0] if self.kind == "snapshots" and is_finished(self.path.name) else ""
 
 
@@ -156,7 +156,7 @@ def _snapshots(items: Iterable[CacheItem]) -> list[str]:
 def by_worth(items: Sequence[CacheItem]) -> list[CacheItem]:
     """Return entries in the order of their worth: by class, and within a class the most recently used first.
 
-    A snapshot that somebody named is kept before all else, and then the pages that it lists: without them it is empty.
+    A snapshot with a name is kept before all else, and then the pages that it lists: without them it is empty.
     """
     listed: dict[str, set[bytes]] = {}
     for entry in items:
@@ -283,7 +283,7 @@ def _print_models(folder: Path, items: Sequence[CacheItem]) -> None:
         print(f"  {name:{width}}  {_size(sum(entry.size for entry in entries)):>9}  {age:>10}  {', '.join(parts)}")
     if items:
         print(
-            "(--all lists every entry; `rekindle cache rm NAME` removes those of a model, "
+            "(--all lists every entry; `rekindle cache rm NAME` removes a model's,  "
             "`rekindle cache prune --to 1GiB` what was used longest ago)"
         )
 

@@ -149,7 +149,7 @@ def parser() -> Parser:
 
     export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
     export.add("model", "a folder, a GGUF file, a hub id, a name of `rekindle ls`, or 'tiny'")
-    export.add("out", "a name that ends in .gguf, or that of a folder; neither may exist", type=Path)
+    export.add("out", "a name that ends in .gguf, or a folder's name; neither may exist", type=Path)
     types = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0")
     words = "of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)"
     export.add("--type", words, default="auto", choices=types)

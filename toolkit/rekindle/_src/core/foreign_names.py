@@ -1,6 +1,6 @@
 """The names and values of our options in other libraries: hints for error messages.
 
-The names are those of transformers, vLLM, SGLang, llama.cpp and the OpenAI client.
+The names come from transformers, vLLM, SGLang, llama.cpp and the OpenAI client.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ SAMPLING: dict[str, Hint] = {
     "format": Hint("schema", "Use json=True for any JSON object, or schema with a JSON schema or a type"),
     "keep_alive": Hint("", "Leave it out: a session stays open until session.aclose()"),
     "num_ctx": Hint("", "Leave it out here; open(…, max_model_len=…) bounds prompt and completion together"),
-    "user": Hint("salt", "Leave it out; salt keeps the cached pages of one user apart from those of others"),
+    "user": Hint("salt", "Leave it out; salt keeps the cached pages of one user apart from other users'"),
     "skip_special_tokens": Hint("", "Leave it out: texts have none. session.tokenizer.decode(ids, False) keeps them"),
-    "suffix": Hint("", "Write prompt and suffix with the tokens by which the model fills in text"),
+    "suffix": Hint("", "Write prompt and suffix with the model's tokens for filling in text"),
     "chat_template_kwargs": Hint("", "Use template_options with the same value, in session.chat"),
     "enable_thinking": Hint("", "Use template_options={'enable_thinking': …} in session.chat"),
     "tools": Hint("", "Use session.chat(messages, tools=[…])"),

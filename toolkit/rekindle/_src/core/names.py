@@ -20,8 +20,8 @@ _BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\
 def name_problem(name: object, *, colons: bool = False) -> str | None:
     """Return why something is not a valid name; None if it is valid.
 
-    Spaces and invisible characters would make two names look the same. A colon separates a model's name from that of
-    its adapter, so only names of models may have `colons`, as in "qwen3:0.6b".
+    Spaces and invisible characters would make two names look the same. A colon separates a model's name from the name
+    of its adapter, so only names of models may have `colons`, as in "qwen3:0.6b".
     """
     if not isinstance(name, str) or not name:
         return "is not a name"

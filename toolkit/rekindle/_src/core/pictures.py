@@ -4,7 +4,7 @@ A picture takes the place of some tokens of the prompt, which all have the same 
 picture, so the prefix tree must not take two pictures for the same prefix. It therefore knows the tokens of a page
 that has part of a picture by other names: numbers that are made of all tokens of the page, and of the digests of its
 pictures in full. They look like tokens to everything that compares, stores or sends pages, but they are negative, and
-those of two pages agree only if both pages have the same tokens and the same pictures. Pages without a picture are
+the names of two pages agree only if both pages have the same tokens and the same pictures. Pages without a picture are
 known by their tokens, so they are shared with prompts that have no picture.
 """
 

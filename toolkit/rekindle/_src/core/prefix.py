@@ -50,7 +50,7 @@ class PageNamespace(NamedTuple):
         return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8, person=b"rekindle salt").digest()
 
 
-SHARED = PageNamespace()  # that of requests without a salt or a change
+SHARED = PageNamespace()  # for requests without a salt or a change
 
 
 def is_namespace(digest: bytes, tree: bytes) -> bool:

@@ -41,7 +41,7 @@ def handing_over() -> Iterator[None]:
     finally:
         with _lock:
             _inside -= 1
-            if not _inside and sys.getswitchinterval() <= INTERVAL:  # or somebody has set another one meanwhile
+            if not _inside and sys.getswitchinterval() <= INTERVAL:  # or another value was set meanwhile
                 sys.setswitchinterval(_before)
 
 

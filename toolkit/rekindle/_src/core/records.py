@@ -241,12 +241,12 @@ class Row(NamedTuple):
     pages: IntArray  # its page table, long enough for start + length
     token_ids: IntArray | None  # the tokens to compute; None: the token that the slot sampled last, on the device
     samples: bool  # the last position's logits choose the next token
-    fresh: bool = False  # first row of this epoch: the slot's state is still that of another request and is reset
+    fresh: bool = False  # first row of this epoch: the slot's state is still another request's and is reset
     generated: int = 0  # tokens that the request generated before this step
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by a drafter and follows the row before, of the same request
-    sides: tuple[SlotPair | PageRun, ...] = ()  # what it uses of each side cache of the session
+    sides: tuple[SlotPair | PageRun, ...] = ()  # its slots or pages in each side cache of the session
 
 
 class PageMove(NamedTuple):
@@ -310,7 +310,7 @@ class StepPlan:
     loads: tuple[DeviceLoad, ...] = ()  # what to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
     tasks: tuple[DraftTask, ...] = ()  # of the drafter that computes on the device, before the rows run
-    awaited: frozenset[str] = NOBODY  # requests whose token a drafter needs before the next step is planned
+    awaited: frozenset[str] = NOBODY  # requests with a token that a drafter needs before the next step is planned
     entries: Mapping[int, EntryLag] | None = None  # by slot; None: the step computes no entries for a drafter
 
     @property

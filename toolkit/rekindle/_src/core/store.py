@@ -5,7 +5,7 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 - trusted only where no other user could have written them, or where they are signed (`private_files`);
 - complete or absent, so that processes may share a cache;
 - set aside when they prove damaged: an error that passes, such as a failing disk, proves nothing;
-- touched when they are used: the time of an entry's last change is that of its last use, which copies keep;
+- touched when they are used: the time of an entry's last change is the time of its last use, which copies keep;
 - bounded by number, bytes or age: the least recently used are removed first;
 - fetched from the shared cache when they are missed, and kept there (`read_through`).
 """

@@ -122,7 +122,7 @@ class TurnOutcome(NamedTuple):
     """step → schedule: the results of a turn."""
 
     result: StepResult | None = None
-    failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order in which they were planned
+    failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order of their plans
     returned: object = None  # by the job
     error: BaseException | None = None  # raised by the job
 

@@ -1,6 +1,6 @@
 """Writes captures into files, in a thread for each request, so that a slow disk delays that request alone.
 
-A request's parts are written in the order in which they came, then its files are completed or removed. The dispatch
+A request's parts are written in the order of their arrival, then its files are completed or removed. The dispatch
 loop waits for none of this. The request's `Backlog` bounds the waiting captures: the scheduler plans no step for a
 request with a full backlog.
 

@@ -10,7 +10,7 @@
 
 A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells the backend,
 the backend ends after its last request and closes the stream to detokenize. The backend of the picture is an `Engine`;
-that of a fleet has replicas in place of schedule and step.
+a fleet's has replicas in place of schedule and step.
 """
 
 from __future__ import annotations

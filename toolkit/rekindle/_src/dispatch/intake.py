@@ -47,7 +47,7 @@ async def run(
                 # Everything that waits is handed on before schedule runs again, so that it can run in one step.
                 while message is not None:
                     if not isinstance(message, Submission):
-                        await intake.none_apart()  # a control overtakes no submission but those that wait for long
+                        await intake.none_apart()  # a control overtakes only submissions that wait for long
                         outbox.send_nowait(message)
                     elif intake.at_once(message):
                         await intake.hand_on(message)

@@ -243,7 +243,7 @@ class RolloutRequests:
         once for all of its completions. Drawn at temperature 1 unless an option says otherwise; defaults of the
         checkpoint are not applied. Log-probabilities belong to the distribution that was drawn from.
 
-        Weights may be swapped meanwhile: sequences go on with the new ones, and `versions` has those of each token.
+        Weights may be swapped meanwhile: sequences go on with the new ones, and `versions` has each token's version.
         Lines are padded at their ends with `pad_id`, to the longest one or to `pad_to` tokens, which keeps the shapes
         of a compiled loss.
         """

@@ -288,14 +288,14 @@ class ScoreRequests:
             scores.choose().text, scores[0].logprob, scores.rank(by="per_token")
 
         The prompt is computed once: its choices share its pages and run together, as do prompts with a common
-        beginning. For a list of prompts, `choices` are those of all of them, or a list for each, and the result is a
+        beginning. For a list of prompts, `choices` belong to all of them, or are a list for each, and the result is a
         `ScoreTable`: a list of `Scores` with `to_pandas()` and `accuracy(expected)`. Prompts and choices are text or
         token ids.
 
         Texts are encoded together, as the model would meet them. Where a choice changes the last tokens of its prompt
         (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
-        this prompt. Numbers are those of the model's own distribution, before any sampling option, and with `adapter`
-        (a name, or names with their weights, as in `generate`) those of the model with this adapter. With `images`, as
+        this prompt. Numbers come from the model's own distribution, before any sampling option, and with `adapter`
+        (a name, or names with their weights, as in `generate`) from the model with this adapter. With `images`, as
         in `generate`, prompts have pictures.
         """
         refuse_keywords(unknown, ScoreRequests.score)

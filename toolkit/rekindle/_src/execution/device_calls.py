@@ -1,8 +1,8 @@
 """The device's side of a runner: weights, pages and request state, and every call of a program over them.
 
-All calls pass here, in the order in which they run, and nothing else calls a program. So a session of several processes
-needs only this seam: its `CallRecorder` is notified of each call before it is made, and followers make the same calls
-over weights, pages and state of their own.
+All calls pass here, in the order of their execution, and nothing else calls a program. So a session of several
+processes needs only this seam: its `CallRecorder` is notified of each call before it is made, and followers make the
+same calls over weights, pages and state of their own.
 """
 
 from __future__ import annotations

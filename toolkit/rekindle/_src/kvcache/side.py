@@ -2,7 +2,7 @@
 
 A `SidePlan` is the declaration of a kind for one model and config: a value, made without arrays, files or threads. The
 kinds are its subclasses in `programs.side_caches`. `tiers.side_tiers.open_sides` makes a `SideCache` from each plan:
-which nodes have an entry, in which slots of the device, which entries leave, and the tiers below. The tree, the
+the nodes' entries, their slots on the device, the order of eviction, and the tiers below. The tree, the
 scheduler, the runner, the cache writer and the views work on the side caches that a session has, and know none of them
 by name.
 
@@ -110,7 +110,7 @@ class SideCache:
         self._holds: Counter[int] = Counter()
         self._owners: dict[int, Node] = {}  # by slot
         self._owned: dict[Node, int] = {}  # the same by node
-        self._idle: OrderedDict[int, None] = OrderedDict()  # slots without a holder, in the order in which they leave
+        self._idle: OrderedDict[int, None] = OrderedDict()  # slots without a holder, in the order of their eviction
         self._cold: OrderedDict[int, None] = OrderedDict()  # the same, but they leave before the others and are dropped
         self._out: list[PageMove] = []
         self._in: list[PageMove] = []

@@ -302,7 +302,7 @@ class CacheWriter:
             self._preparing.failed(error)
         except Exception as error:
             self._restart_ready = True
-            log.warning("a restart will have to compile what it needs for these pages: %s", error)
+            log.warning("a restart will have to compile the programs for these pages: %s", error)
 
     def _keep(self, limit: int, *, cold: float, visited: bool, deadline: float | None = None) -> None:
         assert self.cache is not None

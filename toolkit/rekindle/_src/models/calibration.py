@@ -30,7 +30,7 @@ from rekindle._src.models.nn.packing import Packing, matrix_shape, packings_in
 from rekindle._src.models.plain import AttendOwn
 from rekindle_kernels import int4
 
-QUERIES = 512  # queries whose attention scores are in memory at a time
+QUERIES = 512  # queries with attention scores in memory at a time
 DAMPING = 0.01  # share of the mean of gram's diagonal that is added to it: columns that no row has stay as they are
 # Candidate scales, as shares of the one that reaches the largest weight. A negative one flips the side that
 # reaches further.

@@ -172,9 +172,9 @@ class ConfigKeys:
         """Return the rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
-        family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`. The family
-        knows by itself whether pairs are `interleaved`. In a model that takes pictures, `sections` are the default for
-        a file that does not name any.
+        family's default, `part` the default of `partial_rotary_factor`, which the family implements if `partial`. The
+        family knows by itself whether pairs are `interleaved`. In a model that takes pictures, `sections` are the
+        default for a file that does not name any.
         """
         scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
@@ -275,8 +275,8 @@ def decoder(
 ) -> ModelConfig:
     """Return the `ModelConfig` of a Llama-like family, from the keys that all of them share.
 
-    Arguments are the family's defaults; `rope` is that of all layers, and `overrides` replace fields regardless of
-    config.json. Sizes have no defaults except those that other keys imply: `head_dim` is hidden_size / heads, and
+    Arguments are the family's defaults; `rope` is for all layers, and `overrides` replace fields regardless of
+    config.json. Sizes have no defaults except ones that other keys imply: `head_dim` is hidden_size / heads, and
     without num_key_value_heads there is one KV head per query head, where the family has `kv_heads_implied` or the file
     says null.
     """

@@ -41,7 +41,7 @@ class GivenPicture:
     """A picture of a request. Its number of tokens is known from its size.
 
     Its pixels are decoded when they are needed, and let go once they are encoded: a completion that names its pictures
-    keeps files as they came. Those of a picture that came as pixels stay, since there is nothing else of it.
+    keeps files as they came. A picture that came as pixels keeps them, since there is nothing else of it.
     """
 
     __slots__ = ("_digest", "_thumbnail", "plan", "source")
@@ -247,7 +247,7 @@ class SessionPictures:
         apart = self._placeholder != self.token
         if len(places) != len(pictures) or (apart and there) or self._tokenizer is None:
             name = self._processor.marker
-            problem = f"do not fit the token ids, in which {name} ({self._placeholder}) stands {len(places)} times"
+            problem = f"do not fit the token ids, which have {name} ({self._placeholder}) {len(places)} times"
             if apart:
                 problem += f", and {self._processor.image_token} ({self.token}) {there} times"
             fix = f"Write {name} once for each picture, or {self._processor.image_token} {sum(counts)} times in all"

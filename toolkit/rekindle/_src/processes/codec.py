@@ -114,7 +114,7 @@ class _Change(NamedTuple):
     slots: Ints  # [U]
     lengths: Ints  # [U]
     flags: Ints  # [U]
-    renewed: Ints  # slots whose options have changed
+    renewed: Ints  # slots with changed options
     constants: Ints  # of the renewed slots
     floats: NDArray[np.float32]
     rows: Ints  # of each page that is new in a table: the row of U, where in the table, and the page

@@ -243,7 +243,7 @@ class Helper:
     "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
     "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
     "copy" copies pages on the device. "lens" computes logits of rows of the residual stream.
-    Those of a side cache (`side_caches`) move its entries: "states_out" and "states_in", for example.
+    A side cache's programs (`side_caches`) move its entries: "states_out" and "states_in", for example.
     """
 
     kind: str

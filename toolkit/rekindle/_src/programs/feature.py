@@ -56,7 +56,7 @@ class RowFlag(enum.IntFlag):
     KEPT = 1024  # the row's keys and values are in a shared page already and are not written again
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
     SAMPLED_LOGPROBS = 1 << 28  # after the processors' bits
-    DRAFT = 1 << 29  # a draft whose request reads its earlier tokens
+    DRAFT = 1 << 29  # a draft for a request that reads its earlier tokens
 
 
 FIRST_PROCESSOR = 12  # bit
@@ -216,7 +216,7 @@ class Feature(Generic[Own, Operands]):
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps where it changes logits
-    history: int = 0  # those flags whose rows read the earlier tokens of their requests, with `draft_rows.histories`
+    history: int = 0  # flags of rows that read the earlier tokens of their requests, with `draft_rows.histories`
     variant: ProgramVariant = PLAIN_VARIANT  # the variant of programs that contain it; without one, all do
     instead: ProgramVariant = PLAIN_VARIANT  # the features that no program contains along with it
     warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed

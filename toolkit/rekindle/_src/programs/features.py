@@ -127,7 +127,7 @@ class Features:
         )
         self.as_needed = _union(feature.variant for feature in as_needed)
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
-        # Those of extensions are asked only if a row's request has some.
+        # Features of extensions are asked only if a row's request has some.
         planned = (*ahead, *as_needed)
         self._planned = tuple((int(one.variant), isinstance(one.option, type), one.in_plan) for one in planned)
         self._instead = tuple((int(feature.variant), int(feature.instead)) for feature in entries)

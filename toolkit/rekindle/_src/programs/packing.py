@@ -1,7 +1,7 @@
 """A step's plan packed into one integer and one float buffer, and unpacked on the device.
 
 Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width, L slots (the last is
-scratch), C changes of a step, n tables of a call. Those of a step are fixed by a program's `Layout`; the host writes
+scratch), C changes of a step, n tables of a call. A step's sizes are fixed by a program's `Layout`; the host writes
 through numpy views of the two flat buffers, the device slices them.
 
 Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so that their

@@ -233,7 +233,7 @@ class Programs:
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `features` are those of a session without options of its caller by default.
+        `features` default to a session's without options of its caller.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config

@@ -236,7 +236,7 @@ class StateSlots(Feature[tuple[Array, Array], tuple[()]]):
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
     used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
 
-    Where rows may be drafts, layers get a third array: the places of rows in chains, each of which reads what the one
+    Where rows may be drafts, layers get a third array: the places of rows in chains: each row reads what the one
     before it writes.
     """
 

@@ -1,11 +1,12 @@
 """Taps in a step: returns values between the layers and inside them, and changes the residual stream.
 
-A program with the capturing variant returns every residual, each as an array of its own, and the host reads those that
-a request wants: so no capture compiles anything, and the layers stay fused. A program with the other sites also
+A program with the capturing variant returns every residual, each as an array of its own, and the host reads the ones
+that a request wants: so no capture compiles anything, and the layers stay fused. A program with the other sites also
 returns what layers name inside, such as the outputs of attention and MLP, which are then added apart.
 
-In a program with a steering variant a table says which tokens are changed after which layer or module, and by which
-vectors. All of it is in operands of one size, so that other layers, vectors, scales and positions compile nothing.
+In a program with a steering variant a table has the changes: the tokens, the layer or module after which they are
+changed, and the vectors. All of it is in operands of one size, so that other layers, vectors, scales and positions
+compile nothing.
 
 Axes: R decode rows, T prefill tokens, N = R + T, E hidden size, B vectors, M changes of a step.
 """
@@ -76,7 +77,7 @@ class Captures(Feature[None, tuple[()]]):
         inside: dict[str, dict[str, Array]] = {site: {} for site in self.sites}
         for (site, layer), array in kept.items():
             if site in inside:
-                inside[site][str(layer)] = array  # keys are text, in which stored programs describe results
+                inside[site][str(layer)] = array  # keys are text, as stored programs describe results
         return {"stream": stream, "norm": hidden, **inside}
 
     def on_host(self, output: Any, plan: StepPlan) -> dict[Key, np.ndarray[Any, Any]]:

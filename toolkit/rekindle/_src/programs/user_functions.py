@@ -3,8 +3,8 @@
 A processor sees the model's raw logits, before every other option; a tap changes what passes between or inside the
 layers. A request names its own in `Sampling.processors` and `Sampling.taps`. A step with such a row runs in the variant
 of its program that contains all of the session's processors, or taps, each applied to the rows that name it. Name,
-version and a hash of the function's code and values are part of the key of stored programs, and those of taps, with
-their place, of the names of the pages that such rows fill.
+version and a hash of the function's code and values are part of the key of stored programs. For taps they are, with
+their place, also part of the names of the pages that such rows fill.
 
 Axes: R decode rows, T prefill tokens, N = R + T, E hidden size.
 """

@@ -50,7 +50,7 @@ class FleetStats(EngineFigures, html.Record):
     moved: int  # sequences that went on in another replica
     lost: int  # processes of replicas that were lost
     handed_over: int = 0  # sequences with a prompt that one replica has computed for another
-    follows: tuple[int, int] | None = None  # range in which the number of replicas follows the load; None: it is fixed
+    follows: tuple[int, int] | None = None  # range of the number of replicas, which follows the load; None: it is fixed
 
     @property
     def ready(self) -> int:

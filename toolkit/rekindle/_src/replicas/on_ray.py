@@ -446,7 +446,7 @@ def _start_here() -> None:
 def _own_token() -> dict[str, str]:
     """Return Ray's variables for a token that its processes alone know: other users of this machine run nothing on it.
 
-    Ray would write one to a file that everybody may read, or ask for none before 2.59. `$RAY_AUTH_MODE` has its way.
+    Ray would write one to a file that all users may read, or ask for none before 2.59. `$RAY_AUTH_MODE` has its way.
     """
     named = "RAY_AUTH_TOKEN_PATH" in os.environ
     return {"RAY_AUTH_MODE": "token"} | ({} if named else {"RAY_AUTH_TOKEN": secrets.token_hex(32)})

@@ -120,7 +120,7 @@ class Limits:
         return room, FinishReason.CONTEXT
 
 
-_GROWTH = 64  # tokens or pages by which a buffer grows, at least
+_GROWTH = 64  # tokens or pages that a buffer grows by, at least
 
 
 class Holding:

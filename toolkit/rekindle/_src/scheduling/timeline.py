@@ -1,6 +1,6 @@
 """The timeline of a request: the phases between its submission and its end, with their seconds and reasons.
 
-A `Timeline` keeps one mark for each change, so that it costs nothing per step. The seconds in which steps waited for a
+A `Timeline` keeps one mark for each change, so that it costs nothing per step. The seconds that steps waited for a
 program are cut out of its phases when they are read.
 """
 

@@ -137,7 +137,7 @@ def open(
         given_up=given_up.is_set,
     )
     build = functools.partial(open_front, request, _session)
-    first = "jax" not in sys.modules  # its import takes a second, in which other threads hardly run
+    first = "jax" not in sys.modules  # its import takes a second, and other threads hardly run meanwhile
     return Opening(build, Activity(request.shown.look, quiet=request.config.quiet, at_once=first), given_up)
 
 

@@ -284,7 +284,7 @@ class Session(OpenModel, RolloutRequests):
     ) -> int:
         """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
-        With `images`, `salt` or `adapter`, the pages are those of requests with these options.
+        With `images`, `salt` or `adapter`, the pages belong to requests with these options.
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
@@ -314,7 +314,8 @@ class Session(OpenModel, RolloutRequests):
         reference by turns. Pages of other weights are never used. Of the last four weights they are kept, as far as
         `host_memory` has room.
 
-        Returns the new version, the number of swaps so far. `weights_versions` of a completion has that of each token.
+        Returns the new version, the number of swaps so far. `weights_versions` of a completion has each token's
+        version.
         """
         if cache not in ("drop", "keep"):
             raise InvalidRequest("cache", cache, "is not known", "Use 'drop' or 'keep'")
@@ -410,7 +411,7 @@ class Session(OpenModel, RolloutRequests):
     def sleep(self, *, weights: Literal["host", "drop"] = "host") -> Call[SleepReport]:
         """Await it to give the device's memory back until `wake`, so that a trainer can have it. Programs stay.
 
-        Weights go to host memory, or are dropped to be read again ("drop", for those of a folder). Cached pages go to
+        Weights go to host memory, or are dropped to be read again ("drop", for a folder's weights). Cached pages go to
         the tiers below the device if there are any, and are forgotten otherwise. Requests that run or arrive wait for
         `wake` and go on then with the tokens they have. Weights that are the caller's own arrays are let go; they are
         freed when the caller drops them. The result says how much was freed.

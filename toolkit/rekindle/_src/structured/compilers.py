@@ -254,7 +254,7 @@ class Trial:
             )
         except OSError as error:
             raise RequestFailed(
-                f"no process could be started in which to compile the grammar: {error}. Check {sys.executable!r}, or "
+                f"no process could be started to compile the grammar: {error}. Check {sys.executable!r}, or "
                 "use a schema without patterns and allOf"
             ) from error
         self._first = {**needs, **limits}

@@ -157,8 +157,8 @@ BYTES = byte_of_character()
 class _ByteLevelStream:
     """The stream for byte-level BPE: tokens are bytes, decoded incrementally as UTF-8, in 2 to 4 µs each.
 
-    Python and Rust both replace each maximal part of an ill-formed sequence by one U+FFFD, so that the result is the
-    same as that of tokenizers, invalid bytes included.
+    Python and Rust both replace each maximal part of an ill-formed sequence by one U+FFFD, so that the result equals
+    that of tokenizers, also for invalid bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:

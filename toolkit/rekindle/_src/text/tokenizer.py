@@ -164,7 +164,7 @@ class Tokenizer(ForeignNames):
         """Return the token ids of `text`. Special tokens written in it become their ids. Long texts release the GIL.
 
         Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking, and
-        if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
+        if a tokenizer takes too much time or memory, where these are not bounded by a text's length.
         """
         if unknown:
             raise TypeError(

@@ -263,7 +263,7 @@ class DiskTier:
     def collect(self, *, reserve: int = 0) -> int:
         """Remove segments beyond the budget and remains of killed writers; returns how many bytes are left.
 
-        For a `reserve` only segments that were not used for a while go, and none that a snapshot lists. Nothing is
+        For a `reserve` only segments that were not used for a while go, unless a snapshot lists them. Nothing is
         removed while another process collects, nor while a snapshot can't be read.
         """
         if self.distrusted is not None:

@@ -8,7 +8,7 @@ touch, 4 KiB at a time for an array of a page's size. Reading 63 MB of pages too
 from large pieces, which numpy asks huge pages for, it takes 30, and from slots that were used before none.
 
 Where several processes share a model, each keeps its own part of a page, and one of them leads (`DividedHostTier`). The
-budget is that of each process. From the devices each process gets its own part of a page. Whole pages, from disk or
+budget applies to each process. From the devices each process gets its own part of a page. Whole pages, from disk or
 other sessions, are divided on their way in, and joined again for saving and sharing.
 """
 

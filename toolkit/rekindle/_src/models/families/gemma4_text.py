@@ -1,6 +1,6 @@
 """Gemma 4 (text): wider heads in full layers, layers that share pages, embeddings of layers, experts alongside an MLP.
 
-The 12B model, whose model of images has no tower, has neither embeddings of layers nor experts.
+The 12B model has neither embeddings of layers nor experts; its model of images has no tower.
 """
 
 from __future__ import annotations

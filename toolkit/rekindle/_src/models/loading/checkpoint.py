@@ -118,7 +118,7 @@ def describe(
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
     matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
     there is room for them in addition to pages of `device_memory`. `seen` is the result of `look`, if there is one
-    already; `projector` and `drafts` are those of it.
+    already; `projector` and `drafts` are its arguments.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model, projector, drafts=drafts) if seen is None else seen

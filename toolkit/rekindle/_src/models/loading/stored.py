@@ -177,7 +177,7 @@ def _block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
     if (path / _MASK_FILE).exists():
         raise UnsupportedModel(
             f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
-            "head whose mask is a token of the model."
+            "head with a mask that is a token of the model."
         )
     keys = _head_keys(raw, "dflash_config")
     inputs = keys.get("aux_hidden_state_layer_ids")
@@ -290,7 +290,7 @@ def _language_model(
     """Return the headers with the language model's tensors under their names in a checkpoint of its own, and the
     headers with the tensors of other parts.
 
-    Other parts, such as those for images, are apart from a model in which it is `nested`. Elsewhere their tensors keep
+    Other parts, such as an image encoder, are apart from a model in which it is `nested`. Elsewhere their tensors keep
     their names and are differences. It is said if the language model is used `alone`.
     """
     kept, apart, names, others = [], [], dict[str, str](), list[str]()

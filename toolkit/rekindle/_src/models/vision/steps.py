@@ -1,7 +1,7 @@
 """Encodes in small steps, so that a large picture does not hold up others, with the same result as `tower.encode`.
 
 Patches are cut into chunks of one size. A step computes some rows of a chunk: of the first layer's input, of a layer's
-heads, of its output, or tokens. Or it computes attention: that of one chunk's patches to another's. How many rows and
+heads, of its output, or tokens. Or it computes attention from one chunk's patches to another's. How many rows and
 how large a chunk is comes from how long each takes. All chunks, layers and levels share their programs, and the first
 row is an argument, so an encoder has eight programs, whatever the size of a picture and however many layers it has.
 

@@ -5,7 +5,7 @@ file's own keys takes twice as long as reading it from tokenizer.json, and one o
 from scores, several times as long. The facts that a tokenizer of parts needs of all tokens are stored there, too: for
 Gemma's they take 0.1 s to compute.
 
-The tokenizers library takes a second or two for 262,000 tokens and their merges, in which no other thread runs. A text
+The tokenizers library takes a second or two for 262,000 tokens and their merges, while no other thread runs. A text
 is cut the same way by a tokenizer that has only those tokens which are parts of it: merges make no others, and keep
 their order. Hashes find these tokens (`token_table.py`), for words that no earlier text had.
 """

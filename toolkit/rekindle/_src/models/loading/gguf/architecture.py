@@ -65,7 +65,7 @@ class GgufModel(NamedTuple):
         return [int(value) for value in values]
 
     def _key(self, key: str) -> str:
-        assert key not in _COUNTS, f"{key} is believed by nobody but GgufModel.blocks and .drafting"
+        assert key not in _COUNTS, f"{key} is read by GgufModel.blocks and .drafting alone"
         return f"{self.prefix}.{key}"
 
     @property

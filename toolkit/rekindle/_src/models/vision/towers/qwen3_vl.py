@@ -51,7 +51,7 @@ def config(keys: VisionKeys) -> VisionConfig:
         deepstack=keys.layers_of("deepstack_visual_indexes", layers) if levels else (),
     )
     if made.head_dim % 4:
-        raise keys.wrong("hidden_size", "a number of heads whose sizes are multiples of 4, which are rotated")
+        raise keys.wrong("hidden_size", "a number of heads with sizes that are multiples of 4, which are rotated")
     return made
 
 
