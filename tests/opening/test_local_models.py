@@ -9,7 +9,8 @@ import pytest
 
 import rekindle
 from helpers import checkpoints, gguf_files, tool_homes
-from rekindle._src.models.loading import checkpoint, prepared
+from rekindle._src.models.loading import checkpoint, fingerprint, prepared
+from rekindle._src.models.loading.gguf import header as gguf
 
 CASE = checkpoints.CASES["qwen3"]
 
@@ -55,6 +56,25 @@ def test_what_is_on_the_machine(filled: Path) -> None:
     assert models["hub:owner/awq"].precision == "awq, 4 bits"
     assert "no weights" in models["ollama:cloud:latest"].problem
     assert (models["tiny"].family, models["tiny"].opens) == ("llama", True)
+
+
+def test_headers_alone_are_read_and_each_once(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """349 models took 28 s, for fingerprints, vocabularies and samples of the weights."""
+    read = list[str]()
+    texts = gguf.Cursor.texts
+
+    def passed(cursor: gguf.Cursor) -> gguf.Texts:
+        assert cursor.outline
+        return texts(cursor)
+
+    monkeypatch.setattr(gguf.Cursor, "texts", passed)
+    monkeypatch.setattr(gguf.Cursor, "digest", lambda cursor: pytest.fail("nobody needs a digest"))
+    monkeypatch.setattr(fingerprint, "folder_fingerprint", lambda *_: pytest.fail("nobody needs a fingerprint"))
+    begin = gguf._begin
+    monkeypatch.setattr(gguf, "_begin", lambda cursor: (read.append(cursor.path.name), begin(cursor))[1])
+    models = rekindle.local_models()
+    assert len(read) == len(set(read)) > 0
+    assert models["ollama:qwen3:0.6b"].opens and models["hub:owner/name"].opens
 
 
 @pytest.mark.thorough

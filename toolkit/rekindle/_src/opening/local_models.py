@@ -165,7 +165,7 @@ def _described(name: str, store: str, entry: StoreEntry) -> LocalModel:
             path = stored.checkpoint_path(entry.path)
             size = sum(file.stat().st_size for file in _files(path))
             facts = _facts(path)
-            config_from_hf(stored.look(entry.path, entry.projector).raw)
+            config_from_hf(stored.look(entry.path, entry.projector, outline=True).raw)
         except Exception as error:  # a stranger's file, which must not hide the others
             problem = _reason(error, entry.path)
     problem = html.shorten(problem, _REASON)
@@ -187,7 +187,7 @@ def _reason(error: Exception, path: Path) -> str:
 def _facts(path: Path) -> ModelFacts:
     """Return the facts of a folder or a GGUF file, also of one that rekindle doesn't open."""
     if gguf_files.is_file(path):
-        headers = [gguf.read_header(file) for file in _files(path)]
+        headers = [gguf.read_header(file, outline=True) for file in _files(path)]
         kinds = ((tensor.kind.name, tensor.nbytes) for header in headers for tensor in header.tensors)
         family = headers[0].metadata.text("general.architecture", "")
         return ModelFacts(_short(family), _most(kinds))

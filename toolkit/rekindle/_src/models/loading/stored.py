@@ -80,14 +80,17 @@ class StoredCheckpoint(NamedTuple):
         return "its metadata" if self.is_gguf else "its config.json"
 
 
-def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool = False) -> StoredCheckpoint:
+def look(
+    model: str | Path, projector: str | Path | None = None, *, drafts: bool = False, outline: bool = False
+) -> StoredCheckpoint:
     """Read config, headers and fingerprint of a folder, a GGUF file, a name in a store or a hub id: milliseconds,
     whatever the size.
 
     `projector` is the file of a GGUF model's encoder of pictures, by default the one that its store says, or the only
-    one next to it. With `drafts` the head that drafts tokens is part of the model, if it has one.
+    one next to it. With `drafts` the head that drafts tokens is part of the model, if it has one. An `outline`, for
+    lists of models, has no fingerprint: no vocabulary is read for it, and none of the weights.
     """
-    found = _look(model, projector, drafts=drafts)
+    found = _look(model, projector, drafts=drafts, outline=outline)
     raw = {key: value for key, value in found.raw.items() if key != _DRAFT_HEAD}
     names = (entry.name for header in found.headers for entry in header.entries) if drafts else iter(())
     if not any(name.startswith(f"{_DRAFTING}fc.") or ".eh_proj." in name for name in names):
@@ -96,14 +99,14 @@ def look(model: str | Path, projector: str | Path | None = None, *, drafts: bool
     return found._replace(raw=raw | {_DRAFT_HEAD: True}, fingerprint=fingerprint)
 
 
-def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> StoredCheckpoint:
+def _look(model: str | Path, projector: str | Path | None, *, drafts: bool, outline: bool) -> StoredCheckpoint:
     place = locate(model)
     path = checkpoint_path(place.path)
     if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
-        raw, headers = gguf.look(path)
-        fingerprint = fingerprints.folder_fingerprint(raw, headers)
+        raw, headers = gguf.look(path, outline=outline)
+        fingerprint = "" if outline else fingerprints.folder_fingerprint(raw, headers)
         own = place.projector or gguf_files.projector_of(path)
         file = own if projector is None else Path(projector).expanduser()
         others: OtherParts | None = None
@@ -116,7 +119,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
     files = tensor_files.weight_files(path)
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
-    fingerprint = fingerprints.folder_fingerprint(raw, headers)
+    fingerprint = "" if outline else fingerprints.folder_fingerprint(raw, headers)
     kinds = _architectures(raw)
     if _BLOCK_HEAD in kinds or any(name in _EAGLE for name in kinds):
         headers = tuple(_renamed(header, _head_name) for header in headers)
@@ -132,7 +135,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool) -> S
             others, config = OtherParts(raw, rest), config | {"pictures": pictures}
     if (path / MODULES).is_file() and not any(_HEAD in name for name in names):
         config |= {"headless": True}
-    if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
+    if not outline and config.get("tie_word_embeddings") is not False and _has_another_head(headers):
         config |= {"another_head": True}
     return StoredCheckpoint(path, config, headers, fingerprint, beginnings=found, others=others)
 

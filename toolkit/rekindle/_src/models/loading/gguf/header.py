@@ -73,11 +73,25 @@ class Texts(Sequence[str]):
         return sorted(matches)
 
 
-class Cursor:
-    """A position in the header of a file. `reading` names the current part for errors."""
+class PassedTexts(Texts):
+    """An array of strings that was passed over: only their number is known."""
 
-    def __init__(self, path: Path, file: BinaryIO, most: int) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class Cursor:
+    """A position in the header of a file. `reading` names the current part for errors.
+
+    Of an `outline` arrays of strings are passed over: a vocabulary is nine tenths of a header, and of its time.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, most: int, *, outline: bool = False) -> None:
         self.path, self.position, self.reading, self._most = path, 0, "its header", most
+        self.outline = outline
         self.size = os.fstat(file.fileno()).st_size
         self._file, self._buffer = file, bytearray()
 
@@ -110,6 +124,10 @@ class Cursor:
         start = self.skip(struct.calcsize(f"<{form}"))
         return struct.unpack_from(f"<{form}", self._buffer, start)[0]
 
+    def fields(self, form: struct.Struct) -> tuple[int, ...]:
+        """Return the numbers of a form, one after the other."""
+        return form.unpack_from(self._buffer, self.skip(form.size))
+
     def count(self, least: int, what: str, most: int = 1 << 62) -> int:
         """Read a count of items, each of at least `least` bytes. Raise `CheckpointError` if they can't fit."""
         items = int(self.number("Q"))
@@ -140,6 +158,8 @@ class Cursor:
                 left, batch = left - len(pieces[-1]), batch * 2
             elif not len(pieces[-1]):
                 raise self.broken(f"string {count - left:,} needs 8 bytes, and {self.left:,} are left in the file")
+        if self.outline:
+            return PassedTexts(count)
         starts = (np.concatenate(pieces) - first).astype(np.int32)
         content = bytes(self._buffer[first : self.position])
         ends = np.append(starts[1:] - 8, np.int32(len(content)))[: len(starts)]
@@ -161,15 +181,19 @@ class Cursor:
         """
         first = self.position
         window = np.frombuffer(self._buffer, np.uint8, min(_WINDOW, self._fill_some(_WINDOW)), first)
-        two = window[:-1] | window[1:]
-        four = two[:-2] | two[2:]
-        zeros = np.flatnonzero((four[:-2] | two[4:]) == 0)  # each the first of six
-        starts = (zeros[np.diff(zeros, append=zeros[-1:] + 2) > 1] + 6)[:most]
+        # Of the seven zeros in the length of a short string, four are an aligned word; up to three follow it.
+        aligned = -first % 4
+        words = np.frombuffer(self._buffer, "<u4", max(0, len(window) - aligned - 4) // 4, first + aligned)
+        starts = 4 * np.flatnonzero(words == 0)[:most] + (aligned + 4)
+        more = window[starts] == 0
+        for _ in range(3):
+            starts += more
+            more &= window[np.minimum(starts, len(window) - 1)] == 0
         starts = starts[starts < len(window)]
         if not len(starts) or starts[0] != 8:
             return np.empty(0, np.int64)
         lengths = np.ndarray((len(window) - 7,), "<u8", window, strides=(1,))[starts - 8]
-        del window
+        del window, words  # the buffer grows
         leads = starts[:-1] + lengths[:-1].astype(np.int64) + 8 == starts[1:]
         count = len(starts) if leads.all() else int(np.argmin(leads)) + 1
         last = first + int(starts[count - 1])
@@ -228,6 +252,7 @@ VERSIONS = (2, 3)  # they are read alike; version 1 had counts of 32 bits
 ALIGNMENT = 32  # unless general.alignment says otherwise
 MAX_NAME = 1 << 10  # bytes; llama.cpp's own limit is 64
 _MAX_DIMENSIONS = 4
+_PLACES = [struct.Struct(f"<{dimensions}QIQ") for dimensions in range(_MAX_DIMENSIONS + 1)]  # shape, type and offset
 _OLDER = (b"lmgg", b"tjgg", b"algg", b"fmgg")  # the formats before GGUF, as their bytes lie in the file
 Value = int | float | bool | str | Texts | np.ndarray[Any, Any]
 MAX_KEY = 1 << 16  # bytes; the format's own limit
@@ -356,10 +381,11 @@ class GgufHeader(NamedTuple):
     size: int  # of the file
 
 
-def read_header(path: Path, most: int | None = None) -> GgufHeader:
+def read_header(path: Path, most: int | None = None, *, outline: bool = False) -> GgufHeader:
     """Return the header of a file, of at most `most` bytes, or `MAX_HEADER`.
 
-    Raise `CheckpointError` if it is longer, truncated, inconsistent or of another format.
+    Raise `CheckpointError` if it is longer, truncated, inconsistent or of another format. An `outline` has no digest,
+    and of arrays of strings the numbers alone.
 
     The last two headers are cached until `forget_headers`, while their files stay as they are: config, tokenizer and
     template come from one.
@@ -367,7 +393,7 @@ def read_header(path: Path, most: int | None = None) -> GgufHeader:
     try:
         status = os.stat(path)
         most = MAX_HEADER if most is None else most
-        return _read(path, most, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        return _read(path, most, outline, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
 
@@ -380,16 +406,16 @@ def forget_headers() -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: Path, most: int, version: tuple[int, ...]) -> GgufHeader:
+def _read(path: Path, most: int, outline: bool, version: tuple[int, ...]) -> GgufHeader:
     with open_plain(path) as file:
-        cursor = Cursor(path, file, most)
+        cursor = Cursor(path, file, most, outline=outline)
         tensors, keys = _begin(cursor)
         metadata = read_metadata(cursor, keys)
         alignment = metadata.integer("general.alignment", ALIGNMENT)
         if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two. Download it again.")
         table = [_tensor(cursor, number) for number in range(tensors)]
-        nbytes, digest = cursor.position, cursor.digest()
+        nbytes, digest = cursor.position, b"" if outline else cursor.digest()
         start = -(-cursor.position // alignment) * alignment
         placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in table)
         _check(cursor, placed, start, alignment)
@@ -427,8 +453,8 @@ def _tensor(cursor: Cursor, number: int) -> GgufTensor:
     dimensions = cursor.number("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise cursor.broken(f"has {dimensions} dimensions, where 1 to {_MAX_DIMENSIONS} are possible")
-    shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
-    kind_number = cursor.number("I")
+    *stored, kind_number, offset = cursor.fields(_PLACES[dimensions])
+    shape = tuple(reversed(stored))
     kind = TYPES.get(kind_number)
     if kind is None:
         known = UNREAD.get(kind_number)
@@ -439,7 +465,7 @@ def _tensor(cursor: Cursor, number: int) -> GgufTensor:
     blocks, rest = divmod(shape[-1], kind.values)
     if min(shape) < 1 or rest:
         raise cursor.broken(f"its shape {_shown(shape)} is not made of blocks of {kind.values} values ({kind.name})")
-    return GgufTensor(name, kind, shape, cursor.number("Q"), math.prod(shape[:-1]) * blocks * kind.layout.itemsize)
+    return GgufTensor(name, kind, shape, offset, math.prod(shape[:-1]) * blocks * kind.layout.itemsize)
 
 
 def _check(cursor: Cursor, tensors: tuple[GgufTensor, ...], start: int, alignment: int) -> None:

@@ -29,9 +29,12 @@ _NOT_WEIGHTS = (
 )  # fmt: skip
 
 
-def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
-    """Return the equivalent of config.json, and the headers of the files, with llama.cpp's names of tensors."""
-    headers = [read_header(file) for file in parts(path)]
+def look(path: Path, *, outline: bool = False) -> tuple[dict[str, Any], tuple[Header, ...]]:
+    """Return the equivalent of config.json, and the headers of the files, with llama.cpp's names of tensors.
+
+    An `outline` is read without vocabularies, so that its config has no tokens that end a text.
+    """
+    headers = [read_header(file, outline=outline) for file in parts(path)]
     tensors: dict[str, GgufTensor] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -39,12 +42,18 @@ def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
                 raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
-    raw = config(_together(headers), tensors)
+    raw = _without_tokens(first := _together(headers), tensors)
+    raw |= {} if outline else stop_tokens(first.metadata)
     return raw, tuple(gguf_header(header) for header in headers)
 
 
 def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     """Return the equivalent of config.json. Raise `UnsupportedModel` for an architecture that no family implements."""
+    return _without_tokens(header, tensors) | stop_tokens(header.metadata)
+
+
+def _without_tokens(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+    """Return the same without the tokens that begin and end a sequence."""
     name = header.metadata.text("general.architecture")
     model_type = family_of_gguf(name)
     if model_type is None:
@@ -79,7 +88,6 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
         **keys,
         "vocab_size": _vocab_size(model) if embedding is None else embedding.shape[0],
         "dtype": _dtype(embedding, tensors),
-        **stop_tokens(header.metadata),
     }
 
 
