@@ -122,7 +122,7 @@ for question in ("My name is Anna and I live in Rome.", "Tell me a story about a
     print(f"model: {reply.text}")
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
 assert session.config.page_size == 32, "pages have 32 tokens by default"
-assert reply.usage.cached_tokens == 64, "the third question reuses the whole pages of the conversation"
+assert reply.usage.cached_tokens >= 64, "the third question reuses the whole pages of the conversation"
 
 # %% [markdown]
 # `session.view.chat()` is a conversation to talk to: point at a message to edit it or to have it answered again, and click a token

@@ -22,7 +22,7 @@ plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
 PAGE = 16
-session = await rekindle.open("tiny", page_size=PAGE)
+session = await rekindle.open("tiny", page_size=PAGE, restore="none")  # without the pages of earlier kernels
 
 # %% [markdown]
 # A *shared prefix* is the normal case: a system prompt, few-shot examples, a document with several questions, a conversation
@@ -230,7 +230,9 @@ assert second.usage.cached_tokens == 320, "of two that arrive together, one comp
 # %%
 await session.aclose()
 other = story.replace("dragon", "robot").replace("Zoe", "Leo")
-small = await rekindle.open("tiny", page_size=PAGE, device_pages=64, host_memory=0, max_requests=2, precompile="lazy")
+small = await rekindle.open(
+    "tiny", page_size=PAGE, device_pages=64, max_requests=2, precompile="lazy", disk_memory=0, host_memory=0
+)
 for text in (story, other):
     await small.generate(text, max_tokens=1)
 print(small.pin(story), "tokens are pinned")

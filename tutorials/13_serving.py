@@ -72,7 +72,7 @@ done = await anyio.to_thread.run_sync(post, "/v1/completions", body)
 print(done["choices"][0]["text"])
 usage = done["usage"]
 print(f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached")
-assert usage["prompt_tokens_details"]["cached_tokens"] == 96, "clients hit what cells computed"
+assert usage["prompt_tokens_details"]["cached_tokens"] >= 96, "clients hit what cells computed"
 
 # %% [markdown]
 # ## One batch, one dashboard

@@ -22,7 +22,7 @@ import rekindle
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
-session = await rekindle.open("tiny", max_requests=16, quiet=True)
+session = await rekindle.open("tiny", max_requests=16, quiet=True, restore="none")
 
 # %% [markdown]
 # ## Reading

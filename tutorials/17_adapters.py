@@ -25,7 +25,7 @@ import rekindle
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
-session = await rekindle.open("tiny", dtype="float32", max_requests=32, max_model_len=128, quiet=True)
+session = await rekindle.open("tiny", dtype="float32", max_requests=32, max_model_len=128, quiet=True, restore="none")
 
 
 def ask(question):

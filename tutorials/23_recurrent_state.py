@@ -100,6 +100,7 @@ session = await rekindle.open(
     random_model(config, dtype="float32"),
     dtype="float32",
     page_size=16,
+    restore="none",
     max_requests=4,
     max_model_len=512,
     max_tokens_per_step=128,

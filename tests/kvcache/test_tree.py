@@ -11,7 +11,7 @@ import pytest
 
 from helpers.fakes import DictTier
 from helpers.scheduling import prefix_of
-from rekindle._src.core.prefix import Prefix
+from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, page_digest, root_digest
 
@@ -321,3 +321,36 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
     # A walk over the tree would take fifty times as long; other work on the machine takes its caches, twice.
     assert large < 5 * small + 0.0005
     assert min(inserts[-8:]) < 5 * min(inserts[:8]) + 0.0005
+
+
+def test_pages_of_earlier_sessions_are_learned_as_prompts_come() -> None:
+    """They are found by their digests, in the namespace of the prompt, up to the first that is missing."""
+    tier, text, other = DictTier(), tokens(0, 1, 2, 3)[:-2], tokens(0, 1, 9)
+    before = Tree(tier=tier)
+    salted = PageNamespace("mine")
+    for prefix in (Prefix(text), Prefix(other), Prefix(text, salted)):
+        node, whole = before.cache.root_of(prefix.namespace), len(prefix.tokens) // SIZE * SIZE
+        pages = before.pool.take(whole // SIZE)
+        published = before.cache.publish(node, before.cache.keys(prefix), prefix.tokens[:whole], pages)
+        assert published is not None
+        for name in before.cache.names_to(published.node):
+            tier.put(name, (np.zeros(1),))
+    cache = Tree(tier=tier).cache
+    for _ in range(2):
+        cache.learn(cache.keys(Prefix(text)), Prefix(text))
+        assert [len(cache.find(prefix)) for prefix in (Prefix(text), Prefix(other))] == [3, 2]
+        assert len(cache) == 3 and not cache.find(Prefix(text, salted))
+    cache.learn(cache.keys(Prefix(other)), Prefix(other))
+    assert len(cache.find(Prefix(other))) == 3 and len(cache) == 4
+    cache.learn(cache.keys(Prefix(text, salted)), Prefix(text, salted))
+    assert [node.depth for node in cache.find(Prefix(text, salted))] == [1, 2, 3] and len(cache) == 7
+    assert {cache.digest_of(node) for node in cache} == set(tier.payloads)
+    unknown = Prefix(tokens(0, 8))
+    cache.learn(cache.keys(unknown), unknown)
+    assert len(cache.find(unknown)) == 1 and len(cache) == 7
+    tier.discard(cache.digest_of(cache.find(Prefix(text))[1]))
+    fresh = Tree(tier=tier).cache
+    fresh.learn(fresh.keys(Prefix(text)), Prefix(text))
+    assert len(fresh.find(Prefix(text))) == 1, "what follows a missing page is of no use"
+    cache.check_integrity()
+    fresh.check_integrity()

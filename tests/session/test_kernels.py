@@ -62,6 +62,23 @@ def test_a_cell_with_a_scripts_event_loop_says_to_await(running: Kernel) -> None
     assert running.ok("print(1)") == "1"
 
 
+@pytest.mark.thorough
+def test_a_restarted_kernel_finds_its_pages_by_itself(tmp_path: Path) -> None:
+    """As a notebook opens a model: without an option that says so."""
+    options = f"cache_dir={str(tmp_path)!r}, max_requests=2, max_model_len=1024, quiet=True"
+    opening = f"session = await rekindle.open('tiny', {options})"
+    ask = "ids = [300 + n % 900 for n in range(541)]\ndone = await session.generate(ids, max_tokens=2)"
+    with kernel() as first:
+        first.ok(f"import rekindle\n{opening}\n{ask}")
+        # The programs that bring pages back are stored, as some seconds later without this.
+        first.ok("await session.save('x'); await session.aclose()")
+    with kernel() as second:
+        second.ok(f"import rekindle\n{opening}")
+        assert second.ok("print(session.cache.tree(restored=True).total_pages)") == "0", "nothing was read ahead"
+        assert second.ok(f"{ask}\nprint(done.usage.cached_tokens)") == "512"
+        assert second.ok("print(session.stats().compilations)") == "0"
+
+
 def test_stream(notebook: Kernel) -> None:
     code = "async for delta in session.stream('hi', max_tokens=5):\n    print(delta.text, end='')"
     assert notebook.ok(code) == notebook.ok("print(session.generate_sync('hi', max_tokens=5).text)")

@@ -360,7 +360,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "cache_dir": {"help": "where programs, pages and snapshots persist"},
     "shared_cache": {"metavar": "URL", "help": "a second cache, a folder or URL that machines share"},
     "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},
-    "restore": {"help": "a snapshot to restore, or 'auto' for the last session's"},
+    "restore": {"help": "a snapshot to restore, or 'auto' for what earlier sessions left"},
     "precompile": {
         "default": "background", "help": "when programs compile (default background: requests are served meanwhile)",
     },

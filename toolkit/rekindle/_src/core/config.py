@@ -152,7 +152,8 @@ class EngineConfig(html.Record):
             where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) that machines share as a second cache, after cache_dir;
             None is $REKINDLE_SHARED_CACHE, if it is set.
-        restore (None): name of a snapshot to restore, or "auto" for that of the last session.
+        restore (None): name of a snapshot to restore; "auto" for all pages that earlier sessions kept, the likeliest of
+            them read ahead; or "none". By default a notebook's session finds pages on disk when a prompt needs them.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
@@ -225,6 +226,11 @@ class EngineConfig(html.Record):
     def asks_for_drafts(self) -> bool:
         """True if an option asks for drafts, in addition to the ones that any session may have."""
         return self.prompt_lookup > 0 or self.drafts not in ("auto", "none")
+
+    @property
+    def restores(self) -> str | None:
+        """The snapshot that is restored while the session opens, or "auto"; None for none."""
+        return None if self.restore == "none" else self.restore
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)

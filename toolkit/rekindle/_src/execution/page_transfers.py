@@ -17,7 +17,7 @@ from rekindle._src.core.records import LostPage, PageCopy, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls, Leaving
 from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import COPY
+from rekindle._src.programs.buckets import COPY, GATHER, Helper
 from rekindle._src.programs.host_pages import PageParts
 from rekindle._src.programs.packing import PageBatch
 from rekindle._src.programs.side_caches import DevicePlan
@@ -65,6 +65,10 @@ class PageTransfers:
 
         Pages are whole even where several processes hold parts of them.
         """
+        if moves and self._reads_in_place:
+            self._calls.wait(self._calls.kv)
+            arrays = read_in_place(self._calls.kv, [move.page for move in moves])
+            return [tuple(array[at : at + 1] for array in arrays) for at in range(len(moves))]
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
         for batch, payload in [
@@ -76,6 +80,18 @@ class PageTransfers:
             for move, at in zip(batch.moves, batch.places, strict=True):
                 payloads[move.page] = tuple(array[at : at + 1] for array in arrays)
         return [payloads[move.page] for move in moves]
+
+    @property
+    def _reads_in_place(self) -> bool:
+        """True if the program that reads pages out would have to be compiled, and the host can read them itself.
+
+        A script that closes right after its first text would wait for that.
+        """
+        programs = self._calls.programs
+        if jax.default_backend() != "cpu" or programs.parts.divided or programs.parts.multi_process:
+            return False
+        keys = [Helper(GATHER.kind, size) for size in self._sizes]
+        return self._shards.count == 1 and not all(programs.ready(key) or programs.stored(key) for key in keys)
 
     def store(self, leaving: Leaving) -> None:
         """Hand the pages that were read out to the host tier; waits for the copies."""
@@ -280,6 +296,24 @@ def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:
 
 MAX_BYTES = 256 << 20  # resident from then on; half a second of one core at the slowest measured
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: maps as a write would, without changing the content
+
+
+def read_in_place(kv: paged.KV, pages: Sequence[int]) -> paged.Payload:
+    """Return what `gather` returns for pages of one CPU device, without a program. No step may be in flight.
+
+    The memory is read by its address: a NumPy view of an array would keep the next step from reusing its memory.
+    """
+    payload: list[np.ndarray] = []
+    for numbers in paged.groups_of(kv):
+        layers = [[_copied(leaf, pages) for leaf in jax.tree.leaves(kv[number].pages)] for number in numbers]
+        payload += [np.stack(leaves, axis=1) for leaves in zip(*layers, strict=True)]
+    return tuple(payload)
+
+
+def _copied(leaf: Any, pages: Sequence[int]) -> np.ndarray:
+    memory = (ctypes.c_uint8 * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer())
+    whole = np.frombuffer(memory, np.uint8).view(leaf.dtype).reshape(leaf.shape)
+    return whole[np.asarray(pages)]
 
 
 def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:

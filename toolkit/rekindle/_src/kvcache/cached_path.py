@@ -43,7 +43,7 @@ def cached_path(cache: PrefixCache, keys: Sequence[int], prefix: Prefix) -> Cach
     if not isinstance(cache.host_tier, Tiers):
         return CachedPath(nodes, places, len(nodes), reached, 0.0, None)
     costs, used = cache.host_tier.costs, len(nodes)
-    if on_disk and not costs.quicker(below, from_disk=on_disk):
+    if on_disk and not (cache.host_tier.fillable() and costs.quicker(below, from_disk=on_disk)):
         used = places.index("disk")
     if not costs.quicker(used - on_device):
         used = on_device

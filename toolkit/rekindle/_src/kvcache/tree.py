@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import html
 from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.digest import page_keys
+from rekindle._src.kvcache.digest import page_digest, page_keys
 from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Beginnings, Node, NodeTable, OffloadedNodes, TierLike, common, is_below
@@ -355,6 +355,25 @@ class PrefixCache:
             self._offloaded.add(node)
         self.version += 1
         return known + added
+
+    def learn(self, keys: Sequence[int], prefix: Prefix) -> None:
+        """Make the pages of a prompt known that a lower tier has from earlier sessions.
+
+        They are found by their digests, up to the first that is missing: the cost does not grow with what is stored.
+        """
+        nodes, tier, size = self._known(keys, prefix), self.host_tier, self.page_size
+        if tier is None or len(nodes) == len(keys):
+            return
+        last = nodes[-1] if nodes else self.root_of(prefix.namespace)
+        first = count = len(nodes)
+        digest = self.digest_of(last)
+        while count < len(keys):
+            digest = page_digest(digest, prefix.tokens[count * size : (count + 1) * size])
+            if not tier.has(digest):
+                break
+            count += 1
+        if count > first:
+            self.graft(prefix.tokens[first * size : count * size], after=last)
 
     # -- releasing
 

@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -48,7 +49,8 @@ SAVES = 3  # the most attempts to save what another process removes
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
-CLOSE_SECONDS = 1.5  # the most that saving delays the end of a session with restore; twice that if a disk hangs
+CLOSE_SECONDS = 1.0  # the most that saving delays the end of a session
+LAST_BYTES = 8 << 20  # of pages in one write at the end of a session, begun in the first three quarters of that time
 EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all sessions are saving
 
 
@@ -192,6 +194,11 @@ class CacheWriter:
     def _disk(self) -> DiskTier | None:
         return self.tiers.disk if self.tiers is not None else None
 
+    @property
+    def _finds_stored(self) -> bool:
+        """True if prompts find pages of earlier sessions, whose programs may be missing."""
+        return self.tiers is not None and self.tiers.finds_stored and self.tiers.has_disk_pages
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Run `job` in the writer's thread, after those before it. Returns at once."""
         reply: Future[T] = Future()
@@ -206,14 +213,15 @@ class CacheWriter:
             raise ConfigError("disk_memory", 0, "leaves no room for snapshots", "Open the session with disk_memory")
 
     def finish(self) -> Future[None] | None:
-        """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed. None if none are saved.
+        """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed. None if none waits for it.
 
-        A job that waits for a disk can't be stopped: wait for at most twice as long.
+        A job that waits for a disk can't be stopped: wait for no longer.
         """
-        if self._disk is None or self._distrusted:
+        cache = self.cache
+        if self._disk is None or self._distrusted or cache is None or cache.version in (0, self._complete_at):
             return None
-        deadline = time.monotonic() + CLOSE_SECONDS
-        return self.submit(lambda: self._keep(IDLE_BYTES, cold=0.0, visited=False, deadline=deadline))
+        deadline = time.monotonic() + 0.75 * CLOSE_SECONDS
+        return self.submit(lambda: self._keep(sys.maxsize, cold=0.0, visited=False, deadline=deadline))
 
     def stop(self) -> None:
         """Ask the thread to end after its current job. Returns at once."""
@@ -268,7 +276,7 @@ class CacheWriter:
         if self._distrusted or self._leaving or cache is None or self._loop.closing:
             return
         if cache.version == self._complete_at:
-            if self.saved_bytes and self._preparing.due:
+            if (self.saved_bytes or self._finds_stored) and self._preparing.due:
                 self._prepare_restart()
             return
         if not self._saving.due:
@@ -318,9 +326,12 @@ class CacheWriter:
             missing |= not ready
             return ready
 
-        written = 0
+        written, count = 0, 64
+        if deadline is not None:
+            page_bytes = sum(leaf.nbytes for leaf in disk.identity.leaves)
+            count = max(1, min(count, LAST_BYTES // max(1, page_bytes)))
         candidates = iter(self._find(is_due, most=BUSY_SLICES if visited else None))
-        while (batch := list(islice(candidates, 64))) and written < limit:
+        while (batch := list(islice(candidates, count))) and written < limit:
             if deadline is not None and time.monotonic() > deadline:
                 return
             pairs = self.payloads(batch)

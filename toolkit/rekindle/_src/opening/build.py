@@ -93,6 +93,7 @@ def build(request: OpenRequest) -> Front:
         pictures = _pictures(plan, tokenizer, owners)
         request.show("programs")
         programs.opened()
+        cache.opened()
         sleepers = [one for one in (pictures, drafter) if one is not None]
         swapped = () if drafter is None else (drafter.swapped,)
         device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers, swapped)

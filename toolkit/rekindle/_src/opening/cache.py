@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import threading
 from collections.abc import Callable
 
 from rekindle._src.core import shared_cache
-from rekindle._src.core.activity import ProgramWait
+from rekindle._src.core.activity import ProgramWait, in_notebook
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
@@ -31,11 +32,13 @@ from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
 
+LOOK_SECONDS = 0.1  # that an opening waits, at most, for the indices of pages of earlier sessions
+
 
 def check_snapshot(config: EngineConfig) -> None:
     """Raise StoreError for a missing snapshot before anything is loaded, unless a shared cache may have it."""
     shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
-    name = None if config.restore == "auto" or shared else config.restore
+    name = None if config.restore == "auto" or shared else config.restores
     if name is not None and config.prefix_cache and config.disk_memory:
         snapshot.find(config.cache_folder, snapshot.check_name(name))
 
@@ -50,6 +53,7 @@ class SessionCache:
         self.drafters: tuple[Drafter, ...] = ()
         self._plan = plan
         self._tree: AnyCache | None = None
+        self._looking: threading.Thread | None = None  # for pages of earlier sessions
 
     @classmethod
     def open(cls, plan: Blueprint, fingerprint: str, others: OtherProcesses) -> SessionCache:
@@ -77,8 +81,11 @@ class SessionCache:
 
     def restore(self, runner: Runner, programs: SessionPrograms, show: Callable[[str], None]) -> None:
         """Restore the pages that the session was opened with, and prepare for a request for them."""
-        name, tiers, tree = self._plan.config.restore, self.tiers, self._tree
-        if tiers is None or name is None:
+        name, tiers, tree = self._plan.config.restores, self.tiers, self._tree
+        if tiers is None:
+            return
+        if name is None:
+            self._find_stored(programs)
             return
         show(f"restoring {name}")
         # Before waiting for programs, so that pages are read meanwhile.
@@ -93,6 +100,31 @@ class SessionCache:
         ready = programs.restorable()  # a request for restored pages is likely to come at once
         if runner.rehearse(ready) and isinstance(tree, PrefixCache) and {*runner.programs.fills} <= {*ready}:
             promote(tree, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
+
+    def _find_stored(self, programs: SessionPrograms) -> None:
+        """Let prompts find the pages of earlier sessions, in a notebook.
+
+        Their indices are read in a thread while the opening waits for programs and vocabulary, and the pages when a
+        prompt hits them first, unless that would compile a program.
+        """
+        config, tiers = self._plan.config, self.tiers
+        wanted = config.restore is None and config.processes == 1 and in_notebook()
+        if not wanted or tiers is None or tiers.disk is None:
+            return
+        tiers.fillable, tiers.finds_stored = programs.fillable, True
+
+        def look() -> None:
+            for each in self.all_tiers:
+                if each.disk is not None:
+                    each.disk.scan()
+
+        self._looking = threading.Thread(target=look, name="rekindle kept pages", daemon=True)
+        self._looking.start()
+
+    def opened(self) -> None:
+        """Wait until it is known what is on disk, for a first prompt; not for long, where very much is."""
+        if self._looking is not None:
+            self._looking.join(LOOK_SECONDS)
 
     def use(self, fingerprint: str, name: str) -> bytes:
         """Keep pages of other weights from now on. Return the root key of the trees for them."""

@@ -28,6 +28,7 @@ class SessionPrograms:
         self.all: Programs = programs
         self._warming, self._contexts, self._background = warming, contexts, background
         self._demand: Demand | None = None
+        self._fillable = False
 
     @classmethod
     def open(cls, plan: Blueprint, shown: OpeningProgress, contexts: Contexts) -> SessionPrograms:
@@ -38,7 +39,7 @@ class SessionPrograms:
         warming = Warming(
             programs,
             plan.precompile,
-            restoring=plan.config.restore is not None,
+            restoring=plan.config.restores is not None,
             progress=shown.warmed if plan.precompile == "all" else None,  # otherwise opening does not wait for them
             contexts=given_back(contexts),  # memory that reading stored programs took
         )
@@ -72,6 +73,13 @@ class SessionPrograms:
     def restorable(self) -> list[Key]:
         """Load and return the stored programs that the first request for restored pages needs."""
         return self._warming.restorable()
+
+    def fillable(self) -> bool:
+        """True if pages can be brought to the device without compiling."""
+        programs = self.all
+        keys = [*programs.fills, *(side.fill for side in programs.sides)]
+        self._fillable = self._fillable or all(programs.ready(key) or programs.stored(key) for key in keys)
+        return self._fillable
 
     def opened(self) -> None:
         """Go on when the session is open. Raise the `CompileError` of a program that has to be ready by now."""

@@ -129,6 +129,8 @@ class PageLedger:
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
         prompt = self.keys(sequence), sequence.prefix()
+        if self.cache.host_tier.finds_stored:
+            self.cache.learn(*prompt)
         digests, in_host_memory = self.cache.to_fetch(*prompt)
         fetches = [self.cache.host_tier.fetch(digests, in_host_memory)]
         if (fetches[0] is not None or not digests) and any(map(_fetches, self.cache.sides)):
@@ -170,7 +172,10 @@ class PageLedger:
     def forecast(self, sequence: Sequence) -> PromptHit:
         """Return where `acquire` would find the leading tokens of a sequence. Nothing is taken or counted."""
         assert self.cache is not None, "no pages are shared"
-        path, size = cached_path(self.cache, self.keys(sequence), sequence.prefix()), self._page_size
+        prompt, size = (self.keys(sequence), sequence.prefix()), self._page_size
+        if isinstance(self.cache.host_tier, Tiers) and self.cache.host_tier.finds_stored:
+            self.cache.learn(*prompt)
+        path = cached_path(self.cache, *prompt)
         used = path.nodes[: path.used]
         parent = used[-1] if used else self.cache.root_of(sequence.namespace)
         node, copied = self._copyable(sequence, len(used), parent)

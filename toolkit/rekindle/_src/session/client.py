@@ -155,18 +155,19 @@ class Client:
         return report
 
     async def finish_saving(self) -> None:
-        """Save as many pages as there is time for, before the session is closed."""
+        """Save as many of the pages that wait for it as there is time for, before the session is closed."""
         job = self.writer.finish()
         if job is None:
             return
         reply, hung = _reply(job), StoreError("the disk did not answer")
-        timer = threading.Timer(2 * writer.CLOSE_SECONDS, reply.fail, [hung])
+        timer = threading.Timer(writer.CLOSE_SECONDS, reply.fail, [hung])
         timer.daemon = True
         timer.start()
         try:
             await reply.get()
-        except RekindleError as error:
-            log.debug("not everything was saved at the end of a session: %s", error)
+        except Exception as error:  # whatever it is, the session closes
+            level = logging.DEBUG if isinstance(error, RekindleError) else logging.WARNING
+            log.log(level, "not everything was saved at the end of a session: %s", error)
         finally:
             timer.cancel()
 

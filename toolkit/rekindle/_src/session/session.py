@@ -465,7 +465,7 @@ class Session(OpenModel, RolloutRequests):
     async def _before_the_end(self) -> None:
         for shared in self._client.shared:
             shared.close()
-        if self.config.restore is not None and not self.closed:
+        if not self.closed:
             await self._client.finish_saving()
         self._cache_writer.stop()
 

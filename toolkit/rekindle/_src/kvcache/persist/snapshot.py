@@ -70,12 +70,14 @@ class SnapshotInfo(html.Record):
         return str(html.line(str(self)))
 
 
+_OTHERS = ("auto", "none")  # what `restore` takes in the place of a name
+
+
 def check_name(name: str) -> str:
     """Return `name` if it is valid for a snapshot. Raises ConfigError."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "auto" or not is_finished(name):
-        raise ConfigError(
-            "name", name, "can't be a snapshot's name", "Use up to 100 letters, digits, '.', '_' and '-', not 'auto'"
-        )
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _OTHERS or not is_finished(name):
+        fix = "Use up to 100 letters, digits, '.', '_' and '-', and neither 'auto' nor 'none'"
+        raise ConfigError("name", name, "can't be a snapshot's name", fix)
     return name
 
 

@@ -63,6 +63,8 @@ class Tiers:
         self.worth, self.observe, self.record_copy = costs.worth, costs.observe, costs.record_copy
         self._identity = identity
         self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
+        self.finds_stored = False  # pages of earlier sessions are found by prompts, without a restore
+        self.fillable: Callable[[], bool] = lambda: True  # programs that bring pages to the device need no compiling
         self._fetched = self._expected = 0  # pages that requests took from disk: on demand, and read ahead
         self._ahead: deque[bytes] = deque()
         self._unusable: set[bytes] = set()  # payloads on disk that did not fit the session's pages
@@ -143,7 +145,9 @@ class Tiers:
 
     def fetch(self, digests: Sequence[bytes], beyond: int) -> DiskFetch | None:
         """Start reading; None if it is quicker to compute these pages and the `beyond` pages that they make usable."""
-        if not digests or self.hangs() or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
+        if not digests or self.hangs() or not self.fillable():
+            return None
+        if not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
         self._start()
         fetch = DiskFetch(self.host, digests, self.hangs)
