@@ -174,6 +174,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/replies/readers.py": {
         "_MISTRAL_NAME": STRANGER("a character of a reply", "1 character"),
     },
+    "toolkit/rekindle/_src/text/replies/response_template.py": {
+        "_TOKEN": STRANGER("a response template", "MAX_LITERAL"),
+        "_VARIABLE": STRANGER("a response template", "_MAX_NODES"),
+    },
     "toolkit/rekindle/_src/text/replies/scanner.py": {
         "'|'.join(sorted({re.escape(literal[0]) for literal in literals})) or '(?!)'": STRANGER(
             "a reply", "max_model_len", lambda: [r"<|\[|\{", "(?!)"]

@@ -12,9 +12,10 @@ import pytest
 from helpers.chatting import with_special_tokens
 from helpers.replies import tool
 from helpers.thorough import by_default
-from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies import ReplyFormat, ReplyPlan, fold
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.replies.families import SYNTAXES
+from rekindle._src.text.replies.harmony import REASONING_OF
 from rekindle._src.text.tokenizer import Tokenizer
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -33,6 +34,16 @@ STRICT = {
             "$defs": {"place": {"type": "integer", "minimum": 1, "maximum": 9}},
         },
     },
+}
+# Calls as they have to be made, where those of earlier replies are written otherwise.
+_CITY = '{"city": true, "days": 2}'
+CALLS = {
+    ("harmony", True): f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{_CITY}",
+    ("harmony", False): f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{_CITY}",
+    ("mistral", True): f"[TOOL_CALLS]weather[ARGS]{_CITY}",
+    ("phi4mini", False): f'functools[{{"name": "weather", "arguments": {_CITY}}}]',
+    ("pythonic", True): f'{{"name": "weather", "parameters": {_CITY}}}',
+    ("pythonic", False): f'{{"name": "weather", "parameters": {_CITY}}}',
 }
 TOOLS = [tool("time"), tool("weather", city="boolean", days="integer"), STRICT]
 
@@ -89,3 +100,33 @@ def test_what_follows_the_grammar_is_read_as_calls(family: str, marked: bool) ->
             assert all(fits(call.name, call.arguments) for call in reply.tool_calls), text
             found |= {call.name for call in reply.tool_calls}
     assert found == {"time", "weather", "pick"}
+
+
+@pytest.mark.parametrize(
+    ("family", "marked"),
+    by_default(itertools.product(sorted(SYNTAXES), (True, False)), lambda case: case[0] in ("hermes", "harmony")),
+)
+def test_reasoning_comes_before_calls_that_have_to_be_made(family: str, marked: bool) -> None:
+    """Upstream: llama.cpp and vLLM force the call where the prompt has opened reasoning, inside of it."""
+    format = ReplyFormat.of_family(family)
+    syntax = SYNTAXES[family]
+    tokenizer = with_special_tokens(*({*format.marks_of_thoughts(), *syntax.markers} if marked else ()))
+    token = tokenizer.backend.token_to_id
+    opening, closing = REASONING_OF.get(family, format.reasoning or ("", ""))
+    opening += f"{format.marks.header}\n" if format.marks.header else ""
+    call = CALLS.get((family, marked)) or syntax.write([("weather", {"city": True, "days": 2})])
+    thoughts = {None: f"{opening}Hm, {{}} <x>{closing}", True: f"Hm.{closing}\n\n", False: ""}
+    for thinks in (None, True, False) if family not in REASONING_OF else (None,):
+        before = ReplyPlan(format, tuple(TOOLS), thinks=thinks).before_calls(token)
+        grammar = call_grammar(syntax, TOOLS, token, several=False, before=before)
+        for text, accepted in ((thoughts[thinks] + call, True), (call, thinks is not True), ("Hm." + call, False)):
+            llg = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=[256])
+            matcher = llguidance.LLMatcher(llg, llguidance.grammar_from("grammar", grammar), log_level=0)
+            assert not matcher.is_error(), matcher.get_error()
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert whole == accepted, (thinks, text)
+        scanner = format.scanner(tools=TOOLS, reasoning_open=bool(thinks))
+        reply = fold([*scanner.feed(thoughts[thinks] + call), *scanner.finish()])
+        assert [one.name for one in reply.tool_calls] == ["weather"] and reply.content == ""
+        assert (reply.reasoning != "") == (thinks is not False)

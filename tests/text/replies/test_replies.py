@@ -310,3 +310,23 @@ def test_how_much_space_may_stand_before_a_literal_does_not_depend_on_pieces(cou
         for family in ("hermes", "pythonic"):
             expected = fold(events_of(FORMATS[family], [text]))
             assert fold(events_of(FORMATS[family], [*text])) == expected
+
+
+@pytest.mark.parametrize("length", [0, 200, 250, 254, 255, 256, 257, 258, 260, 300, 600])
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", "<tool_call><function={}></function>"),
+        ("hermes", "<tool_call><function=time><parameter={}>x</parameter></function>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="time"{}><tool_call></invoke>'),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁sep｜>{{}}"),
+        ("glm", "<tool_call>{}</tool_call>"),
+        ("gemma4", "<|tool_call>call:time{{{}:1}}"),
+    ],
+)
+def test_how_long_a_name_may_be_does_not_depend_on_its_pieces(family: str, text: str, length: int) -> None:
+    whole = text.format("a" * length) + "<tool_call><think>x"
+    expected = fold(events_of(FORMATS[family], [whole]))
+    for size in (1, 7, 100):
+        pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+        assert fold(events_of(FORMATS[family], pieces)) == expected

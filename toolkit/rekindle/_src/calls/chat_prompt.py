@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from rekindle._src.text.replies.format import with_calls_as_text
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
+_SHORT = [{"role": "user", "content": "Hello"}]  # whose prompt ends as that of any chat
 _VALUE = 16  # the cost of a value, in characters, about
 
 
@@ -51,8 +53,11 @@ def chat_prompt(
     reasoning_effort: str | None = None,
     template_options: Mapping[str, Any] | None = None,
     stream_tool_calls: bool = False,
+    forced: bool = False,
 ) -> Prompt:
     """Return the prompt of a chat, which is rendered when its request is taken in.
+
+    With `forced`, its reply has to call a tool, and the plan of the reply says if the prompt ends inside of reasoning.
 
     Raise `InvalidRequest` for arguments that the template would ignore: tools, documents, `reasoning_effort`.
     """
@@ -66,7 +71,8 @@ def chat_prompt(
             )
         chat = ChatTemplate({})
     code = chat.code(template, tools=bool(tools))
-    format = ReplyFormat.of_template(code)
+    format = chat.reply_format(template, tools=bool(tools))
+    assert isinstance(format, ReplyFormat), "a chat template says so"
     if tools and (format.calls is None or not code.takes_tools):
         raise _unread("tools", [tool.name for tool in tools])
     if documents is not None and not code.reads("documents"):
@@ -84,20 +90,26 @@ def chat_prompt(
             extra = {"xml_tools": functions}
         else:
             messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
+    variables = {**_effort(code, reasoning_effort), **extra, **_variables(template_options)}
     render = chat.prepare(
         messages,
         tools=schemas or None,
         documents=documents,
         template=template,
         continue_final_message=continue_final_message,
-        **{**_effort(code, reasoning_effort), **extra, **_variables(template_options)},
+        **variables,
     )
     # The template writes special tokens itself.
     long = _is_long([originals, schemas, documents, template_options])
     prompt = Prompt(None, None, add_special_tokens=False, render=render, messages=originals, long=long)
     if not (schemas or format.has_parts):
         return prompt
-    return prompt.plus(ChatReply(ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)))
+    thinks = None
+    if forced and format.reasoning is not None:
+        short = chat.prepare(_SHORT, tools=schemas or None, documents=documents, template=template, **variables)
+        with contextlib.suppress(InvalidRequest):  # the chat's own messages may suit the template better
+            thinks = format.thinks_after(short(), continued)
+    return prompt.plus(ChatReply(ReplyPlan(format, schemas, continued, thinks, pieces=stream_tool_calls)))
 
 
 def _with_thoughts_alone(message: Any) -> Any:

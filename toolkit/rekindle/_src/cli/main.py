@@ -379,6 +379,7 @@ _ENGINE: dict[str, dict[str, Any]] = {
     "structured": {"help": "precompile structured output, too"},
     "deterministic": {"help": "the same seed gives the same tokens"},
     "generation_config": {"help": "greedy: sample only where requests ask for it"},
+    "reply_format": {"help": "the syntax of calls and reasoning, such as hermes; by default what the checkpoint says"},
 }  # fmt: skip
 _SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {"help": "0 is greedy; left out, the checkpoint's own or 0"},

@@ -77,6 +77,7 @@ class OpenOptions(TypedDict, total=False):
     step_timeout: float | None
     quiet: bool | None
     generation_config: GenerationConfig | None
+    reply_format: str | None
     structured: bool | None
     mesh: Mesh | None
     processes: int | None
@@ -174,6 +175,8 @@ class EngineConfig(html.Record):
         quiet (False): no progress bars.
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks, and draws
             answers of chats where it says nothing; "greedy" does neither.
+        reply_format ("auto"): the syntax of the model's calls and reasoning, such as "hermes" or "gemma4"; "auto" is
+            the checkpoint's response_template, else what its chat template shows.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
         mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
             {"data": 2, "model": 4} has two such groups, each with its own pages, which share the requests.
@@ -213,6 +216,7 @@ class EngineConfig(html.Record):
     step_timeout: float = option(60.0, _seconds)
     quiet: bool = option(False, Flag())
     generation_config: GenerationConfig = option("auto", Word(get_args(GenerationConfig)))
+    reply_format: str = option("auto", Text())
     structured: bool = option(False, Flag())
     mesh: Mesh | None = option(None, _mesh, also=("command",))
     processes: int = option(1, Whole(1), also=("command",))

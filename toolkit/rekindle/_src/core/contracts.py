@@ -262,6 +262,10 @@ class TemplateLike(Protocol):
 class ChatLike(Protocol):
     """A model's chat template."""
 
+    def reply_format(self, template: str | None = None, *, tools: bool = False) -> object:
+        """Return the `ReplyFormat` of replies to prompts that `prepare` makes."""
+        ...
+
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
         """Return the text of the template that `prepare` would use."""
         ...

@@ -56,6 +56,8 @@ class Vocabulary:
         """Read the checkpoint's other text settings, then forget a GGUF file's metadata, which is no longer needed."""
         plan = self._plan
         chat = None if plan.folder is None else ChatTemplate.load(plan.folder)
+        if chat is not None:
+            chat.replies_are(plan.config.reply_format)
         texts = TextSettings(_sampling(plan), chat, embedder_of(plan.folder, plan.model))
         if plan.folder is not None and is_file(plan.folder):
             from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it

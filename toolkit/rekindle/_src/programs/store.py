@@ -51,7 +51,8 @@ from rekindle_kernels import ensure_kernels, kernels_in, private_files
 NOT_IN_PROGRAMS = frozenset(
     {
         "cache_dir", "capture_memory", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every",
-        "drafts", "max_queue", "policy", "precompile", "prefix_cache", "projector", "prompt_lookup", "quiet", "restore",
+        "drafts", "max_queue", "policy", "precompile", "prefix_cache", "projector", "prompt_lookup", "quiet",
+        "reply_format", "restore",
         "seed",
         "shared_cache", "step_timeout", "structured",
         "mesh", "processes", "coordinator",  # a key names the devices themselves

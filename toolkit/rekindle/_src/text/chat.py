@@ -7,7 +7,9 @@ use need and no others, each counted before it runs (`template_operations.py`). 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,13 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.stores.model_store import children
 from rekindle._src.text.tokenizer import read_json, special_tokens
-from rekindle.errors import CheckpointError, InvalidRequest, abbreviated
+from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, abbreviated
 
 if TYPE_CHECKING:
+    from rekindle._src.text.replies.format import ReplyFormat
     from rekindle._src.text.template_code import TemplateCode
+
+log = logging.getLogger("rekindle.chats")
 
 Messages = Sequence[Mapping[str, Any]]
 _ROLES = ("user", "assistant", "system", "tool", "developer", "function")
@@ -45,6 +50,9 @@ class ChatTemplate:
         self.templates = {"default": templates} if isinstance(templates, str) else dict(templates)
         self.special = dict(special or {})
         self.source = source
+        self._format_name = "auto"  # of replies
+        self._response_template: Any = None  # of the checkpoint: JSON, then the template that was read
+        self._told: set[str] = set()  # problems that were logged
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
@@ -69,7 +77,11 @@ class ChatTemplate:
         listed = texts.values() if isinstance(texts, dict) else [texts or ""]
         if not all(isinstance(text, str) for text in listed):
             raise CheckpointError(f"{source} has a chat_template that is no text. Download it again")
-        return cls(texts, special_tokens(folder), source=str(source)) if texts else None
+        if not texts:
+            return None
+        chat = cls(texts, special_tokens(folder), source=str(source))
+        chat._response_template = read_json(folder / "tokenizer_config.json").get("response_template")
+        return chat
 
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
         """Return the text of the template that `render` would use. `tools` is True if the chat has tools."""
@@ -78,6 +90,53 @@ class ChatTemplate:
     def code(self, template: str | None = None, *, tools: bool = False) -> TemplateCode:
         """Return the template that `render` would use, parsed. Raises `CheckpointError` if it can't be."""
         return self._parse(*self._pick(template, tools))
+
+    def replies_are(self, name: str) -> None:
+        """Set the format of all replies; "auto" leaves it to the files. Raise `ConfigError` for an unknown name."""
+        if name != "auto":
+            from rekindle._src.text.replies.format import ReplyFormat  # a start without chats needs no syntaxes
+
+            if name not in (names := ReplyFormat.names()):
+                fix = f"Use 'auto', or one of: {', '.join(names)}"
+                raise ConfigError("reply_format", name, "is no known format of replies", fix)
+        self._format_name = name
+
+    def reply_format(self, template: str | None = None, *, tools: bool = False) -> ReplyFormat:
+        """Return the format of replies: the one named at opening, else the checkpoint's own, else its template's.
+
+        What is not understood is logged once. A template's own text as `template` speaks for itself.
+        """
+        from rekindle._src.text.replies.format import ReplyFormat  # a start without chats needs no syntaxes
+        from rekindle._src.text.replies.response_template import ResponseTemplate, TemplateError
+
+        if self._format_name != "auto":
+            return ReplyFormat.of_family(self._format_name)
+        format = ReplyFormat.of_template(self.code(template, tools=tools))
+        own = template is None or template in self.templates
+        if own and self._response_template is not None:
+            if not isinstance(self._response_template, ResponseTemplate):
+                try:
+                    self._response_template = ResponseTemplate.load(self._response_template)
+                except (TemplateError, RecursionError) as error:
+                    problem = printable(str(error), _SHOWN)
+                    self._tell("response_template", f"{problem}. Replies are read as the chat template shows them")
+                    self._response_template = None
+            if self._response_template is not None:
+                return dataclasses.replace(format, template=self._response_template)
+        if format.is_guess and tools:
+            self._tell(
+                "chat template",
+                "it takes tools and shows no syntax of calls that is known. Calls are read as Hermes', "
+                "<tool_call>{…}</tool_call>; others stay in the text. Open the model with reply_format=…: "
+                f"{', '.join(ReplyFormat.names())}",
+            )
+        return format
+
+    def _tell(self, what: str, problem: str) -> None:
+        """Log a problem with a part of the files once."""
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s: the %s is not understood: %s", self.source, what, problem)
 
     def render(
         self,

@@ -17,7 +17,7 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool, before: str = "") -> str:
     """Return the grammar of one call of these tools, or of `several`, in the syntax of a family.
 
-    `before` is a part of a rule for the text before the first call.
+    `before` has rules for the text before the first call, of which the first is `thoughts`.
     """
     form = syntax.form(token)
     rules = []
@@ -33,12 +33,19 @@ def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, s
             rules += _values(index, schema, form, tagged=TAGGED in call)
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     more = f"({form.between} call)*" if several and syntax.several else ""
-    return "\n".join([f"start: {before} {form.begins} call {more} {form.ends}".rstrip(), *rules])
+    first = "thoughts" if before else ""
+    start = f"start: {first} {form.begins} call {more} {form.ends}".rstrip()
+    return "\n".join([start, *rules, *([before] if before else [])])
 
 
 def literal(text: str) -> str:
     """Return a text as a part of a rule."""
     return json.dumps(text)
+
+
+def escaped(text: str) -> str:
+    """Return a text as a part of a pattern."""
+    return re.sub(r"[^\w\s]", r"\\\g<0>", text)
 
 
 def mark(marker: str, token: Token) -> str:
@@ -97,8 +104,10 @@ def _tagged(place: str, name: str, schema: Schema, form: CallForm) -> list[str]:
     if not is_text:
         return [f"value_{place}: {_json(schema)}", f"item_{place}: {tag.before} value_{place} {tag.after}"]
     if tag.rest:
-        end = re.sub(r"[^\w\s]", r"\\\g<0>", tag.text_ends)
-        return [f"value_{place}: /(?s:.*){end}/", f"item_{place}: {tag.before} value_{place} {tag.rest}"]
+        return [
+            f"value_{place}: /(?s:.*){escaped(tag.text_ends)}/",
+            f"item_{place}: {tag.before} value_{place} {tag.rest}",
+        ]
     value = f"value_{place}[suffix={literal(tag.text_ends)}]: /(?s:.*)/"
     return [value, f"item_{place}: {tag.before} value_{place}"]
 

@@ -138,9 +138,14 @@ def _in_list(begins: str, ends: str, name: str = "name", arguments: str = "argum
     return CallText(f'{{"{name}": "{{name}}", "{arguments}": ', "}", f"{begins}[", ", ", f"]{ends}")
 
 
-def _in_tags(call: CallText, before: str, after: str, between: str = "", text: str | None = None) -> CallText:
-    around = None if text is None else (text, after)
-    return dataclasses.replace(call, arguments=TAGGED, value=(before, after), text_value=around, between_values=between)
+def _in_tags(call: CallText, before: str, after: str, text: str | None = None) -> CallText:
+    """Return the text of calls with each argument in tags, of a text perhaps in others.
+
+    Line breaks between them belong to the tag before: a grammar can't tell which of two texts a line break begins.
+    """
+    return dataclasses.replace(
+        call, arguments=TAGGED, value=(before, after), text_value=None if text is None else (text, after)
+    )
 
 
 _DSML = "｜DSML｜"
@@ -158,9 +163,9 @@ _HY_TAGS = CallTags(
 
 def _dsml(name: str, block: str, *signs: str) -> CallSyntax:
     begins, ends = f"<{_DSML}{block}>", f"</{_DSML}{block}>"
-    call = CallText(f'<{_DSML}invoke name="{{name}}">\n', f"\n</{_DSML}invoke>", f"{begins}\n", "\n", f"\n{ends}")
+    call = CallText(f'<{_DSML}invoke name="{{name}}">\n', f"</{_DSML}invoke>\n", f"{begins}\n", ends=ends)
     value = f'<{_DSML}parameter name="{{key}}" string="{{}}">'
-    text = _in_tags(call, value.replace("{}", "false"), f"</{_DSML}parameter>", "\n", text=value.replace("{}", "true"))
+    text = _in_tags(call, value.replace("{}", "false"), f"</{_DSML}parameter>\n", value.replace("{}", "true"))
     opener = CallBlock(read.tagged(_DSML_TAGS), begins, f'<{_DSML}invoke name="', "", ends, alone=True)
     return _syntax(name, text, opener, signs=((_DSML, *signs),), markers=(_DSML,))
 
@@ -204,9 +209,9 @@ MINIMAX_M2 = _syntax(
     "minimax_m2",
     _in_tags(
         CallText(
-            '<invoke name="{name}">\n', "\n</invoke>", "<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"
+            '<invoke name="{name}">\n', "</invoke>\n", "<minimax:tool_call>\n", ends="</minimax:tool_call>"
         ),
-        '<parameter name="{key}">', "</parameter>", "\n",
+        '<parameter name="{key}">', "</parameter>\n",
     ),
     CallBlock(
         read.tagged(_INVOKE_TAGS), "<minimax:tool_call>", '<invoke name="', "", "</minimax:tool_call>", alone=True
@@ -216,8 +221,8 @@ MINIMAX_M2 = _syntax(
 SEED_OSS = _syntax(
     "seed_oss",
     _in_tags(
-        CallText("<seed:tool_call>\n<function={name}>\n", "\n</function>\n</seed:tool_call>", between="\n"),
-        "<parameter={key}>", "</parameter>", "\n",
+        CallText("<seed:tool_call>\n<function={name}>\n", "</function>\n</seed:tool_call>", between="\n"),
+        "<parameter={key}>", "</parameter>\n",
     ),
     CallBlock(
         read.tagged(read.QWEN_TAGS._replace(trims=False)), "<seed:tool_call>", "<function=", "", "</seed:tool_call>",
@@ -228,8 +233,8 @@ SEED_OSS = _syntax(
 GLM = _syntax(
     "glm",
     _in_tags(
-        CallText("<tool_call>{name}\n", "\n</tool_call>", between="\n"),
-        "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n",
+        CallText("<tool_call>{name}\n", "</tool_call>", between="\n"),
+        "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n",
     ),
     CallBlock(read.tagged(_GLM_TAGS), call="<tool_call>"),
     signs=("<arg_key>",),
@@ -241,10 +246,10 @@ HUNYUAN3 = _syntax(
     "hunyuan3",
     _in_tags(
         CallText(
-            f"<tool_call{_HY}>{{name}}<tool_sep{_HY}>\n", f"\n</tool_call{_HY}>", f"<tool_calls{_HY}>\n", "\n",
-            f"\n</tool_calls{_HY}>",
+            f"<tool_call{_HY}>{{name}}<tool_sep{_HY}>\n", f"</tool_call{_HY}>\n", f"<tool_calls{_HY}>\n",
+            ends=f"</tool_calls{_HY}>",
         ),
-        f"<arg_key{_HY}>{{key}}</arg_key{_HY}>\n<arg_value{_HY}>", f"</arg_value{_HY}>", "\n",
+        f"<arg_key{_HY}>{{key}}</arg_key{_HY}>\n<arg_value{_HY}>", f"</arg_value{_HY}>\n",
     ),
     CallBlock(read.tagged(_HY_TAGS), f"<tool_calls{_HY}>", f"<tool_call{_HY}>", "", f"</tool_calls{_HY}>", alone=True),
     signs=("<tool_calls{}>", f"<tool_calls{_HY}>"),

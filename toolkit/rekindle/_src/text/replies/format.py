@@ -16,11 +16,14 @@ from typing import Any
 
 from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, check_arguments, known_tools
+from rekindle._src.text.replies.blocks import thoughts_grammar
+from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, Token, check_arguments, known_tools
 from rekindle._src.text.replies.families import FAMILIES, HERMES
-from rekindle._src.text.replies.harmony import SCANNERS, HarmonyScanner
+from rekindle._src.text.replies.harmony import REASONING_OF, SCANNERS, HarmonyScanner
 from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags
+from rekindle._src.text.replies.response_template import ResponseTemplate
 from rekindle._src.text.replies.scanner import ReplyScanner
+from rekindle._src.text.replies.template_scanner import TemplateScanner
 from rekindle.errors import InvalidRequest
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -36,6 +39,8 @@ class ReplyFormat:
     calls: CallSyntax | None = None
     reasoning: Tags | None = None
     marks: ReplyMarks = NO_MARKS
+    template: ResponseTemplate | None = None  # of the checkpoint; it is read in place of the others
+    is_guess: bool = False  # the chat template takes tools and shows no syntax that is known
 
     @classmethod
     def of_template(cls, template: TemplateLike) -> ReplyFormat:
@@ -43,7 +48,7 @@ class ReplyFormat:
         family = next((family for family in FAMILIES if family.writes(template.writes)), None)
         tags = next((tags for tags in TAGS if any(map(template.writes, tags))), None)
         if family is None:
-            return cls(HERMES if template.takes_tools else None, tags)
+            return cls(HERMES if template.takes_tools else None, tags, is_guess=template.takes_tools)
         marks = family.marks
         wraps = tuple(wrap for wrap in family.wraps if template.writes(wrap[1]))
         noise = tuple(mark for mark in SPELLED_ENDS if template.writes(mark))
@@ -56,10 +61,15 @@ class ReplyFormat:
         """Return the format of a family by the name of its calls' syntax. Raise `InvalidRequest` for an unknown one."""
         family = next((family for family in FAMILIES if family.calls.name == name), None)
         if family is None:
-            names = ", ".join(sorted(family.calls.name for family in FAMILIES))
+            names = ", ".join(cls.names())
             raise InvalidRequest("reply_format", name, "is no known format of replies", f"Use one of {names}")
         marks = dataclasses.replace(family.marks, wraps=family.wraps)
         return cls(family.calls, family.reasoning or TAGS[name == "mistral"], marks)
+
+    @staticmethod
+    def names() -> list[str]:
+        """Return the names that `of_family` knows."""
+        return sorted(family.calls.name for family in FAMILIES)
 
     @property
     def in_channels(self) -> bool:
@@ -69,14 +79,22 @@ class ReplyFormat:
     @property
     def has_parts(self) -> bool:
         """True if a reply may have parts where there are no tools."""
-        return self.reasoning is not None or self.in_channels or not self.marks.is_empty
+        has_marks = self.reasoning is not None or not self.marks.is_empty
+        return has_marks or self.in_channels or self.template is not None
 
     def markers(self, *, tools: bool) -> frozenset[str]:
         """Return the texts that a scanner has to see even where they are special tokens."""
+        if self.template is not None:
+            return self.template.texts
         markers: set[str] = {*(self.reasoning or ()), *self.marks.texts()}
         if self.calls is not None and (tools or self.in_channels):
             markers.update(self.calls.markers)
         return frozenset(markers)
+
+    def marks_of_thoughts(self) -> tuple[str, ...]:
+        """Return the texts of reasoning's tags that may be special tokens."""
+        tokens = self.marks.tokens
+        return (*tokens, *(tag for tag in self.reasoning or () if not any(token in tag for token in tokens)))
 
     def opens_reasoning(self, prompt: str) -> bool:
         """True if a prompt ends inside of reasoning, because its template opens the tag for the model."""
@@ -86,6 +104,17 @@ class ReplyFormat:
         if self.marks.header:
             end = end.removesuffix(self.marks.header)
         return end.endswith(self.reasoning[0].rstrip(SPACE))
+
+    def thinks_after(self, prompt: str, continued: str | None) -> bool | None:
+        """True if a reply begins inside of reasoning, False if that is past; None if it may begin with it."""
+        if self.reasoning is None:
+            return None
+        opening, closing = self.reasoning
+        if continued is not None:
+            return is_open(continued, opening, closing) or (False if continued.strip() else None)
+        if self.opens_reasoning(prompt):
+            return True
+        return False if prompt.rstrip(SPACE).endswith(closing) else None
 
     def scanner(
         self,
@@ -101,6 +130,9 @@ class ReplyFormat:
         ends inside of reasoning. Ids of calls follow from `seed`; None draws one.
         """
         calls = self.calls if tools else None
+        if self.template is not None:
+            known, ids = known_tools(tools), call_ids(seed, 0 if calls is None else calls.id_length)
+            return TemplateScanner(self.template, calls=bool(tools), known=known, new_id=ids, pieces=pieces)
         if self.calls is not None and self.calls.in_channels:
             return SCANNERS[self.calls.name](
                 calls=bool(tools), known=known_tools(tools), new_id=call_ids(seed), pieces=pieces
@@ -136,7 +168,22 @@ class ReplyPlan:
     format: ReplyFormat
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; without them no calls are recognized
     continued: str | None = None  # the last message, if the reply goes on with it
+    thinks: bool | None = None  # the reply begins inside of reasoning; None if it may begin with it
     pieces: bool = False  # calls are emitted while they arrive
+
+    def before_calls(self, token: Token) -> str:
+        """Return the grammar of what a reply may begin with that has to call a tool: its reasoning."""
+        format = self.format
+        if self.thinks is False:
+            return ""
+        if format.calls is not None and format.in_channels:
+            tags = REASONING_OF[format.calls.name]
+            return thoughts_grammar(*tags, format.calls.markers, token, opened=False, spaced=False)
+        if format.reasoning is None:
+            return ""
+        opening, closing = format.reasoning
+        opening += f"{format.marks.header}\n" if format.marks.header else ""
+        return thoughts_grammar(opening, closing, format.marks_of_thoughts(), token, opened=bool(self.thinks))
 
     @property
     def visible(self) -> frozenset[str]:
@@ -155,9 +202,9 @@ class ReplyPlan:
         key = hashlib.blake2b(token_ids, digest_size=32, person=b"tool calls")
         key.update(str(seed).encode())
         format, reasoning_open = self.format, self.format.opens_reasoning(prompt)
-        if format.in_channels:
+        if format.in_channels or format.template is not None:
             scanner = format.scanner(tools=self.tools, seed=key.digest(), pieces=self.pieces)
-            assert isinstance(scanner, HarmonyScanner), "the format has channels"
+            assert isinstance(scanner, HarmonyScanner | TemplateScanner), "the format takes a prompt"
             scanner.go_on_from(prompt, self.continued or "")
             return scanner
         if self.continued is not None:

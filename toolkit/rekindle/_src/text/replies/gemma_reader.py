@@ -1,4 +1,7 @@
-"""Reads the arguments of Gemma's calls while they arrive: `{n:1,s:<|"|>text<|"|>,o:{k:[true,null]}}`."""
+"""Reads loose JSON, with keys that need no quotes and texts between marks of their own, and calls with it.
+
+Gemma writes `call:f{n:1,s:<|"|>text<|"|>,o:{k:[true,null]}}`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from rekindle._src.text.replies.json_reader import MAX_DEPTH
 from rekindle._src.text.replies.python_reader import read_value
 from rekindle._src.text.replies.tag_reader import read_to
 
-QUOTE = '<|"|>'
+Quotes = tuple[tuple[str, str], ...]  # what stands before and after a text
+GEMMA: Quotes = (('<|"|>', '<|"|>'),)
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -36,8 +40,8 @@ def read_gemma_call(calls: Calls, *, only_known: bool = False) -> Reading[ReplyC
         raise MalformedCall
     arguments = Arguments(calls.begin(name))
     while not (yield from take(source, "}")):
-        key = yield from _read_key(source)
-        arguments.add(key, (yield from _read_value(source, 1)))
+        key = yield from _read_key(source, GEMMA)
+        arguments.add(key, (yield from _read_value(source, GEMMA, 1)))
         if not (yield from take(source, ",")):
             if not (yield from take(source, "}")):
                 raise MalformedCall
@@ -59,38 +63,44 @@ def _read_word(source: TextSource) -> Reading[str]:
     return word
 
 
-def _read_key(source: TextSource) -> Reading[str]:
+def read_loose_value(source: TextSource, quotes: Quotes) -> Reading[Any]:
+    """Return the next value, after whitespace. Raises `MalformedCall` if there is none."""
+    return (yield from _read_value(source, quotes, 0))
+
+
+def _read_key(source: TextSource, quotes: Quotes) -> Reading[str]:
     """Read a key with its colon. It stands without quotes, or in those of a text."""
-    if (yield from ahead(source, QUOTE)) or (yield from ahead(source, '"')):
-        key = yield from _read_value(source, MAX_DEPTH)
-    else:
-        yield from skip_space(source)
-        key = (yield from read_to(source, ":", MAX_NAME)).strip()
-        if not key:
-            raise MalformedCall
-        return str(key)
-    if not (yield from take(source, ":")):
+    for begin, _ in (*quotes, ('"', '"')):
+        if (yield from ahead(source, begin)):
+            key = yield from _read_value(source, quotes, MAX_DEPTH)
+            if not isinstance(key, str) or not (yield from take(source, ":")):
+                raise MalformedCall
+            return key
+    yield from skip_space(source)
+    key = (yield from read_to(source, ":", MAX_NAME)).strip()
+    if not key:
         raise MalformedCall
     return str(key)
 
 
-def _read_value(source: TextSource, depth: int) -> Reading[Any]:
-    if (yield from take(source, QUOTE)):
-        return (yield from read_to(source, QUOTE, None))
+def _read_value(source: TextSource, quotes: Quotes, depth: int) -> Reading[Any]:
+    for begin, end in quotes:
+        if (yield from take(source, begin)):
+            return (yield from read_to(source, end, None))
     if depth > MAX_DEPTH:
         raise MalformedCall
     if (yield from take(source, "[")):
         items: list[Any] = []
         while not (yield from take(source, "]")):
-            items.append((yield from _read_value(source, depth + 1)))
+            items.append((yield from _read_value(source, quotes, depth + 1)))
             if not (yield from take(source, ",")) and not (yield from ahead(source, "]")):
                 raise MalformedCall
         return items
     if (yield from take(source, "{")):
         values: dict[str, Any] = {}
         while not (yield from take(source, "}")):
-            key = yield from _read_key(source)
-            values[key] = yield from _read_value(source, depth + 1)
+            key = yield from _read_key(source, quotes)
+            values[key] = yield from _read_value(source, quotes, depth + 1)
             if not (yield from take(source, ",")) and not (yield from ahead(source, "}")):
                 raise MalformedCall
         return values

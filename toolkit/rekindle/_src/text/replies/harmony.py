@@ -245,8 +245,8 @@ _ATEM = CallBlock(
 )  # fmt: skip
 _MUSE_TEXT = CallText(
     f' to={{name}}{MESSAGE}<atem:function_calls>\n<atem:invoke name="{{name}}">\n',
-    "\n</atem:invoke>\n</atem:function_calls>", between=f"<|eom|>{START}assistant", arguments=TAGGED,
-    value=('<atem:parameter name="{key}">', "</atem:parameter>"), between_values="\n",
+    "</atem:invoke>\n</atem:function_calls>", between=f"<|eom|>{START}assistant", arguments=TAGGED,
+    value=('<atem:parameter name="{key}">', "</atem:parameter>\n"),
 )  # fmt: skip
 _MUSE_MARKERS = (START, MESSAGE, *MuseScanner._closes)
 MUSE = CallSyntax(
@@ -254,3 +254,8 @@ MUSE = CallSyntax(
     signs=("<atem:function_calls>",), markers=_MUSE_MARKERS, several=False, in_channels=True,
 )  # fmt: skip
 SCANNERS: dict[str, type[HarmonyScanner]] = {"harmony": HarmonyScanner, "muse": MuseScanner}
+# Tags around a message of reasoning that others follow.
+REASONING_OF = {
+    "harmony": (f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant"),
+    "muse": (f" to=self{MESSAGE}", f"<|eom|>{START}assistant"),
+}

@@ -150,27 +150,33 @@ def whole(text: str, read: Callable[[TextSource], Reading[T]]) -> T:
 
 
 def read_to(source: TextSource, end: str, limit: int | None) -> Reading[str]:
-    """Return the text before `end`, which is read as well. A longer one than `limit` is `MalformedCall`."""
+    """Return the text before `end`, which is read as well.
+
+    A longer one than `limit` is `MalformedCall`, after exactly so many characters: what is read then does not depend on
+    the pieces in which the text came.
+    """
     parts: list[str] = []
     length = 0
     while True:
         if (yield from peek(source)) == "":
             raise MalformedCall
-        bound = len(source.text) if limit is None else min(len(source.text), source.at + limit + len(end))
+        most = len(source.text) if limit is None else source.at + limit - length
+        bound = min(len(source.text), most + len(end))
         end_at = source.text.find(end, source.at, bound)
-        stop = end_at if end_at >= 0 else max(source.at, bound - len(end) + 1)
+        is_long = end_at < 0 and limit is not None and bound == most + len(end)
+        stop = end_at if end_at >= 0 else most if is_long else max(source.at, bound - len(end) + 1)
         parts.append(source.text[source.at : stop])
         length += stop - source.at
-        if limit is not None and length > limit:
+        source.at = stop
+        if is_long:
             raise MalformedCall
-        source.at = stop + len(end) if end_at >= 0 else stop
         if end_at >= 0:
+            source.at += len(end)
             return "".join(parts)
-        if source.ended and bound == len(source.text):
+        if source.ended:
             source.at = len(source.text)
             raise MalformedCall
-        if bound == len(source.text):
-            yield
+        yield
 
 
 def read_elements(calls: Calls, mark: str) -> Reading[ReplyCall]:
