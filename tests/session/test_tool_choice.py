@@ -73,6 +73,17 @@ def test_a_call_is_forced_once(session: Session) -> None:
     assert run.rounds[0].tool_calls and len(run.rounds) == 2 and run.messages[2]["role"] == "tool"
 
 
+def test_no_call_is_forced_inside_of_reasoning(session: Session) -> None:
+    """A prompt that ends with the opening tag is gone on with as reasoning; one that ends with both tags calls."""
+    thinking = "{% if false %}{{ tools }}<tool_call>{% endif %}" + BODY + "<think>{% if closed %}</think>{% endif %}"
+    options: dict[str, Any] = {"tools": [paint], "tool_choice": "required", "template": thinking, "max_tokens": 200}
+    reply = session.chat(USER, **{**options, "max_tokens": 10}).result_sync()
+    assert reply.reasoning and not reply.content and not reply.tool_calls
+    assert "tool_call" not in reply.text and reply.finish_reason == FinishReason.LENGTH
+    reply = session.chat(USER, template_options={"closed": True}, **options).result_sync()
+    assert reply.tool_calls and not reply.reasoning
+
+
 def test_choices_that_make_no_sense() -> None:
     with saying("Hi", HERMES) as session:
         for options, problem in (

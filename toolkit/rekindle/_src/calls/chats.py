@@ -168,12 +168,13 @@ class ChatRequests:
                 reasoning_effort=reasoning_effort,
                 template_options=template_options,
                 stream_tool_calls=stream_tool_calls,
+                forced=bool(choice.required) and not free,
             )
             self._host.check()
             effective = sampling_
             reply = prompt.extensions.get(ChatReply)
             if choice.required and not free and reply is not None:
-                effective = forcing(choice, sampling_, reply.plan.format, self._front.tokenizer)
+                effective = forcing(choice, sampling_, reply.plan, self._front.tokenizer)
             prompt = prompt.plus(pictures).plus(structured_text(self._front, effective))
             return Handle(self._host, self, prompt, effective)
 

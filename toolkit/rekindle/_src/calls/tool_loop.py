@@ -23,7 +23,7 @@ from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import blocks, fresh
-from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies import ReplyPlan
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
@@ -307,18 +307,23 @@ def _names(choice: ToolChoice, tool: Tool) -> bool:
     return choice == tool.name or (tool.function is not None and choice == tool.function)
 
 
-def forcing(choice: ResolvedToolChoice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
-    """Return the options of a request that has to reply with a call, enforced by a grammar of the family's syntax."""
+def forcing(choice: ResolvedToolChoice, sampling: Sampling, plan: ReplyPlan, tokenizer: object) -> Sampling:
+    """Return the options of a request that has to reply with a call, enforced by a grammar of the family's syntax.
+
+    Reasoning that the prompt has opened comes first, to its end; the model may also begin with it by itself.
+    """
     if sampling.structured:
         raise InvalidRequest(
             "tool_choice", choice.value, "can't be combined with a schema or grammar of the text", "Leave one out"
         )
-    if format.calls is None or not isinstance(tokenizer, Tokenizer):
+    if plan.format.calls is None or not isinstance(tokenizer, Tokenizer):
         raise InvalidRequest(
             "tool_choice", choice.value, "needs a model with a tokenizer and a chat template", "Use 'auto'"
         )
     schemas = [tool.schema for tool in choice.required]
-    grammar = call_grammar(format.calls, schemas, tokenizer.added_id, several=choice.parallel)
+    token = tokenizer.added_id
+    before = plan.before_calls(token)
+    grammar = call_grammar(plan.format.calls, schemas, token, several=choice.parallel, before=before)
     return dataclasses.replace(sampling, grammar=grammar)
 
 
