@@ -143,13 +143,13 @@ class Waiting(Pictures):
         self.decodes = False
         self.gate = threading.Event()
 
-    def known(self, picture: Any) -> bool:
+    def known(self, picture: Any, salt: str | None) -> bool:
         return False
 
-    async def encoded(self, picture: Any, wanted: Any) -> Any:
+    async def encoded(self, picture: Any, wanted: Any, *, caller: str, salt: str | None) -> Any:
         picture.digest = b"d" * 32
         await until(self.gate.is_set)
-        return await super().encoded(picture, wanted)
+        return await super().encoded(picture, wanted, caller=caller, salt=salt)
 
 
 PICTURE_BODIES = {
