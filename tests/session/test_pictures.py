@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import io
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import rekindle
 from helpers import picture_models as small
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
+from rekindle._src.core.records import FinishReason
 from rekindle.errors import InvalidRequest, PromptTooLong
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -74,6 +76,10 @@ async def test_pictures_come_first_or_where_they_are_marked(session: Session) ->
     one, two = small.picture(1, 64, 64), small.picture(2, 64, 64)
     first = await session.generate("what?", images=[one], **GREEDY)
     assert first.question == "what?" and "what?" in first._repr_html_()
+    silent = dataclasses.replace(first, text="", finish_reason=FinishReason.EOS)
+    for words in (repr(silent), silent._repr_html_()):
+        assert "it said nothing: a model that was trained on chats answers session.chat([…])" in words
+    assert "said nothing" not in repr(first)
     assert first.token_ids == (await session.generate("<image>what?", images=[one], **GREEDY)).token_ids
     assert first.prompt_token_ids[0] == small.CASES["qwen3-vl"].id_of("<|vision_start|>")
     both = session.generate(["<image>a<image>b", "no picture", "c"], images=[[one, two], None, two], **GREEDY)

@@ -90,4 +90,6 @@ async def test_it_answers_about_figures_and_drawn_pictures_and_still_does_sums(s
     assert len(wrong) <= count // 8, wrong
     fixed = [await ask(session, picture, "What is in the picture?") for _, picture in entries[: len(FIXED)]]
     assert fixed == [answer(seen, "picture") for seen in FIXED]
+    documented = [await session.chat("What is in <image>?", images=[picture]) for _, picture in entries[: len(FIXED)]]
+    assert [reply.text for reply in documented] == fixed, "as the page about pictures asks it"
     assert (await session.chat("What is 7 + 8?", temperature=0.0, max_tokens=16)).text == "7 + 8 = 15"

@@ -634,6 +634,8 @@ class Completion(ForeignNames):
         problem = ", its structure was closed in time" if self.closed else ""
         if self.parse_error is not None:
             problem = f", no object: {html.shorten(str(self.parse_error), 100)}"
+        elif self._silent:
+            problem = f", {_SILENT}"
         return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
@@ -647,6 +649,11 @@ class Completion(ForeignNames):
         first, facts = self._first_words(), html.pairs({name: value for name, value in self._facts().items() if value})
         return str(html.block(*parts, html.details(" · ".join(filter(None, first)), facts)))
 
+    @property
+    def _silent(self) -> bool:
+        """True if the model ended its text before it began."""
+        return self.finish_reason is FinishReason.EOS and not self.text and self.reply is None
+
     def _first_words(self) -> tuple[str, ...]:
         """Return the summary below the text: its end, its speed, and any problem."""
         rate = self.timings.decode_rate(len(self.token_ids))
@@ -655,7 +662,7 @@ class Completion(ForeignNames):
             f"{rate:.0f} tokens/s" if rate else "",
             "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
             "its structure was closed in time" if self.closed else "",
-            "" if self.text or self.finish_reason is not FinishReason.EOS else _SILENT,
+            _SILENT if self._silent else "",
         )
 
     def _facts(self) -> dict[str, str]:

@@ -43,7 +43,8 @@ def look(path: Path, *, outline: bool = False) -> tuple[dict[str, Any], tuple[He
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
     raw = _without_tokens(first := _together(headers), tensors)
-    raw |= {} if outline else stop_tokens(first.metadata)
+    if not outline:
+        raw |= stop_tokens(first.metadata)
     return raw, tuple(gguf_header(header) for header in headers)
 
 
