@@ -7,4 +7,10 @@ MODULES = {  # of each model_type that drafts for another model and is none by i
     "dflash": "dflash", "eagle3": "eagle3", "gemma4_assistant": "gemma4_assistant",
     "gemma4_unified_assistant": "gemma4_assistant", "glm4_moe_lite_mtp": "mtp", "qwen3_5_mtp": "mtp",
 }  # fmt: skip
+BLOCK_ARCHITECTURE = "DFlashDraftModel"  # a head that drafts a block of tokens at once
+# Heads with a checkpoint of their own, by the architectures of config.json. EAGLE-3 has those of SpecForge, vLLM
+# and Red Hat's speculators.
+ARCHITECTURES = (
+    BLOCK_ARCHITECTURE, "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
+)  # fmt: skip
 OWN_HEADS = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text")  # model types with a head of their own, in `mtp`

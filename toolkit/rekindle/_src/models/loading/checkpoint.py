@@ -257,7 +257,8 @@ def read(
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
     """Plan the reads for each leaf. One `CheckpointError` lists all missing, unexpected and misshapen tensors."""
     # A start that finds everything kept does not read: it needs none of the formats.
-    from rekindle._src.models.loading.named_tensors import draft_heads, named_tensors, shown_name
+    from rekindle._src.models.drafters.unread import draft_heads
+    from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 
     manifest, entries = named_tensors(found.stored, found.config)
     shown = functools.partial(shown_name, found.stored, found.config, manifest)

@@ -31,11 +31,6 @@ _SAME_LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _ASSISTANT_KEYS = (
     "model_type", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k",
 )  # fmt: skip
-# Heads of EAGLE-3, by their architectures in config.json: SpecForge's, vLLM's, and those of Red Hat's speculators.
-_EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-_BLOCK_HEAD = "DFlashDraftModel"  # a head that drafts a block of tokens at once
-_LAYER_KEYS = "transformer_layer_config"  # the key of a "speculator" for its layers
-_MASK_FILE = "mask_embedding.pt"  # in place of the embedding of its mask
 _BOTH_WAYS = ("gemma3",)  # models where a picture's tokens see later ones of it, in all layers
 OWN = "model."  # the beginning of a language model's tensor names here, regardless of their names in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
@@ -120,10 +115,10 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool, outl
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = "" if outline else fingerprints.folder_fingerprint(raw, headers)
-    kinds = _architectures(raw)
-    if _BLOCK_HEAD in kinds or any(name in _EAGLE for name in kinds):
-        headers = tuple(_renamed(header, _head_name) for header in headers)
-        keys = _block_keys(raw, path) if _BLOCK_HEAD in kinds else _eagle_keys(raw, headers)
+    if any(name in drafters.ARCHITECTURES for name in _architectures(raw)):
+        from rekindle._src.models.drafters.stored import read_head  # other checkpoints don't need it
+
+        keys, headers = read_head(raw, headers, path, added=_ADDED)
         return StoredCheckpoint(path, keys, headers, fingerprint)
     config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
     found, others = beginnings(names), None
@@ -159,61 +154,6 @@ def text_config(raw: Mapping[str, object]) -> dict[str, object]:
 def _architectures(raw: Mapping[str, object]) -> list[object]:
     found = raw.get("architectures")
     return found if isinstance(found, list) else []
-
-
-def _eagle_keys(raw: Mapping[str, object], headers: Iterable[Header]) -> dict[str, object]:
-    """Return the keys of an EAGLE-3 head in one form, with the optional tensors that it has."""
-    layer = raw.get(_LAYER_KEYS)
-    kind = (layer if isinstance(layer, Mapping) and layer else raw).get("model_type", "llama")
-    if kind != "llama":
-        raise UnsupportedModel(
-            f"model_type={str(kind)[:80]!r} of an EAGLE-3 head is not implemented: it has to be llama."
-        )
-    names = {entry.name for header in headers for entry in header.entries}
-    optional = {"embed_tokens": f"{OWN}embed_tokens.weight", "lm_head": "lm_head.weight", "d2t": "d2t"}
-    present = [key for key, name in optional.items() if name in names]
-    return _head_keys(raw, "eagle_config") | {"model_type": "eagle3", "tensors": present, "absolute_ids": False}
-
-
-def _block_keys(raw: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Return the keys of a DFlash head in one form. Raise UnsupportedModel for a mask with an embedding of its own."""
-    if (path / _MASK_FILE).exists():
-        raise UnsupportedModel(
-            f"{path.name} has the embedding of its mask in {_MASK_FILE}, a pickle, which could run any code. Use a "
-            "head with a mask that is a token of the model."
-        )
-    keys = _head_keys(raw, "dflash_config")
-    inputs = keys.get("aux_hidden_state_layer_ids")
-    if isinstance(inputs, list) and all(type(one) is int for one in inputs):
-        keys.setdefault("target_layer_ids", [one - 1 for one in inputs])
-    return {**keys, "model_type": "dflash"}
-
-
-def _head_keys(raw: Mapping[str, object], own: str) -> dict[str, object]:
-    """Return the keys of a head's config in one form. A "speculator" has the keys of its layers apart, and the head's
-    own keys may be under the key `own`. A key without a value does not replace another.
-    """
-    keys: dict[str, object] = {}
-    for part in (raw.get(_LAYER_KEYS), raw, raw.get(own)):
-        if isinstance(part, Mapping):
-            keys |= {
-                name: value
-                for name, value in part.items()
-                if name not in _ADDED and (value is not None or name not in keys)
-            }
-    return keys
-
-
-def _head_name(name: str) -> str:
-    """Normalise the name of a draft head's tensor: trainers and converters name the same tensor differently."""
-    name = name.removeprefix(OWN)
-    if name.startswith("midlayer."):
-        name = f"layers.0.{name.removeprefix('midlayer.')}"
-    return OWN + name if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
-
-
-def _renamed(header: Header, rename: Callable[[str], str]) -> Header:
-    return header._replace(entries=tuple(entry._replace(name=rename(entry.name)) for entry in header.entries))
 
 
 def _with_projector(
