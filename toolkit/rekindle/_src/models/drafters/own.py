@@ -16,11 +16,11 @@ Kinds = tuple[tuple[str, str], ...]  # of matrices, by their paths
 
 def trunk_of(graph: Graph, added: tuple[Pages, ...] = ()) -> Graph:
     """Return the graph of a model without its head; the session adds these pages."""
+    if graph.config.draft_head is None and not added:
+        return graph  # as in most sessions
     config = dataclasses.replace(graph.config, draft_head=None, added_pages=added)
-    precision = graph.precision
-    if graph.config.draft_head is not None:
-        kinds, unpacked = (_without(each) for each in (precision.kinds, precision.unpacked))
-        precision = dataclasses.replace(precision, kinds=kinds, unpacked=unpacked)
+    kinds, unpacked = (_without(each) for each in (graph.precision.kinds, graph.precision.unpacked))
+    precision = dataclasses.replace(graph.precision, kinds=kinds, unpacked=unpacked)
     return Graph(config, precision, leaves_of_trunk(graph, graph.paths))
 
 
