@@ -1,4 +1,4 @@
-"""Drafters: each of them is one file, which has all of it, and `plan` chooses those of a session.
+"""Drafters. Each is one file with all of its parts; `plan` chooses the drafters of a session.
 
 To add one, write its `DraftKind` (`kind`), and name it in `plan`.
 """

@@ -123,8 +123,8 @@ class AssistantPrograms(DraftPrograms):
 
 
 def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | None, ...]:
-    """Return for each layer of an assistant the layer whose pages it attends to: the last one of the same kind, with a
-    window or without, that has pages. None where the model has none."""
+    """Return the model's layer that each layer of an assistant attends to: the last one of its kind, with a window or
+    without, that has pages. None where the model has no such layer."""
     kinds = [spec.sliding_window is not None for spec in model.attention]
     own = [layer for layer in range(model.num_layers) if isinstance(model.caches[layer].pages, Pages)]
     last = {slides: max((layer for layer in own if kinds[layer] == slides), default=None) for slides in (True, False)}
@@ -133,7 +133,7 @@ def source_layers(assistant: ModelConfig, model: ModelConfig) -> tuple[int | Non
 
 @dataclasses.dataclass(frozen=True)
 class AssistantCalls(TargetCalls):
-    """The programs of an assistant, over those of the model that it drafts for."""
+    """The programs of an assistant, over the pages and the state of the session's model."""
 
     name = "assistant"
     shapes: DraftShapes
@@ -159,7 +159,7 @@ class AssistantCalls(TargetCalls):
 
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
-        """The layer whose pages each layer attends to."""
+        """The model's layer that each layer attends to."""
         checkpoint = source_layers(self.shapes.graph.config, self.target.model)
         assert None not in checkpoint, "it was checked"
         return tuple(layer for layer in checkpoint if layer is not None)

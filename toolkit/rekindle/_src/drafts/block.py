@@ -104,7 +104,7 @@ class BlockEntries(KeptEntries[EntryInputs]):
 
 @dataclasses.dataclass(frozen=True)
 class BlockCalls(EntryCalls):
-    """The programs by which a head drafts blocks."""
+    """The programs that draft blocks."""
 
     name = "block"
     spec: BlockSpec

@@ -126,7 +126,7 @@ class DraftShaping(NamedTuple):
 
     @classmethod
     def of(cls, layout: DraftLayout, columns: Array, floats: Array, state: RequestState) -> DraftShaping:
-        """Return it for rows whose first columns are their slots."""
+        """Return the shaping of rows that have their slots in the first column."""
         flags, missing = columns[:, _COLUMNS + 1], columns[:, _COLUMNS + 2]
         own = floats.reshape(layout.rows, -1)[:, DRAWING:]
         biased = (flags & RowFlag.BIASED) != 0
@@ -145,7 +145,7 @@ class DraftShaping(NamedTuple):
 
 
 def prompt_lengths(columns: Array) -> Array:
-    """Return the prompt lengths [N] of rows whose logits may be shaped."""
+    """Return the prompt lengths [N] of rows with columns for shaping."""
     return columns[:, _COLUMNS]
 
 
@@ -199,7 +199,7 @@ class DraftChoice(NamedTuple):
 
 
 def _spread(logits: Array, ids: Array, vocab_size: int) -> Array:
-    """Return logits over the model's vocabulary, of those of the tokens `ids`: no others are drafted."""
+    """Spread the logits of the tokens `ids` over the model's vocabulary. No other token is drafted."""
     return jnp.full((len(logits), vocab_size), -jnp.inf, logits.dtype).at[:, ids].set(logits)
 
 

@@ -115,7 +115,7 @@ class KeptEntries(Feature[Inputs, tuple[Array, ...]], abc.ABC):
 
     @abc.abstractmethod
     def earlier_entries(self, head: Any, step: EntryStep[Inputs], tokens: EarlierTokens) -> Items[Entry]:
-        """Compute those of tokens of earlier steps."""
+        """Compute the entries of tokens from earlier steps."""
 
     def follow(self, step: EntryStep[Inputs], kv: paged.KV) -> paged.KV:
         head = merge(self._shapes.graph, step.operands)
@@ -190,7 +190,7 @@ class EntryPrograms(DraftPrograms, abc.ABC):
     """Adds a head to a session's programs: its entries in steps and pages, and calls that draft."""
 
     def __init__(self, shapes: DraftShapes, config: ModelConfig) -> None:
-        """`config` is that of the whole head."""
+        """`config` describes the whole head, `shapes` one device's part of it."""
         self.shapes, self.reads = shapes, config.reads
         self.pages = tuple(config.pages_of(layer) for layer in range(config.num_layers))
 
@@ -199,7 +199,7 @@ class EntryPrograms(DraftPrograms, abc.ABC):
 
 
 class HeadWeights(DraftWeights):
-    """Calls the programs by which a head drafts. Its leaves are the model's: they come and go with that one's."""
+    """Calls the programs of the model's own head. Its leaves belong to the model and change with it."""
 
     def __init__(self, programs: Programs, load: Callable[[], Items[Array]]) -> None:
         super().__init__(programs, load)
@@ -228,7 +228,7 @@ class HeadWeights(DraftWeights):
 
 
 class LoadedHead(HeadWeights):
-    """Weights of a head with a checkpoint of its own. They stay with others of the model, and sleep in host memory."""
+    """Weights of a head with its own checkpoint. They stay when the model's change, and sleep in host memory."""
 
     def __init__(self, programs: Programs, load: Callable[[], Items[Array]]) -> None:
         super().__init__(programs, load)
@@ -284,7 +284,7 @@ class OtherHeadKind(DraftKind):
 
 
 def fitted(checkpoint: DraftCheckpoint, target: Target, reads: tuple[int, ...], size: int) -> DraftCheckpoint:
-    """Return the checkpoint of a head in the precision of its model, of which it reads these layers, each of `size`.
+    """Return the checkpoint of a head in its model's precision. The head reads layers of `size` from the model.
 
     Raise ConfigError if it was made for another model.
     """
@@ -345,7 +345,7 @@ class EntryDrafter(HiddenDrafter):
         return sequence.cached if known is None or known.epoch != sequence.epoch else known.tokens
 
     def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> dict[int, EntryLag] | None:
-        """A step computes entries if it has prompts or drafts, or if a row lacks those of `MOST_MISSING` tokens."""
+        """Plan entries for a step with prompts or drafts, or with a row that lacks `MOST_MISSING` entries."""
         lags = dict[int, EntryLag]()
         for sequence, row in zip(sequences, rows, strict=True):
             if row.draft:

@@ -144,7 +144,7 @@ def _tokens_after(inputs: StepInputs, last: Array, vocab_size: int) -> Array:
 
 
 class HeadCalls(EntryCalls):
-    """The programs by which a head drafts one token after another."""
+    """The programs that draft one token after another."""
 
     name = "head"
 

@@ -29,7 +29,7 @@ class HiddenDrafter(WeightsDrafter):
     """Plans the work of a drafter that reads what the model computed before a request's latest token."""
 
     def __init__(self, name: str, words: str, positions: int) -> None:
-        """`words` name its drafts in explanations; `positions` are those that it has."""
+        """`words` name its drafts in explanations; `positions` is the longest text that it drafts for."""
         super().__init__(positions)
         self.name, self.words = name, f"drafts of {words}"
 

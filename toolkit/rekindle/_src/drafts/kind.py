@@ -44,11 +44,11 @@ class DraftKind(abc.ABC):
         """Return its rule on the host."""
 
     def page_bytes(self, config: EngineConfig) -> int:
-        """Return the bytes of its own part of each page of the session, whose config is resolved."""
+        """Return the bytes that it adds to each page of the session. The config is resolved."""
         return 0
 
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027  most have nothing to compare
-        """Raise ConfigError unless its tokens are those of the model, whose tokenizer this is."""
+        """Raise ConfigError unless the drafter has the same tokens as the model's tokenizer."""
 
     def open(self, opening: DraftOpening) -> DraftWeights | None:
         """Read its weights; None if it has none to call."""

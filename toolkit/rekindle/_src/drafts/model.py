@@ -110,7 +110,7 @@ class ModelPrograms(DraftPrograms):
 
 
 class PageContent(NamedTuple):
-    """The tokens whose entries a page of the small model has."""
+    """The tokens with entries in a page of the small model."""
 
     before: int  # the key of the tokens before it
     tokens: IntArray  # at its beginning

@@ -50,7 +50,7 @@ class DraftPlan:
 
     @property
     def pages(self) -> tuple[Pages, ...]:
-        """The pages that they add to those of the model's layers."""
+        """The pages that they add after the pages of the model's layers."""
         return self.programs.pages
 
     @property
@@ -88,7 +88,7 @@ def reads_own_head(config: EngineConfig) -> bool:
 
 
 def draft_plan(config: EngineConfig, target: Callable[[], Target], located: Callable[[str], str | Path]) -> DraftPlan:
-    """Return the drafters of a session, after reading the headers of those that have a checkpoint of their own.
+    """Return the drafters of a session. The headers of their own checkpoints are read here.
 
     `target` returns the model that is drafted for, and `located` the place of a checkpoint. Raise ConfigError for what
     can't draft for this model.

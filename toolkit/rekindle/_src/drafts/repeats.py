@@ -47,7 +47,7 @@ class RepeatChances:
         self._ended = 0
 
     def of(self, length: int, own: float, count: int) -> tuple[float, ...]:
-        """Return the chances of the next `count` tokens of a repetition of `length`, whose request's part is `own`."""
+        """Return the chances of the next `count` tokens of a repetition of `length`; `own` is the request's part."""
         key = min(length, _LENGTHS), _STEP * round(own / _STEP), count
         known = self._known.get(key)
         if known is None:
@@ -140,7 +140,7 @@ class FollowedText(RequestDrafts):
 
 
 class RepeatDrafter(Drafter):
-    """The base of drafters whose requests keep a `FollowedText`."""
+    """The base of drafters that keep a `FollowedText` for each request."""
 
     def __init__(self, most: int = 0) -> None:
         """`most` is the option that says how many drafts a request has in a step; 0: it says nothing."""
@@ -172,7 +172,7 @@ def are_texts(ids: np.ndarray) -> np.ndarray:
 
 
 def last_key(tokens: Items[int]) -> int:
-    """Return the key of the last `SIZE` tokens; that of fewer is no run's."""
+    """Return the key of the last `SIZE` tokens. The key of fewer tokens matches no run."""
     key = MASK
     for token in tokens[-SIZE:]:
         key = (key << BITS | token) & MASK

@@ -67,10 +67,10 @@ class WeightsDrafts(RequestDrafts):
 
 
 class WeightsDrafter(Drafter):
-    """A drafter whose tokens the runner computes before the rows of a step. It rests while its drafts don't pay."""
+    """A drafter that computes tokens on the device before a step. It rests while its drafts don't pay."""
 
     def __init__(self, positions: int) -> None:
-        """`positions` are those that it has."""
+        """`positions` is the longest text that it drafts for."""
         self.positions = positions
         self.places = [Acceptance() for _ in range(DRAFTS)]  # of all requests
         self.step = 0  # the latest that was planned
@@ -99,7 +99,7 @@ class WeightsDrafter(Drafter):
             self._trial = None
 
     def chains(self, sequences: Items[Sequence], rows: Items[Row]) -> dict[Sequence, tuple[Row, list[Row]]]:
-        """Return for each sequence its first row, and the rows whose tokens are drafted here."""
+        """Return the first row of each sequence, and its rows of drafts from this drafter."""
         chains: dict[Sequence, tuple[Row, list[Row]]] = {}
         for sequence, row in zip(sequences, rows, strict=True):
             _, chain = chains.setdefault(sequence, (row, []))

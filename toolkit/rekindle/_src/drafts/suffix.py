@@ -61,12 +61,12 @@ class IndexedText:
 
 
 def mixed_in(namespace: PageNamespace) -> int:
-    """Return what a namespace mixes into the keys of its runs; the same in every process."""
+    """Return the number that a namespace mixes into the keys of its runs. It is the same in every process."""
     return namespace.key & MASK
 
 
 class SuffixIndex:
-    """Texts, and where each run of `SIZE` tokens occurred last in those of a namespace."""
+    """Texts, and the last place of each run of `SIZE` tokens in the texts of a namespace."""
 
     def __init__(self, most_bytes: int = SUFFIX_BYTES) -> None:
         self._entries = max(64, most_bytes // 16) | 1  # odd, or half of the places would hold most runs
@@ -155,14 +155,14 @@ class SuffixIndex:
         return text, at, same
 
     def clear(self) -> None:
-        """Forget all texts; those of requests that go on are no longer indexed."""
+        """Forget all texts, also the texts of requests that go on."""
         np.asarray(self.table)[:] = 0
         self._live.clear()
         self._ended.clear()
         self._ended_bytes = 0
 
     def _has(self, namespace: PageNamespace, tokens: IntArray) -> bool:
-        """True if the table leads to a text that has these tokens, of which it compares at most `DEPTH`."""
+        """True if the table leads to a text with these tokens. At most `DEPTH` tokens are compared."""
         wanted = array("i", tokens.astype(np.int32).tobytes())
         key = last_key(wanted)
         match = self.find(self.table[self.entry(key, mixed_in(namespace))], namespace, wanted)

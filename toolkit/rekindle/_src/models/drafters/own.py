@@ -41,7 +41,7 @@ def leaves_of_trunk(graph: Graph, leaves: Sequence[T]) -> tuple[T, ...]:
 
 
 def leaves_of_head(graph: Graph, leaves: Sequence[T]) -> tuple[T, ...]:
-    """Return the leaves of a model's head, of a whole graph's."""
+    """Return the leaves of a whole graph that are part of its head."""
     return tuple(leaf for path, leaf in zip(graph.paths, leaves, strict=True) if path.startswith(PREFIX))
 
 

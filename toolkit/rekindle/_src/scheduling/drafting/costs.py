@@ -68,7 +68,7 @@ class TimesByRows:
 
 
 class StepCosts:
-    """Decides how many drafts a step gets, by what steps take that wait for the one before, and those that don't."""
+    """Decides how many drafts a step gets, by the times of steps that wait for the one before and of others."""
 
     def __init__(self) -> None:
         self._running = TimesByRows()  # of steps that were planned while another one ran
@@ -78,7 +78,7 @@ class StepCosts:
         self._step = self._tried = 0
 
     def learn(self, rows: int, result: StepResult, *, waited: bool) -> None:
-        """Add the time from the end of the step before to that of a committed one, which had no prefill rows."""
+        """Add the time of a committed step without prefill rows, from the end of the step before to its own end."""
         self._step += 1
         seconds = result.device_seconds + result.idle_seconds
         if seconds <= 0:
@@ -120,7 +120,7 @@ class StepCosts:
         return best
 
     def _seconds(self, rows: int, count: int, plain: float, wait: float, free: int) -> float:
-        """Return what a step with `count` drafts is likely to take, and what they have to gain beyond that."""
+        """Return the seconds that a step with `count` drafts is likely to take, plus the gain that is due."""
         seconds = self._waiting.get(rows + count)
         if seconds is None:
             # Without a measurement, rows up to the size of the program cost nothing, and others as much as any.

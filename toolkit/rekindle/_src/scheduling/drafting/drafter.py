@@ -18,7 +18,7 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class DraftCounts(NamedTuple):
-    """The tokens of a drafter that were computed along with others, and those of them that the model chose, too."""
+    """The numbers of tokens that a drafter proposed and steps computed, and that the model chose as well."""
 
     drafted: int
     accepted: int
@@ -49,7 +49,7 @@ class DraftableRow(NamedTuple):
 
 
 class Drafter:
-    """Proposes tokens for rows; the base of all drafters, each of which has a `name` in statistics."""
+    """Proposes tokens for rows. The base of all drafters; each has a `name` in statistics."""
 
     name = ""
     crowded = False  # the step being planned has no room for drafts, so that none are to be waited for
@@ -63,7 +63,7 @@ class Drafter:
         return True
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
-        """Return what it keeps of a request, whose first decode row is about to be planned. None: it drafts none."""
+        """Begin with a request before its first decode row is planned. Return its record; None if it drafts none."""
         raise NotImplementedError
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
@@ -71,7 +71,7 @@ class Drafter:
         raise NotImplementedError
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        """Return what is drafted on the device before a step with decode `rows` of `sequences`."""
+        """Return its tasks on the device before a step with decode `rows` of `sequences`."""
         return ()
 
     def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
@@ -83,7 +83,7 @@ class Drafter:
         """Note that a request continues after the last accepted draft."""
 
     def lost(self) -> None:
-        """Note that what it has on the device was lost. Called in the device thread."""
+        """Note that its state on the device was lost. Called in the device thread."""
 
     def planned(self, step: int) -> None:
         """Note that a step is planned."""

@@ -37,7 +37,7 @@ _MOST = 7  # drafts of a request in a step, where no option says how many
 
 
 class Drafts:
-    """Adds draft rows to a step whose other rows are planned."""
+    """Adds draft rows to a step after its other rows are planned."""
 
     def __init__(self, limits: Limits, ledger: PageLedger, drafters: Iterable[Drafter]) -> None:
         self._limits, self._ledger = limits, ledger
@@ -97,7 +97,7 @@ class Drafts:
                 sequences[after:after] = [sequence] * len(drafts)
 
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
-        """Return what drafters compute on the device before a step, whose decode `rows` are those of `sequences`."""
+        """Return the tasks of drafters on the device before a step with decode `rows` of `sequences`."""
         return tuple(task for one in self._working if one.awake for task in one.tasks(sequences, rows))
 
     def planned(self, step: int, *, alone: bool, waited: bool) -> None:
@@ -110,16 +110,16 @@ class Drafts:
             drafter.planned(step)
 
     def awaited(self, sequences: Items[Sequence]) -> frozenset[str]:
-        """Return the requests whose token a drafter needs before the step after the one being planned."""
+        """Return the requests with a token that a drafter needs before the next step is planned."""
         return frozenset([one.id for one in sequences if one.awaited]) if self._working else NOBODY
 
     def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
-        """Return what a step computes for the drafter that keeps entries of tokens; see `Drafter.entries`."""
+        """Return the entries that a step computes for a drafter; see `Drafter.entries`."""
         entries = (one.entries(sequences, rows, enters=enters) for one in self._working)
         return next((each for each in entries if each is not None), None)
 
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
-        """Take a committed step, of whose rows some were `taken`: count its drafts, and what it cost."""
+        """Count the drafts and the cost of a committed step. `taken` says which rows became part of their texts."""
         waited, entered = plan.step == self._waits, plan.entries is not None
         if not plan.prefill and (waited or (plan.step != self._alone and not entered)):
             self._costs.learn(len(plan.decode), result, waited=waited)
@@ -141,7 +141,7 @@ class Drafts:
             self._ledger.sides.checked(sequence)
 
     def statistics(self) -> dict[str, DraftCounts]:
-        """Return what each drafter has brought."""
+        """Return the counts of each drafter by its name."""
         return {name: DraftCounts(count, self.accepted[name]) for name, count in self.drafted.items()}
 
     def end(self, sequence: Sequence) -> None:
@@ -155,7 +155,7 @@ class Drafts:
             drafter.forget()
 
     def _proposals(self, sequences: Items[Sequence]) -> dict[Sequence, tuple[Drafter, Proposal]]:
-        """Return what is proposed for each sequence, by the first drafter that proposes anything."""
+        """Return the proposal for each sequence from the first drafter that has one."""
         found: dict[Sequence, tuple[Drafter, Proposal]] = {}
         for drafter in self._drafters:
             if not drafter.awake:

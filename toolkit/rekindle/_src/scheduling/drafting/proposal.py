@@ -33,7 +33,7 @@ class RequestDrafts:
         return False
 
     def declined(self) -> None:
-        """Note that a proposal was not taken, since it does not gain what it costs."""
+        """Note that a proposal was not taken because it would gain less than it costs."""
 
     def push(self, token: int) -> None:
         """Take the request's next token, which is known now."""
@@ -49,7 +49,7 @@ class RequestDrafts:
 
 
 class Acceptance:
-    """How often drafts are what the model says next, by those that were seen, whether they were computed or not."""
+    """How often drafts match the model's next token, counted over all drafts seen, computed or not."""
 
     __slots__ = ("_right", "_seen")
 
