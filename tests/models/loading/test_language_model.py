@@ -164,7 +164,7 @@ def test_heads_are_found_above_the_language_model() -> None:
 def test_two_language_models_are_refused_by_their_names(tmp_path: Path) -> None:
     raw = checkpoints.CASES["llama"]
     twice = {f"draft.{name}": tensor for name, tensor in checkpoints.tensors(raw).items()}
-    with pytest.raises(CheckpointError, match=r"holds 2 language models, .* begin with 'draft\.model\.', 'model\.'"):
+    with pytest.raises(CheckpointError, match=r"holds 2 language models: .* begin with 'draft\.model\.', 'model\.'"):
         load(under(tmp_path / "two", "llama", "model.", **twice), dtype="float32")
     heads = {"language_model.lm_head.weight": np.ones((160, 48), np.float32)}
     shown = r"two tensors for lm_head\.weight: language_model\.lm_head\.weight and lm_head\.weight"
