@@ -389,9 +389,10 @@ class Session(OpenModel, RolloutRequests):
         """Await it to load an adapter (LoRA) under a name, for `generate(…, adapter=name)`; nothing is compiled.
 
         `source` is a PEFT folder, a GGUF file of llama.cpp, or a trainer's arrays: by PEFT's names, or an nnx state
-        with `lora_a` and `lora_b` at paths of the model such as `layers.0.attention.qkv`; `alpha` divided by the rank
-        is then its scale, by default 1. A name that is in use means the new weights from now on; requests that run
-        keep the old ones.
+        with `lora_a` and `lora_b` at paths of the model such as `layers.0.attention.qkv` [in, rank] and [rank, out],
+        or at those of `trainable()`, which end in `.weight`: `params[path] + lora_a @ lora_b` is the merged weight.
+        `alpha` divided by the rank is then its scale, by default 1. A name that is in use means the new weights from
+        now on; requests that run keep the old ones.
         """
         return Once(adapters.load, self._client, name, source, alpha, name="load_adapter")
 

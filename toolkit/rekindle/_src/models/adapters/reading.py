@@ -1,7 +1,9 @@
 """Adapters from wherever they are: a PEFT folder, a GGUF file, or a trainer's arrays or nnx state.
 
 Names of arrays are those of PEFT (`….lora_A.weight` [rank, in], `….lora_B.weight` [out, rank]), or paths of rekindle's
-own model with nnx's orientation (`layers.0.attention.qkv.lora_a` [in, rank], `….lora_b` [rank, out]).
+own model: of a layer with nnx's orientation (`layers.0.attention.qkv.lora_a` [in, rank], `….lora_b` [rank, out]), or of
+a parameter of `trainable()` with that of the parameter (`layers.0.attention.qkv.weight.lora_a` [out, rank], `….lora_b`
+[rank, in]).
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def read_adapter(
 
 
 _ENDS = (".lora_a", ".lora_b")
+_OF_PARAMETER = ".weight"  # ends the path of a parameter of `trainable()`
 
 
 def arrays_of(state: object) -> dict[str, NDArray[Any]]:
@@ -118,18 +121,24 @@ def _products(
     problems: list[str] = []
     for path, array in arrays.items():
         end = path[-7:]
-        if end in _ENDS and path[:-7] in by_path:
+        if end in _ENDS and path[:-7].removesuffix(_OF_PARAMETER) in by_path:
             pairs.setdefault(path[:-7], {})[end] = array
         else:
             problems.append(f"{path}: is no lora_a or lora_b of a linear layer of this model")
     products: dict[str, list[Product | None]] = {}
-    for path, pair in pairs.items():
+    for name_of_pair, pair in pairs.items():
+        path = name_of_pair.removesuffix(_OF_PARAMETER)
         site, shapes = by_path[path], {end: array.shape for end, array in pair.items()}
+        sides = (site.inputs, site.outputs) if path == name_of_pair else (site.outputs, site.inputs)
         rank = next(iter(shapes.get(_ENDS[0], ())[1:]), 0)
-        if not rank or shapes != {_ENDS[0]: (site.inputs, rank), _ENDS[1]: (rank, site.outputs)}:
-            problems.append(f"{path}: has shapes {shapes}, expected [{site.inputs}, r] and [r, {site.outputs}]")
+        if not rank or shapes != {_ENDS[0]: (sides[0], rank), _ENDS[1]: (rank, sides[1])}:
+            problems.append(f"{name_of_pair}: has shapes {shapes}, expected [{sides[0]}, r] and [r, {sides[1]}]")
             continue
-        down, up = (pair[end].T for end in _ENDS)
+        if path in products:
+            problems.append(f"{name_of_pair}: is the second pair of its layer")
+            continue
+        first, second = (pair[end] for end in _ENDS)
+        down, up = (first.T, second.T) if path == name_of_pair else (second, first)
         scale = np.float32(1.0 if alpha is None else alpha / rank)
         products[path] = [Product(down, up[span] * scale) for span in site.spans]
     if problems:
