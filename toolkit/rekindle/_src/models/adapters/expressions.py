@@ -16,7 +16,7 @@ from rekindle._src.models.adapters.patterns import (
     Literal,
     Lookahead,
     ModuleNames,
-    Pattern,
+    NamePattern,
     PatternChoice,
     PatternSequence,
     Repeat,
@@ -68,7 +68,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
-    def whole(self) -> Pattern:
+    def whole(self) -> NamePattern:
         part = self._choice()
         if self._at < len(self._text):
             raise self._refused("a ')' that closes nothing")
@@ -83,14 +83,14 @@ class _Parser:
         self._at += len(text) if found else 0
         return found
 
-    def _choice(self) -> Pattern:
+    def _choice(self) -> NamePattern:
         parts = [self._sequence()]
         while self._next("|"):
             parts.append(self._sequence())
         return parts[0] if len(parts) == 1 else PatternChoice(parts)
 
-    def _sequence(self) -> Pattern:
-        parts: list[Pattern] = []
+    def _sequence(self) -> NamePattern:
+        parts: list[NamePattern] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             part = self._repeated(self._single())
             if isinstance(part, Literal) and parts and isinstance(parts[-1], Literal):
@@ -98,7 +98,7 @@ class _Parser:
             parts.append(part)
         return parts[0] if len(parts) == 1 else PatternSequence(parts)
 
-    def _single(self) -> Pattern:
+    def _single(self) -> NamePattern:
         letter = self._text[self._at]
         if letter == "(":
             return self._group()
@@ -124,12 +124,12 @@ class _Parser:
             raise self._refused(f"a {letter!r} that repeats nothing")
         return Literal(letter)
 
-    def _group(self) -> Pattern:
+    def _group(self) -> NamePattern:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise self._refused(f"groups in more than {_MAX_DEPTH} groups")
         if self._next("(?!"):
-            part: Pattern = Lookahead(self._choice(), negative=True)
+            part: NamePattern = Lookahead(self._choice(), negative=True)
         elif self._next("(?="):
             part = Lookahead(self._choice(), negative=False)
         elif self._next("(?:"):
@@ -144,7 +144,7 @@ class _Parser:
         self._depth -= 1
         return part
 
-    def _repeated(self, part: Pattern) -> Pattern:
+    def _repeated(self, part: NamePattern) -> NamePattern:
         start = self._at
         if self._next("*"):
             least, most = 0, None

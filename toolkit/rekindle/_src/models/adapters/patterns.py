@@ -99,7 +99,7 @@ class Letters:
         return any(kind(letter) for kind in self._kinds)
 
 
-class Pattern(Protocol):
+class NamePattern(Protocol):
     """A part of an expression."""
 
     def starts(self, name: ModuleName, ends: int) -> int:
@@ -137,7 +137,7 @@ class Character:
 class PatternSequence:
     """Parts, one after the other."""
 
-    def __init__(self, parts: Sequence[Pattern]) -> None:
+    def __init__(self, parts: Sequence[NamePattern]) -> None:
         self.parts = parts
 
     def starts(self, name: ModuleName, ends: int) -> int:
@@ -152,7 +152,7 @@ class PatternSequence:
 class PatternChoice:
     """One of several parts."""
 
-    def __init__(self, parts: Sequence[Pattern]) -> None:
+    def __init__(self, parts: Sequence[NamePattern]) -> None:
         self.parts = parts
 
     def starts(self, name: ModuleName, ends: int) -> int:
@@ -166,7 +166,7 @@ class PatternChoice:
 class Repeat:
     """A part, from `least` to `most` times; without `most`, any number of times from `least` on."""
 
-    def __init__(self, part: Pattern, least: int, most: int | None) -> None:
+    def __init__(self, part: NamePattern, least: int, most: int | None) -> None:
         self.part, self.least, self.most = part, least, most
 
     def starts(self, name: ModuleName, ends: int) -> int:
@@ -216,7 +216,7 @@ class Where:
 class Lookahead:
     """Matches the empty text where a part follows, or, if negative, where it does not."""
 
-    def __init__(self, part: Pattern, *, negative: bool) -> None:
+    def __init__(self, part: NamePattern, *, negative: bool) -> None:
         self._part, self._negative = part, negative
 
     def starts(self, name: ModuleName, ends: int) -> int:
@@ -225,7 +225,7 @@ class Lookahead:
         return ends & ~follows if self._negative else ends & follows
 
 
-def repeats_groups(part: Pattern) -> bool:
+def repeats_groups(part: NamePattern) -> bool:
     """True if a part has the repeat of a group, or a look-ahead, in it: repeats of it would not be linear."""
     if isinstance(part, PatternSequence | PatternChoice):
         return any(map(repeats_groups, part.parts))
