@@ -46,7 +46,7 @@ def test_every_bound_has_a_row() -> None:
 
 def test_every_row_has_a_constant() -> None:
     for file, name in sorted(rows()):
-        text = (SOURCES / file).read_text()
+        text = (SOURCES / file).read_text() if (SOURCES / file).exists() else ""
         assert re.search(rf"\b{name}\b", text), f"there is no {name} in {file} any more"
     twice = {(file, name) for row in BOUNDS for file, name in [tuple(row.constants.split(": "))]} & {
         (file, name) for file, names in OTHERS.items() for name in names

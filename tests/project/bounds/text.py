@@ -104,6 +104,19 @@ def pieces(count: int) -> Callable[[], object]:
     return opened({"type": "Unigram", "unk_id": 0, "vocab": [[f"{number:x}", 0.0] for number in range(count)]})
 
 
+def searched(count: int) -> Callable[[], object]:
+    """Characters of a reply, for each of which all steps of a pattern of a reply's template are looked at."""
+    from rekindle._src.text.replies.patterns import Pattern, PatternSearch
+
+    search = PatternSearch(Pattern.parse("(?:a?a?a?){256}b"), 0)
+
+    def work() -> object:
+        search.feed("a" * count, 0, ended=False, limit=1 << 20)
+        return search
+
+    return work
+
+
 BOUNDS: list[Bound] = [
     AUTHOR(
         "text/template_code.py: MAX_TEMPLATE", counts="tokens of a template", most=template_code._TOKENS,
@@ -141,6 +154,10 @@ BOUNDS: list[Bound] = [
         "text/tokenizer_limits.py: PIECE_CHARACTERS, LONGEST_PIECE", counts="unigram pieces", most=STRINGS,
         unit="a short piece", feed=pieces, count=STRINGS // 16, seconds=12, mib=2_560,
     ),
+    AUTHOR(
+        "text/replies/patterns.py: MAX_PROGRAM, MAX_PATTERN, MAX_REPEAT", counts="characters of a reply and a pattern",
+        most=4_096, unit="one that all steps read", feed=searched, count=256, seconds=12, mib=16,
+    ),
 ]  # fmt: skip
 
 OTHERS: dict[str, dict[str, Other]] = {
@@ -151,6 +168,12 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_ARGUMENTS": SMALL, "MAX_ALL_ARGUMENTS": SMALL, "MAX_SPACE": SMALL, "MAX_NAME": SMALL,
     },
     "text/replies/harmony.py": {"_LONGEST": SMALL},
+    "text/replies/patterns.py": {"_MAX_NESTED": SMALL},
+    "text/replies/response_template.py": {
+        "MAX_FIELDS": within("characters of a reply and a pattern: one for each field"), "MAX_LITERALS": SMALL,
+        "MAX_LITERAL": SMALL, "_MAX_NODES": SMALL,
+    },
+    "text/replies/template_scanner.py": {"MAX_MATCH": within("characters of a reply and a pattern")},
     "text/replies/json_reader.py": {"MAX_DEPTH": SMALL, "MAX_WORD": SMALL},
     "text/tokenizer.py": {
         "MAX_FILE": within("tokens of a vocabulary"), "MAX_JSON": within("values of a checkpoint's JSON"),
