@@ -67,8 +67,8 @@ class PageTransfers:
         """
         if moves and self._reads_in_place:
             self._calls.wait(self._calls.kv)
-            arrays = read_in_place(self._calls.kv, [move.page for move in moves])
-            return [tuple(array[at : at + 1] for array in arrays) for at in range(len(moves))]
+            whole = read_in_place(self._calls.kv, [move.page for move in moves])
+            return [tuple(array[at : at + 1] for array in whole) for at in range(len(moves))]
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
         for batch, payload in [
