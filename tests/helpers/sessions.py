@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.drafts.plan import of_texts
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.engine import Engine
@@ -57,7 +58,9 @@ def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any)
         max_tokens_per_step=config.max_tokens_per_step, max_prefill_rows=8, **runner,
     )  # fmt: skip
     cache = PrefixCache(pool, config.page_size, b"root") if config.prefix_cache else None
-    return Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed), fake
+    drafters = [kind.drafter(limits) for kind in of_texts(config.drafts, config.prompt_lookup)]
+    scheduler = Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed, drafters=drafters)
+    return scheduler, fake
 
 
 def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:

@@ -299,7 +299,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: maps as a write would, 
 
 
 def read_in_place(kv: paged.KV, pages: Sequence[int]) -> paged.Payload:
-    """Return what `gather` returns for pages of one CPU device, without a program. No step may be in flight.
+    """Copy pages of one CPU device as `gather` does, but without a program. No step may be in flight.
 
     The memory is read by its address: a NumPy view of an array would keep the next step from reusing its memory.
     """

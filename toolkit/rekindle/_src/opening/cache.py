@@ -122,7 +122,7 @@ class SessionCache:
         self._looking.start()
 
     def opened(self) -> None:
-        """Wait until it is known what is on disk, for a first prompt; not for long, where very much is."""
+        """Wait, for a moment at most, until the pages on disk are known to a first prompt."""
         if self._looking is not None:
             self._looking.join(LOOK_SECONDS)
 
