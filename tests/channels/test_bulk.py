@@ -109,7 +109,7 @@ def test_what_is_sealed_can_not_be_changed() -> None:
     near.sendall(data)
     two.close()
     two._connection, two._received = far, 1
-    with pytest.raises(ProcessLost, match="not what the other process sent"):
+    with pytest.raises(ProcessLost, match="differs from what the other process sent"):
         two.receive_into([memoryview(bytearray(1000))])
     near.close(), one.close(), two.close()
 

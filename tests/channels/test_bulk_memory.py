@@ -91,9 +91,9 @@ def test_nothing_that_is_not_what_was_offered_is_read() -> None:
     small = os.memfd_create("small")
     cases: list[tuple[Any, str]] = [
         ({**offer, "number": "00" * 32}, "another one"), ({**offer, "file": other}, "could shrink"),
-        ({**offer, "file": small}, "another size"), ({**offer, "number": "x"}, "no sense"),
-        ({**offer, "process": "1/../2"}, "no sense"), ({**offer, "file": True}, "no sense"),
-        ({**offer, "size": 1 << 40}, "no sense"), ([], "no sense"), ({**offer, "process": 1 << 40}, "No such"),
+        ({**offer, "file": small}, "another size"), ({**offer, "number": "x"}, "is invalid"),
+        ({**offer, "process": "1/../2"}, "is invalid"), ({**offer, "file": True}, "is invalid"),
+        ({**offer, "size": 1 << 40}, "is invalid"), ([], "is invalid"), ({**offer, "process": 1 << 40}, "No such"),
     ]  # fmt: skip
     for told, why in cases:
         with pytest.raises(OSError, match=why):

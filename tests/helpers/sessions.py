@@ -18,12 +18,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.drafts.plan import of_texts
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.threads import Mailbox
+from rekindle._src.drafts.plan import of_texts
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
