@@ -299,9 +299,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: maps as a write would, 
 
 
 def read_in_place(kv: paged.KV, pages: Sequence[int]) -> paged.Payload:
-    """Copy pages of one CPU device as `gather` does, but without a program. No step may be in flight.
+    """Return the payload of pages of one CPU device, in the form of `gather`, without a program.
 
-    The memory is read by its address: a NumPy view of an array would keep the next step from reusing its memory.
+    No step may be in flight. The memory is read by its address: a NumPy view of an array would keep the next step
+    from reusing its memory.
     """
     payload: list[np.ndarray] = []
     for numbers in paged.groups_of(kv):

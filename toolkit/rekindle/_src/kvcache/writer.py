@@ -196,7 +196,7 @@ class CacheWriter:
 
     @property
     def _finds_stored(self) -> bool:
-        """True if prompts find pages of earlier sessions. The programs for these pages may be missing."""
+        """True if prompts find pages of earlier sessions; programs for them may be missing."""
         return self.tiers is not None and self.tiers.finds_stored and self.tiers.has_disk_pages
 
     def submit(self, job: Callable[[], T]) -> Future[T]:

@@ -122,7 +122,7 @@ class SessionCache:
         self._looking.start()
 
     def opened(self) -> None:
-        """Wait, for a moment at most, until the pages on disk are known to a first prompt."""
+        """Wait for the indices of pages on disk, so that a first prompt finds them; `LOOK_SECONDS` at most."""
         if self._looking is not None:
             self._looking.join(LOOK_SECONDS)
 
