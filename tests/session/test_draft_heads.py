@@ -147,6 +147,8 @@ def test_tokens_are_those_without_drafts(pair: Pair, expected: dict[str, list[in
     with rekindle.open_sync(pair.model, **pair.options) as session:
         for turn in range(2):  # the second continues pages and states that the first left
             assert texts(session) == expected, f"turn {turn}"
+        heads = [one for one in session._engine.scheduler._drafts._drafters if isinstance(one, EntryDrafter)]
+        assert heads and not any(one._entered for one in heads), "a request that has ended is kept"
         stats = session.stats()
         assert 20 < stats.accepted_tokens < stats.drafted_tokens
         assert {*stats.drafters} == {pair.drafter}

@@ -30,7 +30,7 @@ from rekindle._src.opening.blueprint import blueprint
 from rekindle._src.opening.open_request import OpenRequest
 from rekindle._src.opening.source import source_of
 from rekindle._src.scheduling.drafting.costs import StepCosts
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, StepFailed
 from session.test_drafts_of_states import LONG, REQUESTS, prompt, texts
 from session.test_state_cache import OPTIONS, of_context, tokens
 
@@ -104,6 +104,24 @@ def test_tokens_of_two_requests_are_those_without_drafts(model: Any, cousin: str
                 assert 5 < stats.accepted_tokens < stats.drafted_tokens
     assert found[cousin] == found["none"]
     assert found["none"][0] == plain_loop(model, prompt(names[0]), 90)
+
+
+def test_a_failed_step_is_its_requests_end_and_drafts_go_on(model: Any, twin: str) -> None:
+    with rekindle.open_sync(model, **{**DRAFTS, "max_requests": 3}, drafts=twin) as session:
+        before = session.generate_sync(prompt("greedy"), **LONG).token_ids
+        runner = session._engine.runner
+        dispatch = runner.dispatch
+
+        def broken(plan: Any) -> Any:
+            runner.dispatch = dispatch  # type: ignore[method-assign]
+            raise ValueError("broke")
+
+        runner.dispatch = broken  # type: ignore[method-assign]
+        with pytest.raises(StepFailed, match="broke"):
+            session.generate_sync(prompt("drawn"), **LONG)
+        drafted = session.stats().drafted_tokens
+        assert session.generate_sync(prompt("greedy"), **LONG).token_ids == before
+        assert session.stats().drafted_tokens > drafted
 
 
 @pytest.mark.thorough

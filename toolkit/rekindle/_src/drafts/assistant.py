@@ -160,9 +160,9 @@ class AssistantCalls(TargetCalls):
     @functools.cached_property
     def sources(self) -> tuple[int, ...]:
         """The model's layer that each layer attends to."""
-        checkpoint = source_layers(self.shapes.graph.config, self.target.model)
-        assert None not in checkpoint, "it was checked"
-        return tuple(layer for layer in checkpoint if layer is not None)
+        layers = source_layers(self.shapes.graph.config, self.target.model)
+        assert None not in layers, "it was checked"
+        return tuple(layer for layer in layers if layer is not None)
 
     def _recipe(self, layout: DraftLayout, arguments: tuple[Any, ...]) -> Recipe:
         operands = (WEIGHTS, WEIGHTS, PAGES, ROWS, ROWS, ROWS)

@@ -362,7 +362,8 @@ class EntryDrafter(HiddenDrafter):
         return lags
 
     def checked(self, sequence: Sequence) -> None:
-        self._entered[sequence] = _EntryCount(sequence.epoch, min(self.entered(sequence), sequence.planned))
+        if sequence in self._entered:  # one that has ended with this step is forgotten
+            self._entered[sequence] = _EntryCount(sequence.epoch, min(self.entered(sequence), sequence.planned))
 
     def end(self, sequence: Sequence) -> None:
         super().end(sequence)

@@ -432,7 +432,7 @@ class DraftModel(DraftWeights):
 
     def renew(self) -> None:
         self.lost()
-        if any(leaf.isdeleted() for leaf in jax.tree.leaves(self._kv)):
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._kv)):
             self._kv = self._program(self._recipes.memory)()
 
     def sleep(self) -> int:

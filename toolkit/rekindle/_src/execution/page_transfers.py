@@ -54,6 +54,7 @@ class PageTransfers:
         self._fills = tuple(fill.pages for fill in reversed(calls.programs.fills))
         self._layout = self._parts.layout
         self._restores = 0
+        self._gather_is_stored: bool | None = None
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
@@ -91,7 +92,11 @@ class PageTransfers:
         if jax.default_backend() != "cpu" or programs.parts.divided or programs.parts.multi_process:
             return False
         keys = [Helper(GATHER.kind, size) for size in self._sizes]
-        return self._shards.count == 1 and not all(programs.ready(key) or programs.stored(key) for key in keys)
+        if self._shards.count != 1 or all(map(programs.ready, keys)):
+            return False
+        if self._gather_is_stored is None:  # asked once: a shared cache may be far away
+            self._gather_is_stored = all(programs.ready(key) or programs.stored(key) for key in keys)
+        return not self._gather_is_stored
 
     def store(self, leaving: Leaving) -> None:
         """Hand the pages that were read out to the host tier; waits for the copies."""

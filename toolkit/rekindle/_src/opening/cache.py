@@ -114,6 +114,7 @@ class SessionCache:
         tiers.fillable, tiers.finds_stored = programs.fillable, True
 
         def look() -> None:
+            programs.fillable()
             for each in self.all_tiers:
                 if each.disk is not None:
                     each.disk.scan()

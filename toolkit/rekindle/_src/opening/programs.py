@@ -29,6 +29,7 @@ class SessionPrograms:
         self._warming, self._contexts, self._background = warming, contexts, background
         self._demand: Demand | None = None
         self._fillable = False
+        self._stored_fills: frozenset[Key] | None = None
 
     @classmethod
     def open(cls, plan: Blueprint, shown: OpeningProgress, contexts: Contexts) -> SessionPrograms:
@@ -76,9 +77,12 @@ class SessionPrograms:
 
     def fillable(self) -> bool:
         """True if pages can be brought to the device without compiling."""
-        programs = self.all
-        keys = [*programs.fills, *(side.fill for side in programs.sides)]
-        self._fillable = self._fillable or all(programs.ready(key) or programs.stored(key) for key in keys)
+        if not self._fillable:
+            programs = self.all
+            keys = [*programs.fills, *(side.fill for side in programs.sides)]
+            if self._stored_fills is None:  # asked once: a shared cache may be far away
+                self._stored_fills = frozenset(key for key in keys if programs.ready(key) or programs.stored(key))
+            self._fillable = all(programs.ready(key) or key in self._stored_fills for key in keys)
         return self._fillable
 
     def opened(self) -> None:

@@ -131,12 +131,13 @@ class DiskTier:
         for segment in tuple(self._segments.values()):
             if segment.is_gone():
                 self._drop(segment)
-        prefix = self.identity.root.hex()
+        identity = self.identity  # other weights may take its place meanwhile
+        prefix = identity.root.hex()
         for path in self._paths():
             if not path.name.startswith(prefix) or path.name in self._segments:
                 continue
             try:
-                self._add(self._verified(path))
+                self._add(self._verified(path, identity))
             except FileNotFoundError:
                 continue  # removed meanwhile, or its folder has no index
             except StoreError as error:
@@ -343,13 +344,13 @@ class DiskTier:
             self._segments[segment.path.name] = segment
             self._index.update((digest, (segment, index)) for index, digest in enumerate(segment.digests()))
 
-    def _verified(self, path: Path) -> Segment:
-        """Open a segment. Raises StoreError if its pages do not belong to this identity."""
+    def _verified(self, path: Path, identity: Identity) -> Segment:
+        """Open a segment. Raises StoreError if its pages do not belong to an identity."""
         segment = Segment.open(path)
-        reason = self.identity.mismatch(Identity.stored_in(segment.header))
+        reason = identity.mismatch(Identity.stored_in(segment.header))
         if reason is not None:
             raise StoreError(reason)
-        verify(self.identity, segment.records, segment.leaves)
+        verify(identity, segment.records, segment.leaves)
         return segment
 
     def _drop(self, segment: Segment, *, known: bool = False) -> None:

@@ -6,7 +6,7 @@ The 12B model has neither embeddings of layers nor experts; its model of images 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, SharedWith
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
@@ -15,9 +15,6 @@ from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ConfigKeys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
-
-if TYPE_CHECKING:
-    pass
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
