@@ -88,6 +88,16 @@ def test_a_picture_is_attached_sent_and_shown(view: ChatView, session: Session) 
     assert "for the next message" in view.picture and view.picture.count("<img") == 2
 
 
+def test_attached_pictures_stay_when_a_message_is_edited(view: ChatView) -> None:
+    drop(view, ONE)
+    view.send("What?")
+    drop(view, TWO)
+    view.edit()
+    assert [one.uri for one in view._attached.entries] == [ONE, TWO]
+    view.switch(0)
+    assert [one.uri for one in view._attached.entries] == [TWO] and view.widget.value("say") == ""
+
+
 def test_a_picture_alone_is_a_message(view: ChatView) -> None:
     view.send("")
     assert view.messages == []

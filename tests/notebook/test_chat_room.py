@@ -165,6 +165,32 @@ def test_another_failure_gives_the_message_back_too(view: ChatView, monkeypatch:
     assert view.widget.value("say") == "hello" and roles(view) == ["system"]
 
 
+def test_a_draft_stays_when_another_text_is_sent(view: ChatView) -> None:
+    view.widget.fill("say", "a draft")
+    press(view, "suggest:1")
+    assert view.messages[-1]["content"] == view._suggestions[1] and view.widget.value("say") == "a draft"
+    view.send("from a cell")
+    assert view.messages[-1]["content"] == "from a cell" and view.widget.value("say") == "a draft"
+    press(view, "send")
+    assert view.messages[-1]["content"] == "a draft" and view.widget.value("say") == ""
+
+
+def test_a_draft_stays_when_a_message_is_edited_or_its_version_changes(view: ChatView) -> None:
+    answered(view, "one")
+    answered(view, "two")
+    view.widget.fill("say", "a draft")
+    view.edit()
+    assert view.widget.value("say") == "two\na draft"
+    view.edit()
+    assert view.widget.value("say") == "one\na draft", "the message of the first edit was not changed"
+    view.switch(1)
+    assert view.messages[1]["content"] == "one" and view.widget.value("say") == "a draft"
+    view.edit()
+    view.widget.fill("say", "one, changed")
+    view.switch(1)
+    assert view.messages[1]["content"] == "one" and view.widget.value("say") == "one, changed"
+
+
 def test_its_title_is_its_first_message_and_the_line_under_an_answer_names_a_file_alone() -> None:
     with opened("/home/somebody/models/Qwen3-0.6B-Q4_K_M.gguf") as session:
         view = session.view.chat(max_tokens=4)

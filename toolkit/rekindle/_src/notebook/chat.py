@@ -21,7 +21,7 @@ from rekindle._src.core.reply import Reply
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.notebook import bubbles, settings
 from rekindle._src.notebook.answer import LastAnswer, Piece, tokens_of
-from rekindle._src.notebook.attachments import Attachments, rooms, text_in, thumbnails_of
+from rekindle._src.notebook.attachments import Attachment, Attachments, rooms, text_in, thumbnails_of
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, choice, field
 from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted
@@ -54,6 +54,13 @@ class Refusal(NamedTuple):
         if isinstance(error, PromptTooLong):
             return cls(f"Not sent: the conversation with this message {error.problem}", True)
         return cls(f"Not answered: {type(error).__name__}: {error}", False)
+
+
+class Draft(NamedTuple):
+    """The next message: the text of the input line, and the attached pictures."""
+
+    text: str
+    pictures: tuple[Attachment, ...]
 
 
 class ChatView(Live):
@@ -106,6 +113,7 @@ class ChatView(Live):
         self._last: LastAnswer | None = None  # the last answer, which is not in `messages` yet
         self._refused: Refusal | None = None  # the last message was not answered, and is in the input line again
         self._settling = threading.RLock()  # the drawing thread and a press may both find a refusal
+        self._edit: tuple[Draft, Draft] | None = None  # the next message before and after `edit`
         self._branches = Branches[LastAnswer]()
         self._bubbles: list[tuple[object, str]] = []  # pictures of the messages, each with what it shows
         self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
@@ -262,20 +270,39 @@ class ChatView(Live):
                 return
             self._last = None
             if self.messages and self.messages[-1]["role"] == "user":
-                typed, attached = self.widget.value("say"), self._attached.entries
-                said = self._attached.take_back(self.messages.pop()["content"])
-                self._attached.entries += attached
-                self.widget.fill("say", "\n".join(filter(None, (said, typed))))
+                self._take_back(self.messages.pop()["content"])
             self._refused = Refusal.of(error)
 
+    @property
+    def _draft(self) -> Draft:
+        return Draft(self.widget.value("say"), self._attached.entries)
+
+    def _take_back(self, content: Any) -> None:
+        """Put a message into the input line, before the text and the pictures that are there."""
+        typed, pictures = self._draft
+        said = self._attached.take_back(content)
+        self._attached.entries += pictures
+        self.widget.fill("say", "\n".join(filter(None, (said, typed))))
+
+    def _undo_edit(self) -> None:
+        """Take the message of the last `edit` out of the input line, unless it was changed there."""
+        edit, self._edit = self._edit, None
+        if edit is not None and self._draft == edit[1]:
+            text, self._attached.entries = edit[0]
+            self.widget.fill("say", text)
+
     def send(self, text: str) -> None:
-        """Send a message with its attached pictures. An unfinished answer is stopped, and its text so far is kept."""
+        """Send a message with its attached pictures. An unfinished answer is stopped, and its text so far is kept.
+
+        Another text in the input line stays there.
+        """
         attached = self._attached.entries
         if text or attached:
             self._finish_answer()
             self.messages.append({"role": "user", "content": self._attached.content(text)})
             self._attached.entries, line = (), self.widget.value("say")
-            self.widget.fill("say", "")
+            if line == text:
+                self.widget.fill("say", "")
             try:
                 self._answer()
             except BaseException:
@@ -283,6 +310,8 @@ class ChatView(Live):
                 self._attached.entries = attached
                 self.widget.fill("say", line)
                 raise
+            if line == text:
+                self._edit = None
 
     def attach(self, picture: object) -> None:
         """Attach a picture, in any form that `session.chat` takes, to the next message."""
@@ -315,14 +344,18 @@ class ChatView(Live):
     def edit(self, at: int | None = None) -> None:
         """Put the last message, or the one at a place of `messages`, into the input line, to be written anew.
 
-        The message stays as another version, and so does all that follows it.
+        The message stays as another version, and so does all that follows it. A text that was typed follows it in the
+        input line.
         """
         self._settle()
         users = self._users()
         for place in users[-1:] if at is None else [place for place in users if place == at]:
             content = self.messages[place]["content"]
             self._cut(place)
-            self.widget.fill("say", self._attached.take_back(content))
+            self._undo_edit()
+            before = self._draft
+            self._take_back(content)
+            self._edit = before, self._draft
             self._mark(None)
 
     def switch(self, at: int, by: int = 1) -> None:
@@ -337,7 +370,7 @@ class ChatView(Live):
         self._cut(at)
         self._last = branch.answer
         self.messages += map(dict, branch.messages[:-1] if branch.answer is not None else branch.messages)
-        self.widget.fill("say", "")
+        self._undo_edit()
         self._mark(None)
 
     def _whole(self) -> list[Message]:
