@@ -80,6 +80,13 @@ def test_nothing_of_a_text_is_lost() -> None:
         assert text.count("word") - fences <= words(found) <= text.count("word"), text
 
 
+def test_a_table_has_a_bounded_number_of_columns() -> None:
+    (found,) = elements("|" * 1000 + "\n|-|\n|x|\n" + "|" * 1000)
+    ((_, (_, (_, heads), (_, *rows))),) = found
+    assert [len(row) - 1 for row in (heads, *rows)] == [64] * 3
+    assert rows[0][1] == ["td", "x"]
+
+
 def test_marks_without_an_end_are_read_in_bounded_time() -> None:
     """A long answer of open marks: each looks so many characters ahead, and nesting has a bound."""
     most = 60_000

@@ -2,7 +2,7 @@
 // All else is text, and text is only ever set as text. A model writes it: each reader goes on from where the last one
 // ended, and looks no further than RUN characters for an end. Images are not shown, since loading one tells its server.
 
-const RUN = 2000, DEEPEST = 8, ROWS = 200;
+const RUN = 2000, DEEPEST = 8, ROWS = 200, COLUMNS = 64;
 
 function made(tag, look, ...children) {
   const element = document.createElement(tag);
@@ -97,7 +97,7 @@ function item(line) {
 
 function cells(line) {
   const row = line.trim();
-  return row.slice(row.startsWith("|") ? 1 : 0, row.endsWith("|") ? -1 : undefined).split("|").map((cell) => cell.trim());
+  return row.slice(row.startsWith("|") ? 1 : 0, row.endsWith("|") ? -1 : undefined).split("|", COLUMNS).map((cell) => cell.trim());
 }
 
 function dashes(line) {
