@@ -18,6 +18,7 @@ import anyio
 import pytest
 
 from helpers.asgi import send
+from helpers.chatting import saying
 from helpers.sessions import wait_until_idle
 from helpers.thorough import one_event_loop as anyio_backend  # noqa: F401
 from rekindle import Sampling, Session
@@ -161,6 +162,32 @@ async def test_an_answer_is_stopped_by_a_key_and_its_text_stays(slow: Session) -
     async with await slow.serve() as server:
         found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
     assert "· stopped" in found["talk"]["text"] and found["note"]["text"] == ""
+
+
+@pytest.mark.anyio
+async def test_a_question_comes_back_from_an_answer_of_reasoning_alone_with_the_reason() -> None:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "send", "Send")]
+    with saying("<think>They greet") as session:
+        async with await session.serve() as server:
+            found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
+    assert found["note"]["text"] == "The answer ended before its text began."
+    assert found["text"]["value"] == "Hello" and found["talk"]["text"] == ""
+
+
+@pytest.mark.anyio
+async def test_an_answer_comes_back_if_another_one_is_refused(session: Session) -> None:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "talk", "token")]
+    refused = [("type", "model", "unknown"), ("press", "talk", "Again"), ("shows", "note", "unknown")]
+    restored = [("type", "model", "fake"), ("press", "talk", "Again"), ("shows", "send", "Send")]
+    async with await session.serve() as server:
+        before = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps, *refused))
+        after = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps, *refused, *restored))
+    question, answer = before["talk"]["tree"][2:]
+    assert question[1] == "turn users" and answer[1] == "turn assistants" and before["talk"]["text"].endswith("Again")
+    assert before["text"]["value"] == "" and before["title"]["text"] == "Hello"
+    assert [sent["messages"] for sent in after["sent"]] == [[{"role": "user", "content": "Hello"}]] * 3
 
 
 @pytest.mark.anyio

@@ -169,7 +169,8 @@ function acts() {
   });
 }
 
-async function answered() {
+// Asks for an answer. If no text comes, the `earlier` answer is back, or else the question is in the input line again.
+async function answered(earlier) {
   const control = new AbortController(), began = performance.now(), part = turn("assistant", "");
   const picture = drawing(part), mine = conversation;
   let facts = {text: "", tokens: 0}, failure = null;
@@ -197,8 +198,13 @@ async function answered() {
     messages.push({role: "assistant", content: facts.text});
     part.facts.textContent = ended(facts, began, stopped);
   } else { // it is as if nothing was said
+    if (!failure || stopped) say("The answer ended before its text began.");
     turns.pop().whole.remove();
-    if (messages.length && messages[messages.length - 1].role === "user") {
+    if (earlier) {
+      messages.push(earlier.message);
+      turns.push(earlier.part);
+      $("talk").append(earlier.part.whole);
+    } else if (messages.length && messages[messages.length - 1].role === "user") {
       turns.pop().whole.remove();
       const text = messages.pop().content;
       $("text").value = $("text").value ? text + "\n" + $("text").value : text;
@@ -225,9 +231,9 @@ async function ask() {
 
 async function again() {
   if (running || !messages.length || messages[messages.length - 1].role !== "assistant") return;
-  messages.pop();
-  turns.pop().whole.remove();
-  await answered();
+  const earlier = {message: messages.pop(), part: turns.pop()};
+  earlier.part.whole.remove();
+  await answered(earlier);
 }
 
 // Drops the first message and all before the next one, and sends what had no room.
