@@ -221,7 +221,9 @@ def test_a_line_of_the_log_is_written_once_whatever_is_imported_later(
 ) -> None:
     """Orbax, which is imported once pages are saved, adds a handler to the root of all loggers."""
     root, progress = logging.getLogger(), logging.getLogger("rekindle.progress")
-    monkeypatch.setattr(root, "handlers", [])
+    for logger in (root, logging.getLogger("rekindle"), progress):  # earlier tests may have left some
+        monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(progress, "propagate", True)
     with serve._log_lines():
         progress.info("before")
         root.addHandler(logging.StreamHandler())
