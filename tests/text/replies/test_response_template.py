@@ -120,7 +120,11 @@ MARKS = sorted({mark for source in TEMPLATES.values() for mark in ResponseTempla
 
 
 def read(name: str, pieces: Sequence[str], prompt: str = "", tools: Sequence[Any] = TOOLS) -> Reply:
-    format = ReplyFormat(template=ResponseTemplate.load(TEMPLATES[name]))
+    return read_by(TEMPLATES[name], pieces, prompt, tools)
+
+
+def read_by(source: dict[str, Any], pieces: Sequence[str], prompt: str = "", tools: Sequence[Any] = TOOLS) -> Reply:
+    format = ReplyFormat(template=ResponseTemplate.load(source))
     scanner = ReplyPlan(format, tuple(tools)).scanner(prompt, b"", 0)
     return fold([*(event for piece in pieces for event in scanner.feed(piece)), *scanner.finish()])
 
@@ -162,11 +166,35 @@ def test_a_reply_is_the_same_in_whatever_pieces(name: str, parts: list[str], cut
 
 def test_what_transformers_loses_is_kept() -> None:
     call = f'<tool_call>{{"name": "weather", "arguments": {_P}}}</tool_call>'
-    assert said(read("json", [f"One.\n{call}\nTwo."]))[::2] == ("One.\nTwo.", [PARIS]), "it keeps the last text alone"
+    both = said(read("json", [f"One.\n{call}\nTwo."]))[::2]
+    assert both == ("One.\n\nTwo.", [PARIS]), "it keeps the last text alone"
     cut = '<tool_call>{"name": "weather", "arguments": {"ci'
     assert said(read("json", [cut])) == (cut, "", []), "it raises an error"
     assert said(read("channels", ["Hi"])) == ("Hi", "", []), "text is dropped where no field opens"
     assert said(read("json", [call], tools=[])) == (call, "", []), "without tools there are no calls"
+
+
+def in_pieces(source: dict[str, Any], text: str) -> list[tuple[str, str, Any]]:
+    """What is read of a text as a whole, and of its characters one by one."""
+    return [said(read_by(source, pieces)) for pieces in ([text], list(text))]
+
+
+def test_a_longer_mark_that_begins_earlier_counts_in_pieces_too() -> None:
+    thinking = {"open": "<think>", "close": ["</think>", "\n\n</think>\n\n"], "content_args": {"strip": False}}
+    source = broken("fields", "thinking", value=thinking)
+    assert in_pieces(source, "<think>abc\n\n</think>\n\nhello") == [("hello", "abc", [])] * 2
+    assert in_pieces(source, "<think>abc\n\n</think>\nhello") == [("hello", "abc\n\n", [])] * 2
+
+
+def test_whitespace_stays_with_its_own_field() -> None:
+    assert in_pieces(TEMPLATES["json"], "a \n<think>x</think>b") == [("a \nb", "x", [])] * 2
+    assert in_pieces(TEMPLATES["json"], "<think>x \n</think>b") == [("b", "x", [])] * 2
+
+
+def test_text_after_a_call_that_is_none_keeps_its_space() -> None:
+    text = "<tool_call>bad</tool_call> more text"
+    assert in_pieces(TEMPLATES["json"], text) == [(text, "", [])] * 2
+    assert in_pieces(TEMPLATES["json"], f"a \n{text}") == [(f"a \n{text}", "", [])] * 2
 
 
 def test_types_follow_the_tools_schema() -> None:

@@ -59,6 +59,7 @@ class TemplateScanner(ReplyScanner):
         self._outside: list[str] = []  # text that no field takes
         self._said: set[str] = set()  # fields with text
         self._fresh = True  # nothing of this field's text was emitted
+        self._gaps: dict[str, list[str]] = {}  # whitespace that waits for more text, by field
 
     def go_on_from(self, prompt: str, continued: str) -> None:
         """Take the text before the reply: the prompt after its last anchor."""
@@ -105,9 +106,10 @@ class TemplateScanner(ReplyScanner):
         literals = tuple(text for _, _, one in marks for text in one.texts)
         while True:
             hit, hold = self._best(marks)
-            if hit is not None and (source.ended or (hit.place < hold and not self._may_grow(hit, literals))):
+            hold = min(hold, len(source.text) - self._undecided(literals))  # one that begins earlier, or is longer
+            if hit is not None and (source.ended or hit.place < hold):
                 return hit
-            end = min(hold, len(source.text) - self._undecided(literals), hit.place if hit is not None else hold)
+            end = min(hold, hit.place if hit is not None else hold)
             if source.ended:
                 end = len(source.text)
             self._take(field, source.text[source.at : end])
@@ -157,11 +159,6 @@ class TemplateScanner(ReplyScanner):
         search = self._searches[key] = PatternSearch(pattern, at)
         return search
 
-    def _may_grow(self, hit: _Hit, literals: Sequence[str]) -> bool:
-        """True if a longer mark may begin where one was found, once more text is there."""
-        rest = self.source.text[hit.place :]
-        return any(len(text) > max(len(rest), -hit.longest) and text.startswith(rest) for text in literals)
-
     def _take(self, field: ReplyField | None, text: str) -> None:
         if not text:
             return
@@ -174,7 +171,9 @@ class TemplateScanner(ReplyScanner):
             return
         if field.strip:
             text = text.lstrip(SPACE) if self._fresh and not (field.is_implicit and field.name in self._said) else text
+            self._gap = self._gaps.get(field.name, [])
             text = self._without_gap(text) if text else ""
+            self._gaps[field.name] = self._gap
         if not text:
             return
         if self._fresh and not field.is_implicit and field.name in self._said:
@@ -186,7 +185,7 @@ class TemplateScanner(ReplyScanner):
     def _end_text(self, field: ReplyField | None) -> None:
         """Leave the whitespace at the end of a field's text out, unless the implicit one goes on later."""
         if field is not None and not (field.is_implicit and not self.source.ended):
-            self._gap.clear()
+            self._gaps.pop(field.name, None)
         self._fresh = True
 
     def _close(self, field: ReplyField, groups: Mapping[str, str], mark: str) -> None:
@@ -199,9 +198,9 @@ class TemplateScanner(ReplyScanner):
             for value in field.values(text, groups):
                 self.emit(_call(value, self.known))
         except (MalformedCall, RecursionError):
-            self._said.add(CALLS)
-            self._emit(ContentDelta, f"{''.join(self._gap)}{self._mark}{text}{mark}")
-            self._gap.clear()
+            self._said.add("content")
+            gap = "".join(self._gaps.pop("content", []))
+            self._emit(ContentDelta, f"{gap}{self._mark}{text}{mark}")
 
 
 def _kind(field: ReplyField) -> type[ContentDelta] | type[ReasoningDelta] | None:
