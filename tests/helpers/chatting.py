@@ -74,13 +74,16 @@ def with_special_tokens(*texts: str) -> Tokenizer:
 
 
 @contextmanager
-def saying(script: Script | str, template: str = HERMES, *, tokenizer: Tokenizer | None = None) -> Iterator[Session]:
+def saying(
+    script: Script | str, template: str | ChatTemplate = HERMES, *, tokenizer: Tokenizer | None = None
+) -> Iterator[Session]:
     """Open a session with a model that answers each prompt with `script(prompt)`; it has to be whole afterwards."""
     tokenizer = tokenizer if tokenizer is not None else byte_tokenizer()
     config = dataclasses.replace(CONFIG, max_model_len=4096, max_tokens_per_step=512)
     answer = (lambda prompt: script) if isinstance(script, str) else script
     scheduler, runner = parts(config, num_pages=2048, model=ScriptedModel(script=answer, tokenizer=tokenizer))
-    session = Session(scheduler, runner, tokenizer, config, chat=ChatTemplate(template), model="scripted")
+    chat = template if isinstance(template, ChatTemplate) else ChatTemplate(template)
+    session = Session(scheduler, runner, tokenizer, config, chat=chat, model="scripted")
     try:
         yield session
         wait_until_idle(session)

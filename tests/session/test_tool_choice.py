@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +14,7 @@ from helpers.chatting import HERMES, saying
 from helpers.small import TINY
 from helpers.thorough import by_default
 from rekindle import FinishReason, Session
+from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import InvalidRequest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -97,4 +100,22 @@ def test_choices_that_make_no_sense() -> None:
         ):
             with pytest.raises(InvalidRequest, match=problem) as refused:
                 session.chat(USER, **options)  # type: ignore[call-overload]
+            assert refused.value.field == "tool_choice"
+
+
+def test_no_guessed_syntax_is_forced_where_a_response_template_reads(tmp_path: Path) -> None:
+    """The template reads its own marks alone, and a forced `<tool_call>` would stay in the text."""
+    call = {"open": "[call]", "close": "[/call]", "content": "json"}
+    own = {"start_anchor": "user:", "fields": {"content": {}, "tool_calls": call}}
+    config = {"chat_template": f"{{{{ tools }}}}{BODY}", "response_template": own}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    said = '[call]{"name": "stop", "arguments": {}}[/call]'
+    chat = ChatTemplate.load(tmp_path)
+    assert chat is not None
+    with saying(said, chat) as session:
+        reply = session.chat(USER, tools=[paint, stop]).result_sync()
+        assert [one.name for one in reply.tool_calls] == ["stop"]
+        for choice in ("required", "stop"):
+            with pytest.raises(InvalidRequest, match=r"response_template\. Use 'auto', or .* reply_format=") as refused:
+                session.chat(USER, tools=[paint, stop], tool_choice=choice)
             assert refused.value.field == "tool_choice"

@@ -102,6 +102,42 @@ def test_what_follows_the_grammar_is_read_as_calls(family: str, marked: bool) ->
     assert found == {"time", "weather", "pick"}
 
 
+@pytest.mark.parametrize("required", [(), ("p1",)])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_any_values_in_their_order_may_be_left_out_but_required_ones(count: int, required: tuple[str, ...]) -> None:
+    names = [f"p{number}" for number in range(count)]
+    one = tool("f", **dict.fromkeys(names, "integer"))
+    one["function"]["parameters"]["required"] = list(required)
+    tokenizer = with_special_tokens()
+    grammar = call_grammar(SYNTAXES["olmo"], [one], tokenizer.backend.token_to_id, several=False)
+    order = sorted(names, key=lambda name: name not in required)
+    accepted = [
+        chosen for size in range(count + 1) for chosen in itertools.permutations(names, size)
+        if is_accepted(grammar, tokenizer, [("f", dict.fromkeys(chosen, 1))])
+    ]  # fmt: skip
+    assert sorted(accepted) == sorted(
+        chosen for size in range(count + 1) for chosen in itertools.combinations(order, size)
+        if {*required} & {*names} <= {*chosen}
+    )  # fmt: skip
+
+
+def is_accepted(grammar: str, tokenizer: Tokenizer, calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    llg = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=[256])
+    matcher = llguidance.LLMatcher(llg, llguidance.grammar_from("grammar", grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(SYNTAXES["olmo"].write(calls), add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "muse", "olmo"])
+def test_a_grammar_grows_with_the_properties_and_no_faster(family: str) -> None:
+    def size(count: int) -> int:
+        one = tool("f", **{f"p{number}": "integer" for number in range(1_000, 1_000 + count)})
+        return len(call_grammar(SYNTAXES[family], [one], lambda text: None, several=False))
+
+    assert size(400) <= 4.2 * size(100)
+
+
 @pytest.mark.parametrize(
     ("family", "marked"),
     by_default(itertools.product(sorted(SYNTAXES), (True, False)), lambda case: case[0] in ("hermes", "harmony")),

@@ -320,6 +320,11 @@ def forcing(choice: ResolvedToolChoice, sampling: Sampling, plan: ReplyPlan, tok
         raise InvalidRequest(
             "tool_choice", choice.value, "needs a model with a tokenizer and a chat template", "Use 'auto'"
         )
+    if plan.format.template is not None and plan.format.is_guess:
+        raise InvalidRequest(
+            "tool_choice", choice.value, "can't be enforced in the syntax of this model's response_template",
+            "Use 'auto', or open the model with reply_format=…",
+        )  # fmt: skip
     schemas = [tool.schema for tool in choice.required]
     token = tokenizer.added_id
     before = plan.before_calls(token)

@@ -62,8 +62,9 @@ def object_call(key: str, name: str) -> tuple[str, ...]:
 def _values(index: int, schema: Schema, form: CallForm, *, tagged: bool) -> list[str]:
     """Return rules for `a=1, b="x"`, or for values in tags: the required ones in their order, then any others."""
     properties: Schema = schema.get("properties") or {}
-    required = [name for name in properties if name in schema.get("required", ())]
-    optional = [name for name in properties if name not in required]
+    needed = {name for name in schema.get("required", ()) if isinstance(name, str)}
+    required = [name for name in properties if name in needed]
+    optional = [name for name in properties if name not in needed]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = []
     for place, name in enumerate([*required, *optional]):
@@ -80,10 +81,11 @@ def _values(index: int, schema: Schema, form: CallForm, *, tagged: bool) -> list
     if required:
         parts = [f" {comma} ".join(parts), *(f"({comma} item_{index}_{place})?" for place in places)]
         return [*rules, f"values_{index}: " + " ".join(parts)]
-    choices = [
-        " ".join([f"item_{index}_{first}", *(f"({comma} item_{index}_{place})?" for place in places if place > first)])
-        for first in places
-    ]
+    # Each of them may be the first. Those after it are one chain of rules: written out, they grow with the square.
+    rules += [f"more_{index}_{at}: ({comma} item_{index}_{at})? more_{index}_{at + 1}" for at in places[1:]]
+    if optional:
+        rules.append(f'more_{index}_{len(optional)}: ""')
+    choices = [f"item_{index}_{first} more_{index}_{first + 1}" for first in places]
     return [*rules, f"values_{index}: " + " | ".join([*choices, '""'])]
 
 
