@@ -108,11 +108,52 @@ def searched(count: int) -> Callable[[], object]:
     """Characters of a reply, for each of which all steps of a pattern of a reply's template are looked at."""
     from rekindle._src.text.replies.patterns import Pattern, PatternSearch
 
-    search = PatternSearch(Pattern.parse("(?:a?a?a?){256}b"), 0)
+    search = PatternSearch(Pattern.parse("(?:a?a?a?){84}b"), 0)
 
     def work() -> object:
         search.feed("a" * count, 0, ended=False, limit=1 << 20)
         return search
+
+    return work
+
+
+def anchored(count: int) -> Callable[[], object]:
+    """Prompts whose end goes through all steps of a template's patterns, after a search for its anchor."""
+    from rekindle._src.text.replies.response_template import PROMPT_STEPS, ResponseTemplate
+    from rekindle._src.text.replies.template_scanner import TemplateScanner
+
+    fields = {"content": {}, "tool_calls": {"open_pattern": "(?:a?a?a?){42}b", "close": "c"}}
+    template = ResponseTemplate.load({"start_anchor_pattern": "(?:a?a?a?){42}x", "fields": fields})
+    prompt = "x" + "a" * (PROMPT_STEPS // template.steps - 1)
+
+    def work() -> object:
+        scanners = []
+        for _ in range(count):
+            scanner = TemplateScanner(template, calls=True, known={}, new_id=str)
+            scanner.go_on_from(prompt, "")
+            scanners.append(scanner)
+        return scanners
+
+    return work
+
+
+def tags(count: int) -> Callable[[], object]:
+    """Regions of calls whose tags take all steps that they may."""
+    from rekindle._src.text.replies.call import MalformedCall
+    from rekindle._src.text.replies.response_template import ResponseTemplate
+
+    pattern = "(?P<key>a)(?P<value>)(?:(?:a?a?a?){80}.*b)?"
+    call = {
+        "open": "<", "close": ">", "content": "xml-inline", "content_args": {"tag_pattern": pattern},
+        "transform": {"function": {"name": "f", "arguments": "{content}"}},
+    }  # fmt: skip
+    (field,) = ResponseTemplate.load({"start_anchor": "@", "fields": {"tool_calls": call}}).fields
+
+    def work() -> object:
+        for _ in range(count):
+            with contextlib.suppress(MalformedCall):
+                field.values("a" * 4_096, {})
+        return None
 
     return work
 
@@ -156,7 +197,15 @@ BOUNDS: list[Bound] = [
     ),
     AUTHOR(
         "text/replies/patterns.py: MAX_PROGRAM, MAX_PATTERN, MAX_REPEAT", counts="characters of a reply and a pattern",
-        most=4_096, unit="one that all steps read", feed=searched, count=256, seconds=12, mib=16,
+        most=4_096, unit="one that all steps read", feed=searched, count=256, seconds=4, mib=16,
+    ),
+    AUTHOR(
+        "text/replies/response_template.py: PROMPT_CHARACTERS, PROMPT_STEPS", counts="ends of prompts before a reply",
+        most=1, unit="one that all steps read", feed=anchored, count=1, seconds=3, mib=16,
+    ),
+    AUTHOR(
+        "text/replies/response_template.py: TAG_STEPS", counts="calls whose tags a pattern finds", most=1,
+        unit="one that takes all steps", feed=tags, count=1, seconds=3, mib=16,
     ),
 ]  # fmt: skip
 
@@ -168,10 +217,10 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_ARGUMENTS": SMALL, "MAX_ALL_ARGUMENTS": SMALL, "MAX_SPACE": SMALL, "MAX_NAME": SMALL,
     },
     "text/replies/harmony.py": {"_LONGEST": SMALL},
-    "text/replies/patterns.py": {"_MAX_NESTED": SMALL},
+    "text/replies/patterns.py": {"_MAX_NESTED": SMALL, "_MAX_RANGES": SMALL},
     "text/replies/response_template.py": {
-        "MAX_FIELDS": within("characters of a reply and a pattern: one for each field"), "MAX_LITERALS": SMALL,
-        "MAX_LITERAL": SMALL, "_MAX_NODES": SMALL,
+        "MAX_FIELDS": within("characters of a reply and a pattern: those of all fields have its steps together"),
+        "MAX_LITERALS": SMALL, "MAX_LITERAL": SMALL, "_MAX_NODES": SMALL,
     },
     "text/replies/template_scanner.py": {"MAX_MATCH": within("characters of a reply and a pattern")},
     "text/replies/json_reader.py": {"MAX_DEPTH": SMALL, "MAX_WORD": SMALL},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -49,9 +50,10 @@ def test_matches_are_those_of_python(pattern: str, text: str, cuts: list[int]) -
         ("(?=a)", "an assertion or a flag"), ("(?<!a)b", "an assertion or a flag"), ("(?i)a", "an assertion or a flag"),
         (r"(a)\1", "not read"), (r"\bx", "not read"), ("a**", "a repetition of a"), ("a*+", "a repetition of"),
         ("a{1000}", "counts nothing"), ("[", "does not close"), ("(a", "does not close"), ("a)", "too many"),
-        ("*", "nothing before it"), ("x" * 2000, "2,000 characters"), ("(?:a{200}){200}", "2,048 steps"),
-        ("(((((){256}){256}){256}){256})", "2,048 steps"), ("(" * 400, "nested"), ("[z-a]", "a range"),
-        ("^*", "repeats an assertion"),
+        ("*", "nothing before it"), ("x" * 2000, "2,000 characters"), ("(?:a{200}){200}", "512 steps"),
+        ("(((((){256}){256}){256}){256})", "512 steps"), ("(" * 400, "nested"), ("[z-a]", "a range"),
+        ("^*", "repeats an assertion"), (f"[{'a-z' * 33}]", "more than 32 ranges"),
+        (rf"[{chr(92)}W{chr(92)}d{'a-z' * 31}]", "more than 32 ranges"),
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_refused_with_the_reason(pattern: str, problem: str) -> None:
@@ -76,6 +78,26 @@ def test_steps_grow_with_the_text_and_no_faster(pattern: str, text: str) -> None
 
     assert steps(4_000) <= 8.5 * steps(500)
     assert steps(500) <= len(text) * 500 * len(read.program)
+
+
+def test_a_class_may_have_so_many_ranges() -> None:
+    assert Pattern.parse(f"[{'a-z' * 32}_,;]").program
+
+
+def test_a_search_ends_with_its_budget() -> None:
+    """And not with the text: one search may read all of it."""
+    read, looks = Pattern.parse("(?:a?){64}b"), list[str]()
+
+    def accepts(character: str) -> bool:
+        looks.append(character)
+        return character == "a"
+
+    counted = dataclasses.replace(
+        read, program=tuple(step._replace(accepts=accepts) if step.accepts else step for step in read.program)
+    )
+    with pytest.raises(PatternError, match="too many steps"):
+        list(counted.finditer("a" * 1_000, 2_000))
+    assert 0 < len(looks) <= 2_000 + len(read.program)
 
 
 def test_a_whole_text_may_take_so_many_steps() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.replies import TOOLS, said
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.replies import Reply, ReplyFormat, ReplyPlan, fold
-from rekindle._src.text.replies.response_template import ResponseTemplate, TemplateError
+from rekindle._src.text.replies.response_template import PROMPT_STEPS, ResponseTemplate, TemplateError
 from rekindle.errors import ConfigError
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -204,6 +204,29 @@ def test_types_follow_the_tools_schema() -> None:
     assert said(read("json", [loose]))[2] == [ROME]
 
 
+@pytest.mark.parametrize("anchor", ["start_anchor", "start_anchor_pattern"])
+def test_a_prompt_is_read_from_its_last_anchor_near_the_end(anchor: str) -> None:
+    template = ResponseTemplate.load({anchor: "<bot>", "fields": {"content": {}}})
+    for prompt, after in (
+        ("", ""), ("<think>", ""), ("<bot>1<bot>2", "2"), ("<bot>" + "x" * 30_000, "x" * 30_000),
+        ("<bot>" + "x" * 40_000, ""),
+    ):  # fmt: skip
+        assert template.after_anchor(prompt) == after, prompt[:20]
+    assert said(read("json", ["Hm.</think>Hi"], "user: <think>")) == ("Hm.</think>Hi", "", []), "another one's text"
+
+
+def test_the_end_of_a_prompt_is_as_long_as_its_patterns_read_in_their_steps() -> None:
+    fields = {"content": {}, "tool_calls": {"open_pattern": "(?:a?){200}b", "close": "c"}}
+    template = ResponseTemplate.load({"start_anchor": "<bot>", "fields": fields})
+    assert template.steps == 402 and 402 * 1_300 < PROMPT_STEPS < 402 * 1_310
+    assert template.after_anchor("<bot>" + "x" * 1_290) == "x" * 1_290
+    assert template.after_anchor("<bot>" + "x" * 1_310) == ""
+    slow = ResponseTemplate.load({"start_anchor_pattern": "a.*b|a", "fields": {"content": {}}})
+    assert slow.after_anchor("a" * 100) == ""
+    assert slow.after_anchor("a" * 100 + "!") == "!"
+    assert slow.after_anchor("a" * 2_000 + "!") == "", "each search reads the whole text"
+
+
 def broken(*path: str, value: Any, name: str = "json") -> dict[str, Any]:
     source = copy.deepcopy(TEMPLATES[name])
     inner = source
@@ -224,6 +247,17 @@ def broken(*path: str, value: Any, name: str = "json") -> dict[str, Any]:
         (broken("start_anchor", value=None), "start_anchor is missing"),
         (broken("fields", "thinking", "open_pattern", value="x"), "both open and open_pattern"),
         (broken("fields", "content", "open_pattern", value="(?=a)"), "pattern '(?=a)' has '(?=a', an assertion"),
+        (broken("fields", "tool_calls", "close_pattern", value="(?:a?b){200}", name="tags"), "takes more than 512"),
+        (
+            {
+                "start_anchor_pattern": "a{150}",
+                "fields": {
+                    "content": {"open_pattern": "b{250}", "close": "x"},
+                    "thinking": {"open": "x", "close_pattern": "c{150}"},
+                },
+            },
+            "its patterns take 553 steps together",
+        ),
         (broken("fields", "content", "open_pattern", value="(?P<x>a)"), "has groups, and there is no transform"),
         (broken("fields", "content", "content", value="yaml"), "content: 'yaml' is none of text"),
         (broken("fields", "content", "content_args", value={"trim": 1}), "content_args: the key 'trim' is not read"),

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MAX_PATTERN = 1_024  # characters
-MAX_PROGRAM = 2_048  # steps, after repetitions are written out
+MAX_PROGRAM = 512  # steps, after repetitions are written out
 MAX_REPEAT = 256
+_MAX_RANGES = 32  # of a class of characters, which is one step
 _MAX_NESTED = 32
 _SPECIAL = frozenset("()[]{}?*+|^$.\\")
 _CLASSES: dict[str, Callable[[str], bool]] = {
@@ -77,15 +78,12 @@ class Pattern:
         program.steps.append(_Step("match"))
         return cls(text, tuple(program.steps), tuple(parser.names), _prefix(node))
 
-    def finditer(self, text: str, budget: int) -> Iterator[PatternMatch]:
-        """Yield the matches of a whole text. Raise `PatternError` if they take more steps than `budget`."""
-        at = 0
+    def finditer(self, text: str, budget: int, at: int = 0) -> Iterator[PatternMatch]:
+        """Yield the matches of a text from a place on. Raise `PatternError` if they take more steps than `budget`."""
         while at <= len(text):
             search = PatternSearch(self, at)
-            search.feed(text, 0, ended=True, limit=len(text) + 1)
+            search.feed(text, 0, ended=True, limit=len(text) + 1, most=budget)
             budget -= search.steps
-            if budget < 0:
-                raise PatternError("takes too many steps")
             match = search.match
             if match is None:
                 return
@@ -117,8 +115,11 @@ class PatternSearch:
             starts.append(self._found.start)
         return min(starts, default=self.at)
 
-    def feed(self, text: str, base: int, *, ended: bool, limit: int) -> None:
-        """Go on with `text`, whose first character is at `base`. A match has at most `limit` characters."""
+    def feed(self, text: str, base: int, *, ended: bool, limit: int, most: int | None = None) -> None:
+        """Go on with `text`, whose first character is at `base`. A match has at most `limit` characters.
+
+        Raise `PatternError` as soon as the search has taken more steps than `most`.
+        """
         prefix = self.pattern.prefix
         while not self.decided:
             index = self.at - base
@@ -139,6 +140,8 @@ class PatternSearch:
                 self._threads.append(_Thread(0, self.at, (-1,) * (2 * len(self.pattern.names))))
             at_end = index >= len(text)
             ready = self._closed(at_end)
+            if most is not None and self.steps > most:
+                raise PatternError("takes too many steps")
             if not at_end:
                 self._threads = self._accepted(ready, text[index], limit)
                 self.at += 1
@@ -349,6 +352,8 @@ class _PatternReader:
             else:
                 singles.add(text)
         self.at += 1
+        if len(ranges) + len(others) > _MAX_RANGES:
+            raise PatternError(f"has a class of more than {_MAX_RANGES} ranges")
 
         def accepts_one(one: str) -> bool:
             inside = one in singles or any(low <= one <= high for low, high in ranges)
@@ -366,7 +371,7 @@ class _Program:
 
     def compile(self, node: Node) -> None:
         self._nodes += 1
-        if max(len(self.steps), self._nodes) > MAX_PROGRAM:
+        if max(len(self.steps), self._nodes // 4) > MAX_PROGRAM:  # a node may write no step
             raise PatternError(f"takes more than {MAX_PROGRAM:,} steps when its repetitions are written out")
         match node:
             case ("char", accepts, _):

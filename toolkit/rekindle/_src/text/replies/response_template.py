@@ -16,13 +16,15 @@ from rekindle._src.core.names import printable
 from rekindle._src.text.replies.arguments import json_value
 from rekindle._src.text.replies.call import MalformedCall
 from rekindle._src.text.replies.gemma_reader import read_loose_value
-from rekindle._src.text.replies.patterns import Pattern, PatternError
+from rekindle._src.text.replies.patterns import MAX_PROGRAM, Pattern, PatternError
 from rekindle._src.text.replies.tag_reader import whole
 
 MAX_FIELDS, MAX_LITERALS = 32, 64
 MAX_LITERAL = 1_024  # characters of a text
 _MAX_NODES = 256  # of a transform
-_STEPS = 400  # of a pattern, for each character of a text that it is applied to
+_STEPS = 400  # of a pattern of tags, for each character of a region
+TAG_STEPS = 1 << 20  # and for a whole one
+PROMPT_CHARACTERS, PROMPT_STEPS = 32_768, 1 << 19  # of a prompt's end, which is read before its reply
 _TOKEN = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # the usual look of a special token
 _VARIABLE = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 _TOP = ("version", "defaults", "fields", "start_anchor", "start_anchor_pattern")
@@ -113,7 +115,16 @@ class ResponseTemplate:
         fields = tuple([_field(str(name), value) for name, value in listed.items()])
         if sum(field.is_implicit for field in fields) > 1:
             raise TemplateError("fields: more than one has neither open nor open_pattern")
-        return cls(fields, anchor)
+        template = cls(fields, anchor)
+        if template.steps > MAX_PROGRAM:
+            raise TemplateError(f"its patterns take {template.steps:,} steps together, and {MAX_PROGRAM} are read")
+        return template
+
+    @property
+    def steps(self) -> int:
+        """The steps of all patterns that a text goes through, together."""
+        marks = [self.anchor, *(marks for field in self.fields for marks in (field.opens, field.closes))]
+        return sum(len(one.pattern.program) for one in marks if one.pattern is not None)
 
     @property
     def texts(self) -> frozenset[str]:
@@ -124,15 +135,18 @@ class ResponseTemplate:
         return frozenset([*texts, *(token for text in texts for token in _TOKEN.findall(text))])
 
     def after_anchor(self, prompt: str) -> str:
-        """Return a prompt's text after its last anchor; all of it if there is none."""
-        ends = [place + len(text) for text in self.anchor.texts if (place := prompt.rfind(text)) >= 0]
+        """Return a prompt's text after its last anchor; "" if its end has none, or takes too long to search.
+
+        The end is as long as all patterns may read in `PROMPT_STEPS`.
+        """
+        start = max(len(prompt) - min(PROMPT_CHARACTERS, PROMPT_STEPS // max(self.steps, 1)), 0)
+        ends = [place + len(text) for text in self.anchor.texts if (place := prompt.rfind(text, start)) >= 0]
         if self.anchor.pattern is not None:
             try:
-                matches = self.anchor.pattern.finditer(prompt, _STEPS * (len(prompt) + 1_000))
-                ends = [match.end for match in matches][-1:]
+                ends = [match.end for match in self.anchor.pattern.finditer(prompt, PROMPT_STEPS, start)][-1:]
             except PatternError:
                 ends = []
-        return prompt[max(ends, default=0) :]
+        return prompt[max(ends, default=len(prompt)) :]
 
 
 def _field(name: str, source: Any) -> ReplyField:
@@ -259,7 +273,7 @@ def _json_parser(arguments: Mapping[str, Any], scope: str) -> Parse:
 def _of_tags(text: str, pattern: Pattern, value: Parse, *, merge: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     try:
-        for match in pattern.finditer(text, _STEPS * (len(text) + 1_000)):
+        for match in pattern.finditer(text, min(_STEPS * (len(text) + 100), TAG_STEPS)):
             groups = {name: text[start:end] for name, start, end in match.groups}
             _put(values, groups.get("key", ""), value(groups.get("value", "")), merge=merge)
     except PatternError:
