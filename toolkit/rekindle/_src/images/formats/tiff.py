@@ -68,14 +68,14 @@ def read(data: bytes) -> ImageHeader:
         raise HeaderProblem("is a TIFF without its size", AGAIN)
     if _COMPRESSION in directory.tags and directory.number(data, _COMPRESSION, 0) != 1:
         raise HeaderProblem(*COMPRESSED)
-    _check_numbers(directory)
+    _check_numbers(data, directory)
     width, height = (directory.number(data, tag, 0) for tag in (_WIDTH, _HEIGHT))
     strips = _strips(data, directory, width, height)
     orientation = directory.number(data, _ORIENTATION, 1)
     return ImageHeader("TIFF", width, height, orientation if 1 <= orientation <= 8 else 1, strips * _PASSES)
 
 
-def _check_numbers(directory: _Directory) -> None:
+def _check_numbers(data: bytes, directory: _Directory) -> None:
     for number, most in _OF_PIXELS.items():
         tag = directory.tags.get(number)
         if tag is None:
@@ -86,6 +86,9 @@ def _check_numbers(directory: _Directory) -> None:
             raise HeaderProblem(
                 f"is a TIFF of {tag.numbers:,} numbers in its tag {number}; it has 1 to {most:,}", CONVERT
             )
+        size = _SIZES[tag.kind] * tag.numbers
+        if size > 4 and whole(data, tag.at + 8, 4, directory.order) + size > len(data):
+            raise HeaderProblem("ends within its header", AGAIN)  # Pillow warns of it on standard error
 
 
 def _strips(data: bytes, directory: _Directory, width: int, height: int) -> int:
