@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -120,4 +121,43 @@ async def test_an_error_of_either_stage_leaves_its_place_to_the_next() -> None:
                 await stages.rows("a", SMALL, decode, encode)  # type: ignore[arg-type,return-value]
     with anyio.fail_after(30):
         assert await stages.rows("a", SMALL, lambda: "patches", lambda _: ROWS) is ROWS  # type: ignore[arg-type,return-value]
+    stages.close()
+
+
+async def test_pictures_of_cancelled_tasks_are_dropped_at_once() -> None:
+    """Decoded pictures of clients that come and leave would pile up while one picture is being encoded."""
+    stages, busy, on = PictureStages(), threading.Event(), threading.Event()
+    encoded, kept = list[Any](), list[weakref.ref[Any]]()
+
+    class Patches:
+        pass
+
+    def decode() -> Any:
+        patches = Patches()
+        kept.append(weakref.ref(patches))
+        return patches
+
+    def encode(patches: Any) -> EncodedRows:
+        encoded.append(kept.index(weakref.ref(patches)))
+        busy.set()
+        assert on.wait(30)
+        return ROWS
+
+    async def bring(scope: anyio.CancelScope) -> None:
+        with scope:
+            await stages.rows("a", SMALL, decode, encode)
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as group:
+            scopes = [anyio.CancelScope() for _ in range(4)]
+            for number, scope in enumerate(scopes):
+                group.start_soon(bring, scope)
+                await until(lambda: busy.is_set() and len(kept) > number)  # noqa: B023
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+                await anyio.wait_all_tasks_blocked()
+            await until(lambda: not any(one() for one in kept[1:]))
+            on.set()
+        assert await stages.rows("a", SMALL, lambda: "patches", lambda _: ROWS) is ROWS  # type: ignore[arg-type,return-value]
+    assert encoded == [0]
     stages.close()

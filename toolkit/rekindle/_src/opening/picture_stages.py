@@ -7,6 +7,7 @@ most two decoded pictures wait for the encoder.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -29,12 +30,21 @@ class _PictureThread:
         self.turns = Turns(1)
 
     async def run(self, work: Callable[[], T]) -> T:
-        reply = OneShot[T]()
-        self._worker.submit(reply.run, work)
-        return await reply.get()
+        """Call `work` in the thread. Drop it, and all that it holds, if the task is cancelled before it begins."""
+        reply, jobs = OneShot[T](), [work]
+        self._worker.submit(_begin, reply, jobs)
+        try:
+            return await reply.get()
+        finally:
+            jobs.clear()
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(reply: OneShot[T], jobs: list[Callable[[], T]]) -> None:
+    with contextlib.suppress(IndexError):
+        reply.run(jobs.pop())
 
 
 class PictureStages:
