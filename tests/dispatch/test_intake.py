@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -15,11 +16,14 @@ from helpers import vocabularies
 from helpers.asgi import until
 from helpers.fakes import EOS
 from helpers.sessions import byte_tokenizer, fake_front, rest, submission
+from rekindle._src.core.extension import Extensions
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Drain, Submission
 from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.detokenize import OutputState
+from rekindle._src.dispatch.host import Dispatch
+from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
 
@@ -185,3 +189,67 @@ async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> No
     waited_for = {one.id for one in several if one not in left}
     assert len(rendering) == 4 and set(rendering) == set(handed_on) == waited_for
     assert all(isinstance(one.mailbox.error, RequestAborted) for one in left)
+
+
+class Line:
+    """Pictures that wait for others; the length of the line."""
+
+    token = 1
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def known(self, picture: Any, salt: str | None) -> bool:
+        return False
+
+    async def encoded(self, picture: Any, wanted: Callable[[], bool], *, caller: str, salt: str | None) -> Any:
+        self.length += 1
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.length -= 1
+            assert not wanted()
+
+
+async def test_an_aborted_request_leaves_the_lines_of_pictures_and_of_long_prompts() -> None:
+    """It kept its files, and its place among the session's requests, until all before it had been served."""
+    gate, rendering, line = threading.Event(), list[str](), Line()
+
+    def one(name: str) -> Submission:
+        def render() -> str:
+            rendering.append(name)
+            gate.wait(60)
+            return name
+
+        return Submission(name, None, None, True, Sampling(), Mailbox(1), 1.0, render, long=True)
+
+    dispatch = Dispatch(fake_front()._replace(pictures=line), None)  # type: ignore[arg-type]
+    shown = submission(ids=[1])._replace(extensions=Extensions(PromptPictures((object(),))))  # type: ignore[arg-type]
+    rendered, left = [one("a"), one("b")], one("c")
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(dispatch._tasks[0])
+            with anyio.fail_after(60):
+                for submitted in rendered:
+                    dispatch.submit(submitted)
+                await until(lambda: len(rendering) == 2)
+                for submitted in (left, shown):
+                    dispatch.submit(submitted)
+                await until(lambda: line.length == 1)
+                await anyio.wait_all_tasks_blocked()
+            for submitted in (left, shown):
+                dispatch.abort(submitted.mailbox)
+            with anyio.move_on_after(20):
+                await until(lambda: left.mailbox.ended and shown.mailbox.ended)
+            ended = left.mailbox.ended, shown.mailbox.ended, line.length
+            gate.set()
+            dispatch.drain()
+            if not all(ended[:2]):
+                group.cancel_scope.cancel()
+        assert ended == (True, True, 0)
+        assert all(isinstance(mailbox.error, RequestAborted) for mailbox in (left.mailbox, shown.mailbox))
+        assert len(rendering) == 2 and {one.id for one in rendered} == set(dispatch.outputs)
+    finally:
+        gate.set()
+        for stream in dispatch._streams:
+            stream.close()

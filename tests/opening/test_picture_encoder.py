@@ -248,6 +248,27 @@ def test_sleep_stops_a_picture_which_begins_anew_with_weights_that_are_read_agai
     assert all(leaf.deleted for leaf in read[1])
 
 
+def test_a_picture_that_is_not_wanted_any_more_waits_for_no_sleeping_session(read: list[Any]) -> None:
+    encoder, _ = encoder_of()
+    live, errors = threading.Event(), list[BaseException]()
+    live.set()
+
+    def encode() -> None:
+        try:
+            encoder(patches(), live.is_set)
+        except Cancellation as error:
+            errors.append(error)
+
+    encoder.sleep()
+    thread = threading.Thread(target=encode)
+    thread.start()
+    live.clear()
+    thread.join(60)
+    encoder.wake()  # or else the thread would stay
+    assert len(errors) == 1 and not read
+    encoder.close()
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_closing_ends_a_picture(asleep: bool, read: list[Any]) -> None:
     encoder, programs = encoder_of()

@@ -569,6 +569,8 @@ class Dispatch:
         """End the sequences of one submission wherever they are."""
         if not mailbox.abandoned and not mailbox.ended:
             mailbox.abandoned = True  # intake drops the submission if it has not handed it on
+            if mailbox.on_abandon is not None:
+                mailbox.on_abandon()
             for request_id in mailbox.request_ids:
                 if (output := self.outputs.get(request_id)) is not None:
                     output.abort()

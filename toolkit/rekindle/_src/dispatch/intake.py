@@ -104,29 +104,34 @@ class _Intake:
         mailbox, front, capabilities = submission.mailbox, self._front, self._capabilities
         states: list[OutputState] = []
         try:
-            async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-                submission = await _render(submission)
-                spelled = capabilities.spelled(submission, front)
-                token_ids = capabilities.expanded(spelled, await tokenize(spelled, front), front)
-            mailbox.prompt_ids = token_ids
-            resources = await capabilities.resources(submission, front)
-            requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)
-            decode = text_of_tokens(front.tokenizer)
-            for request in requests:
-                parts = capabilities.parts(request, submission, front)
-                visible = frozenset[str]().union(*(part.visible for part in parts))
-                detokenizer = front.detokenizer(request.sampling, visible)
-                states.append(
-                    OutputState(request, mailbox, submission.text, detokenizer, decode, front.program_wait, parts)
-                )
-            for part in [part for output in states for part in output.parts if part.opens]:
-                await part.open(mailbox)
+            mailbox.check_waited_for()
+            with anyio.CancelScope() as taking_in:  # an abort leaves every line, and lets go of the prompt's files
+                mailbox.on_abandon = taking_in.cancel
+                async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
+                    submission = await _render(submission)
+                    spelled = capabilities.spelled(submission, front)
+                    token_ids = capabilities.expanded(spelled, await tokenize(spelled, front), front)
+                mailbox.prompt_ids = token_ids
+                resources = await capabilities.resources(submission, front)
+                requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)
+                decode = text_of_tokens(front.tokenizer)
+                for request in requests:
+                    parts = capabilities.parts(request, submission, front)
+                    visible = frozenset[str]().union(*(part.visible for part in parts))
+                    detokenizer = front.detokenizer(request.sampling, visible)
+                    states.append(
+                        OutputState(request, mailbox, submission.text, detokenizer, decode, front.program_wait, parts)
+                    )
+                for part in [part for output in states for part in output.parts if part.opens]:
+                    await part.open(mailbox)
             mailbox.check_waited_for()
         except BaseException as error:
             for output in states:
                 close_each(f"request {output.request.id}", *output.closings(FinishReason.FAILED))
             mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
             return
+        finally:
+            mailbox.on_abandon = None
         # No await since the check, so an abort was either seen there or comes after the requests in schedule's inbox.
         for output in states:
             self._outputs[output.request.id] = output

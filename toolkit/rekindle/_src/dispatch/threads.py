@@ -350,6 +350,7 @@ class Mailbox:
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
+        self.on_abandon: Callable[[], object] | None = None  # ends its wait in intake; called on the host's loop
         self.ended: bool = False
         self.failure: OneShot[BaseException] | None = None  # gets the first error; the mailboxes of a `Batch` share it
         self.on_sequence_end: Callable[[], object] | None = None  # called after each sequence

@@ -20,6 +20,7 @@ from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
 from rekindle._src.programs.warming import finish_at_exit
 
 Rows = NDArray[Any]  # [1 + levels, tokens, E]
+_LOOK_SECONDS = 0.25  # how often a picture that waits for a sleeping session looks whether it is still wanted
 
 
 class PictureEncoder:
@@ -66,7 +67,9 @@ class PictureEncoder:
         images = [ImagePatches(part, PatchGrid(view.rows, view.columns)) for view, part in patches.views()]
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closed or not self._asleep)
+                while not self._change.wait_for(lambda: self._closed or not self._asleep, timeout=_LOOK_SECONDS):
+                    if not wanted():
+                        raise Cancellation
             with self._busy:
                 try:
                     return self._encoded(images, lambda: wanted() and not (self._closed or self._asleep))
