@@ -255,6 +255,33 @@ async def test_what_is_fetched_counts_as_what_is_sent(session: Session) -> None:
         assert many.status == 400 and many.error["param"] == "messages[0].content[16].image_url.url"
 
 
+async def test_all_fetched_files_are_held_while_the_first_is_read(
+    session: Session, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The account fell to the first file as soon as it was read, though all were there."""
+    data, held = png(5, (64, 64)), list[int]()
+    app = make_app(session, allow_urls=True)
+    ledger, read = app.state.rekindle.ledger, pictures.read
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        held.append(ledger.held)
+        return open_bytes(*arguments, **options)
+
+    def handed_on(*arguments: Any, **options: Any) -> Any:
+        held.append(ledger.held)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(serve_pictures, "open_bytes", opened)
+    monkeypatch.setattr(pictures, "read", handed_on)
+    async with website({"/": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)}) as site:
+        app.state.rekindle.fetcher = Fetcher(rules(site))
+        done = await post(app, "/v1/chat/completions", chat_body(*[chat_part(site.url())] * 3))
+    assert done.status == 200, done.body
+    fetched, last = held[:3], held[3]
+    assert min(fetched) == max(fetched) > last >= 3 * len(data), held
+    assert fetched[0] - last < len(data) and ledger.held == 0
+
+
 async def test_bounds_on_bodies_and_pictures_are_told_apart(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     noise = png(6, (40, 40))
     app = make_app(session, body_limit=4_000)

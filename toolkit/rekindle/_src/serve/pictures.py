@@ -109,13 +109,15 @@ class RequestPictures:
         def read() -> None:
             for one, data in zip(wanted, files, strict=True):
                 one.part["image"] = self._taken(open_bytes(data, field=one.path, limits=LIMITS), one.path)
+            account.hold(pictures=self._bytes)
 
         await exchange.run(read)
 
     def _taken(self, picture: EncodedPicture, path: str) -> EncodedPicture:
         self._pixels += picture.weight
         self._bytes += len(picture.data)
-        self._exchange.account.hold(pictures=self._bytes)
+        account = self._exchange.account
+        account.hold(pictures=max(self._bytes, account.pictures))  # of fetched files, all are held already
         self._tokens += min(picture.width * picture.height // _PIXELS_PER_TOKEN, _MOST_TOKENS)
         if self._pixels > LIMITS.total_pixels:
             problem = f"makes {self._pixels:,} pixels in all; a request may have {LIMITS.total_pixels:,}"
