@@ -112,7 +112,9 @@ async def test_what_a_disk_refuses_is_an_error_of_the_adapter(tmp_path: Path, mo
             await session.load_adapter("x", tmp_path)
 
 
-async def test_a_session_that_is_closed_meanwhile_says_so(gate: Gate, tmp_path: Path) -> None:
+async def test_a_session_that_is_closed_meanwhile_says_so_and_ends_the_reading_thread(
+    gate: Gate, tmp_path: Path
+) -> None:
     folder, errors = adapters.write(tmp_path / "a", MODEL.config), list[BaseException]()
     session = await opening()
 
@@ -126,8 +128,9 @@ async def test_a_session_that_is_closed_meanwhile_says_so(gate: Gate, tmp_path: 
         group.start_soon(load)
         await anyio.to_thread.run_sync(gate.entered.wait)
         await session.aclose()
+        left = await anyio.to_thread.run_sync(gate.left.wait, 30)
         gate.opened.set()
-    assert len(errors) == 1
+    assert left and len(errors) == 1
 
 
 @pytest.mark.parametrize("steps", [1 << 17, pytest.param(STEPS, marks=pytest.mark.slow)])

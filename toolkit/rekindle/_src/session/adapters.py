@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.session.client import Client
-from rekindle.errors import CheckpointError, ConfigError
+from rekindle.errors import CheckpointError, ConfigError, RequestAborted
 
 
 def names(client: Client) -> tuple[str, ...]:
@@ -29,7 +30,14 @@ async def load(client: Client, name: str, source: Any, alpha: float | None) -> N
             "it again."
         )
 
-    adapter = await client.adapter_threads.run(partial(shelf.read, name, source, alpha), late)
+    def read(wanted: Callable[[], bool]) -> Adapter:
+        return shelf.read(name, source, alpha, lambda: wanted() and not client.host.closing)
+
+    try:
+        adapter = await client.adapter_threads.run(read, late)
+    except RequestAborted:
+        client.host.check()
+        raise
     client.host.check()  # the session may have been closed meanwhile
     _drop(client, shelf.put(adapter))
 
