@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rekindle._src.channels import greeting
+from rekindle._src.channels.channel import Channel
 from rekindle._src.channels.greeting import ProcessPlace
 from rekindle._src.processes import joining
 from rekindle._src.processes.team import Team
@@ -105,6 +106,31 @@ def test_waiting_ends(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert "of 2 processes these have not come within 0 s: 1" in str(Leader(coordinator, 2).result())
     with pytest.raises(ProcessLost, match=f"there is no leader at {coordinator} after 0 s"):
         joining.connect(coordinator, ProcessPlace(1, 2), wait=0.3)
+
+
+def test_a_follower_whose_greeting_ends_after_the_leader_gave_up_is_not_kept(
+    coordinator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up, goes_on, greeted = threading.Event(), threading.Event(), list[Channel]()
+    threads, original = list[threading.Thread](), greeting.lead
+
+    def lead(*arguments: Any, **options: Any) -> tuple[int, Channel]:
+        process, channel = original(*arguments, **options)
+        threads.append(threading.current_thread())
+        greeted.append(channel)
+        assert goes_on.wait(60)
+        return process, channel
+
+    monkeypatch.setattr(greeting, "lead", lead)
+    leader = Leader(coordinator, 2, given_up=given_up.is_set)
+    leader.until(0)
+    channel = joining.connect(coordinator, ProcessPlace(1, 2), wait=10)
+    given_up.set()
+    assert isinstance(leader.result(), ProcessLost)
+    goes_on.set()
+    threads[0].join(60)
+    assert greeted[0]._connection.fileno() == -1, "its connection is open"
+    channel.close()
 
 
 def test_silent_connections_keep_no_follower_out(coordinator: str) -> None:

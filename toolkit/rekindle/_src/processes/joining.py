@@ -94,8 +94,10 @@ class _Gathering:
         self._waiting(0)
         while missing := followers - joined:
             if self._given_up() or time.monotonic() > deadline:
-                for channel in self._channels.values():
-                    channel.close()
+                with self._lock:
+                    self._pending.close()
+                    for channel in self._channels.values():
+                        channel.close()
                 names = ", ".join(map(str, sorted(missing)))
                 raise ProcessLost(
                     f"of {self._place.processes} processes these have not come within {JOIN_SECONDS:.0f} s: {names}. "
@@ -131,8 +133,8 @@ class _Gathering:
             with self._lock:
                 joined = frozenset(self._channels)
             process, channel = greeting.lead(connection, self._key, self._place, joined, silence=FOLLOWER_SILENCE)
-            present = self._pending.leave(connection)  # False: it was shut down, its place is taken
             with self._lock:
+                present = self._pending.leave(connection)  # False: it was shut down, its place is taken or `run` ended
                 joins = present and process not in self._channels
                 if joins:
                     self._channels[process] = channel
