@@ -52,8 +52,8 @@ hypothesis.settings.register_profile(
     print_blob=True,
     database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / "build" / "hypothesis"),
 )
-# Whether the machine is quiet enough for bounds in seconds, as in the section of clocks. Elsewhere a bound is that of a
-# hang, since a busy machine may stop a test for seconds.
+# True on a machine that is quiet enough for bounds in seconds, as the section `clocks` needs it. Elsewhere only a hang
+# fails, since a busy machine may stop a test for seconds.
 CLOCKS = os.environ.get("REKINDLE_CLOCKS") == "1"
 HANG = 60.0
 RANDOM = os.environ.get("REKINDLE_HYPOTHESIS") == "random"

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from images.files import chunk, encoded, jpeg_with, noise, ordinary, plain_tiff, png, segment, sharing_tags, webp_with
 from rekindle._src.images import open_picture
 from rekindle._src.images.headers import bare_file, read_header
+from rekindle._src.images.picture import Picture
 from rekindle.errors import InvalidRequest
 
 SECRET = b"this is metadata"
@@ -121,6 +122,15 @@ def test_a_jpeg_keeps_its_space_of_colours(mode: str) -> None:
     assert mode == "L" or len(kept) > 1, "they make a difference"
 
 
+def decoded(data: bytes) -> tuple[Picture, int]:
+    """Return a decoded picture, and the most bytes that decoding it took."""
+    tracemalloc.start()
+    try:
+        return open_picture(data).decode(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -134,12 +144,7 @@ def test_a_jpeg_keeps_its_space_of_colours(mode: str) -> None:
 def test_tags_that_share_their_bytes_cost_nothing(name: str, data: bytes) -> None:
     """A file of 0.9 MB took 6.9 GB and 23 s, one of 66 kB with a list of further pictures 654 MB and 12 s."""
     open_picture(data).decode()  # imports
-    tracemalloc.start()
-    try:
-        picture = open_picture(data).decode()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    picture, peak = decoded(data)
     assert (picture.width, picture.height) == (7, 9), "turned upright"
     assert peak < 1 << 20, f"{name} took {peak:,} bytes"
 
@@ -199,12 +204,7 @@ def test_a_tiffs_decoder_sees_the_tags_of_pixels_alone(monkeypatch: pytest.Monke
     assert set(image.tag_v2) <= {256, 257, 258, 259, 262, 273, 277, 278, 284}
     assert (image.size, image.getexif().get_ifd(34665)) == ((9, 7), {})
     assert read_header(data).orientation == 6
-    tracemalloc.start()
-    try:
-        picture = open_picture(data).decode()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    picture, peak = decoded(data)
     assert peak < 1 << 20, f"{peak:,} bytes"
     np.testing.assert_array_equal(picture.pixels[:, :, 0], np.rot90(noise(9, 7, 1)[:, :, 0], 3))
 

@@ -22,8 +22,8 @@ those, some are fed to the code, measured on one core of a Xeon with AMX, and mu
 A test does the same, and fails where a product is over its promise: four times in seconds, since machines differ, and
 by half in memory. `REKINDLE_CLOCKS=1 pytest -m clock tests/project/test_bounds.py` runs it, and
 `python -m project.bounds.page` in `tests` writes this page. Another test fails for a constant with MOST, MAX, LONGEST,
-LARGEST, DEEPEST or LIMIT in its name that has no row in `tests/project/bounds`. There, those are named as well whose
-units nobody else sends.
+LARGEST, DEEPEST or LIMIT in its name that has no row in `tests/project/bounds`. The rows there
+also name the constants that bound nothing a stranger sends.
 """
 _SHOWN = "counts", "at most", "the dearest", "measured on a Xeon", "promise", "from", "constants"
 _ROW = re.compile(

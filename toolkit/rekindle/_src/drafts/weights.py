@@ -32,11 +32,6 @@ class DraftWeights(DraftWorker, abc.ABC):
     @abc.abstractmethod
     def work(self, tasks: Sequence[DraftTask], calls: DeviceCalls) -> bool: ...
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return sum(leaf.nbytes for leaf in self._leaves)
-
     def sleep(self) -> int:
         """Give its memory back. Return the bytes."""
         return self._free()

@@ -42,9 +42,8 @@ def look(path: Path, *, outline: bool = False) -> tuple[dict[str, Any], tuple[He
                 raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
-    raw = _without_tokens(first := _together(headers), tensors)
-    if not outline:
-        raw |= stop_tokens(first.metadata)
+    first = _together(headers)
+    raw = _without_tokens(first, tensors) if outline else config(first, tensors)
     return raw, tuple(gguf_header(header) for header in headers)
 
 
