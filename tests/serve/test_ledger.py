@@ -21,7 +21,7 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.serve import bodies, exchange
 from rekindle._src.serve.errors import ApiError
-from rekindle._src.serve.ledger import ByteLedger, bytes_of, parsing_bytes
+from rekindle._src.serve.ledger import ByteLedger, Results, bytes_of, parsing_bytes
 from rekindle.errors import ConfigError
 from rekindle.serve import app as make_app
 from serve.test_pictures import Pictures, seeing_session
@@ -330,6 +330,58 @@ def test_parsing_takes_no_more_than_what_is_counted_for_it(what: str) -> None:
     assert there <= 1.5 * bytes_of(bodies.parse(data)) + 4_096
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_are_counted_while_they_are_made(session: Session, stream: bool) -> None:
+    """A request of 1,024 answers with twenty of them a token made 6.9 GB, which nothing counted."""
+    app = make_app(session, request_memory=MIB)
+    ledger = app.state.rekindle.ledger
+    asked = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    small = await post(app, CHAT, {**HI, **asked, "n": 1, "max_tokens": 20})
+    assert small.status == 200 and ledger.held == 0
+    answer = await post(app, CHAT, {**HI, **asked, "temperature": 1.0})
+    told = answer.body.decode()
+    assert answer.status == (200 if stream else 413), "a stream has begun, and ends with the error"
+    assert "are the most of one client" in told
+    assert ledger.held == 0
+    await until(lambda: session.stats().running == 0)
+    plain = await post(app, CHAT, {**HI, "n": 4, "max_tokens": 100, "ignore_eos": True, "stream": stream})
+    assert plain.status == 200 and b"error" not in plain.body, "tokens alone are not counted"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("scores", [{"logprobs": 0}, {"logprobs": 20}, {"prompt_logprobs": 20}])
+async def test_log_probabilities_take_no_more_than_what_is_counted_for_them(
+    session: Session, scores: dict[str, int]
+) -> None:
+    class Counted:
+        results = 0
+
+        def hold(self, results: int) -> None:
+            self.results = results
+
+    async def memory(count: int) -> tuple[int, int]:
+        results = Results(Counted())  # type: ignore[arg-type]
+        prompt = list(range(count)) if "prompt_logprobs" in scores else "Once"
+        options = {"max_tokens": 1 if "prompt_logprobs" in scores else count, "ignore_eos": True, **scores}
+        handle = session.submit(prompt, temperature=1.0, **options)  # type: ignore[arg-type]
+        async for delta in handle:
+            results.add(delta)
+        completion = await handle
+        gc.collect()
+        assert completion.finish_reason == "length"
+        return tracemalloc.get_traced_memory()[0], results._bytes
+
+    await memory(200)  # programs, and what is made once
+    tracemalloc.start()
+    try:
+        (few, counted_few), (many, counted_many) = await memory(10), await memory(200)
+    finally:
+        tracemalloc.stop()
+    assert counted_few < counted_many
+    assert many - few <= 1.1 * (counted_many - counted_few) + 65_536
+
+
 def test_a_ledger_counts_exactly_whatever_is_refused() -> None:
     draw, ledger = random.Random(5), ByteLedger(1_000)
     accounts = [ledger.account(f"caller {number % 3}") for number in range(9)]
@@ -337,7 +389,7 @@ def test_a_ledger_counts_exactly_whatever_is_refused() -> None:
     refused, statuses = 0, set[int]()
     for _ in range(3_000):
         number = draw.randrange(9)
-        parts = {draw.choice(["body", "parsed", "pictures"]): draw.choice([0, 0, 20, 50, 200, 499, 600])}
+        parts = {draw.choice(["body", "parsed", "pictures", "results"]): draw.choice([0, 0, 20, 50, 200, 499, 600])}
         try:
             accounts[number].hold(**parts)
         except ApiError as error:

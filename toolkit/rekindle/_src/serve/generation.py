@@ -18,6 +18,7 @@ from rekindle._src.core.sampling import MAX_STRUCTURE
 from rekindle._src.serve.bodies import Entries
 from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
+from rekindle._src.serve.ledger import Results
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import HandleLike, ServedModel, ServedSession
@@ -159,11 +160,15 @@ def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) ->
 
 
 async def wait_all(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:
+    """Wait for the completions of each prompt. Raise `ApiError` where they take more memory than one request may."""
+    results = Results(exchange.account)
     completions = []
     for handle in handles:
-        async for _ in handle:
+        async for delta in handle:
             active.started()
-            break
+            if not handle.sampling.scored:
+                break
+            results.add(delta)
         result = await handle
         completions.append(result if isinstance(result, list) else [result])
     _record(exchange, completions, streamed=False)
@@ -178,12 +183,14 @@ async def follow(
 ) -> list[list[Completion]]:
     """Call `write` with each delta and the number of its prompt. Return the completions of each prompt at the end."""
     metrics = exchange.service.metrics
+    results = Results(exchange.account)
 
     async def read(number: int, handle: HandleLike) -> None:
         clock = metrics.clock(exchange.model)
         async for delta in handle:
             active.started()
             clock(delta)
+            results.add(delta)
             await write(number, delta)
 
     if len(handles) == 1:

@@ -2,7 +2,8 @@
 
 `max_queued_tokens` counts what a model computes. A picture of one pixel is one token, and may be a file of megabytes;
 a body that never ends is none. So each request has an account of what it holds here: bytes that have arrived, values
-that they were parsed to, files of pictures. Each is closed as soon as nothing refers to it any more.
+that they were parsed to, files of pictures, log-probabilities of its answers. Each is closed as soon as nothing
+refers to it any more.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ from typing import Any, Self
 import numpy as np
 
 from rekindle._src.core.json_values import BYTES_PER_VALUE
+from rekindle._src.core.records import TextDelta, TokenLogprobs
 from rekindle._src.serve.errors import ApiError, unavailable
 
 REQUEST_MEMORY = 1 << 30  # bytes, unless a server is given another bound
 SHARE = 2  # a caller may hold one part in so many
+_UNCOUNTED = 1 << 18  # bytes of results that are not worth a lock
+_FLOAT = 32  # bytes, with its place in a tuple
+_ALTERNATIVE = 36 + _FLOAT
+_SCORES = 650  # of a token's log-probabilities without alternatives, and of the piece of text that they come with
 _WITH_ESCAPES = 8  # bytes of a character, while a string with escapes is built
 _ASTRAL, _WIDE = 0xF0, 0xC4  # the least first byte, in UTF-8, of characters that take 4 bytes in a str, and 2
 
@@ -69,21 +75,28 @@ class ByteLedger:
 
 
 class Account:
-    """The bytes that one request holds: `body` as it arrives, `parsed` values, `pictures` as files.
+    """The bytes that one request holds: `body` as it arrives, `parsed` values, `pictures` as files, `results`.
 
     As a context manager, it holds nothing more from the end of its block on.
     """
 
     def __init__(self, ledger: ByteLedger, caller: str) -> None:
         self._ledger, self._caller, self._closed = ledger, caller, False
-        self.body = self.parsed = self.pictures = 0
+        self.body = self.parsed = self.pictures = self.results = 0
 
     @property
     def total(self) -> int:
         """The bytes of all kinds."""
-        return self.body + self.parsed + self.pictures
+        return self.body + self.parsed + self.pictures + self.results
 
-    def hold(self, *, body: int | None = None, parsed: int | None = None, pictures: int | None = None) -> None:
+    def hold(
+        self,
+        *,
+        body: int | None = None,
+        parsed: int | None = None,
+        pictures: int | None = None,
+        results: int | None = None,
+    ) -> None:
         """Replace the bytes of each kind that is given. Raise `ApiError` (413, 503) if they are more and too many.
 
         After the end of the block this does nothing: a thread may read a body on whose client has left.
@@ -93,15 +106,37 @@ class Account:
         body = self.body if body is None else body
         parsed = self.parsed if parsed is None else parsed
         pictures = self.pictures if pictures is None else pictures
-        self._ledger.change(self._caller, self.total, body + parsed + pictures)
-        self.body, self.parsed, self.pictures = body, parsed, pictures
+        results = self.results if results is None else results
+        self._ledger.change(self._caller, self.total, body + parsed + pictures + results)
+        self.body, self.parsed, self.pictures, self.results = body, parsed, pictures, results
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self.hold(body=0, parsed=0, pictures=0)
+        self.hold(body=0, parsed=0, pictures=0, results=0)
         self._closed = True
+
+
+class Results:
+    """Counts the log-probabilities of a request's answers as they arrive, on its account.
+
+    Tokens without them are not counted: they take 0.4 kB each, and a model makes them no faster than it can.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account, self._bytes = account, 0
+
+    def add(self, delta: TextDelta) -> None:
+        """Count a delta. Raise `ApiError` once all of them are more than the request may hold."""
+        for scores in (delta.logprobs, delta.prompt_logprobs):
+            self._bytes += sum(map(_bytes_of_scores, scores))
+        if self._bytes >= self._account.results + _UNCOUNTED:
+            self._account.hold(results=self._bytes)
+
+
+def _bytes_of_scores(one: TokenLogprobs) -> int:
+    return _SCORES + len(one.top_ids) * _ALTERNATIVE + len(one.of_ids) * _FLOAT + len(one.support)
 
 
 def parsing_bytes(data: bytes | bytearray, marks: int) -> int:
