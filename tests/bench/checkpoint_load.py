@@ -104,7 +104,7 @@ def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | Non
     imports = harness.memory()
     source = checkpoint.inspect(folder).nbytes
     start, used = time.perf_counter(), time.process_time()
-    described = checkpoint.describe(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
+    described = checkpoint.describe(folder, checkpoint.WeightForm.of(dtype, quantize), cache_dir=cache)
     model = checkpoint.read(described, placement=placement_of(checked_mesh(mesh), described.graph))
     jax.block_until_ready(model.leaves)
     seconds, used = time.perf_counter() - start, time.process_time() - used

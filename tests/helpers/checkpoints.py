@@ -17,7 +17,9 @@ from safetensors.numpy import save_file
 
 from helpers import families
 from rekindle._src.models.base import LoadedModel, abstract_model
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, WeightForm, describe
 from rekindle._src.models.loading.manifest import FusedExperts, Source
+from rekindle._src.models.loading.stored import look
 from rekindle._src.models.registry import FAMILIES, config_from_hf, manifest
 
 Tensors = dict[str, NDArray[Any]]
@@ -138,6 +140,15 @@ def write(
         json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     )
     return folder
+
+
+def described(
+    path: str | Path, *, dtype: str = "auto", quantize: Any = None, divided: bool = False, drafts: bool = False,
+    **options: Any,
+) -> CheckpointPlan:  # fmt: skip
+    """Describe a checkpoint in a form; other options are those of `checkpoint.describe`."""
+    form = WeightForm.of(dtype, quantize)._replace(divided=divided)
+    return describe(look(path, drafts=drafts), form, **options)
 
 
 def model(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> LoadedModel:

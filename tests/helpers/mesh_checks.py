@@ -414,7 +414,7 @@ def loaded_in_parts(folder: Path) -> None:
         raw = mesh_models.raw(name) | (sizes if quantize and "int4" in quantize else {})
         path = checkpoints.write(folder / f"{name}-{mesh}-{quantize}".replace(" ", ""), raw)
         options: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize}
-        described = checkpoint.describe(path, **options)
+        described = checkpoints.described(path, **options)
         placement = placement_of(checked_mesh(mesh), described.graph)
         found = checkpoint.read(described, placement=placement)
         expected = placement.model(rekindle.models.load(path, **options))

@@ -20,7 +20,7 @@ from rekindle._src.core import memory
 from rekindle._src.models import unpacking
 from rekindle._src.models.base import LoadedModel, kinds_in
 from rekindle._src.models.loading import prepared, reading
-from rekindle._src.models.loading.checkpoint import describe, load, read
+from rekindle._src.models.loading.checkpoint import load, read
 from rekindle._src.models.unpacking import unpacked_model
 from rekindle.errors import CheckpointError
 from rekindle_kernels import int4
@@ -75,7 +75,7 @@ def test_weights_are_what_their_integers_stand_for(
 ) -> None:
     """Those of a checkpoint and those of a model in memory, whatever pieces they are unpacked in."""
     folder = written(tmp_path, case)
-    packed = read(describe(folder, quantize=plan, unpack=False))
+    packed = read(checkpoints.described(folder, quantize=plan, unpack=False))
     assert not packed.graph.precision.unpacked
     wanted, biggest = expected(packed), 0
     dequantized: Callable[..., jax.Array] = unpacking._dequantized
@@ -113,13 +113,13 @@ def test_a_file_in_groups_is_read_as_floats(tmp_path: Path, monkeypatch: pytest.
     assert unpacking.words(found.graph) == "unpacked from 4, 6 and 8 bits: no native kernels here"
     assert found.held.startswith("bfloat16 ") and " bits " not in found.held
     assert_same(checkpoints.leaves(found), checkpoints.leaves(floats))
-    converted = unpacked_model(read(describe(file, unpack=False)))
+    converted = unpacked_model(read(checkpoints.described(file, unpack=False)))
     assert converted.graph == found.graph
     assert_same(
         checkpoints.leaves(converted), checkpoints.leaves(floats), 2**-7
     )  # compilers may add a minimum without a rounding before
     assert prepared.wait(60)
-    kept = describe(file, cache_dir=cache)
+    kept = checkpoints.described(file, cache_dir=cache)
     assert kept.reads is None and kept.graph == found.graph
     monkeypatch.setattr(memory, "available", lambda: 1 << 20)
     packed = load(file, cache_dir=cache)
@@ -133,7 +133,7 @@ def test_with_kernels_nothing_is_unpacked(tmp_path: Path, monkeypatch: pytest.Mo
     folder = written(tmp_path, "qwen3")
     unpacks = unpacking.traits
     monkeypatch.setattr(unpacking, "traits", lambda implementation: unpacks(implementation, platform="tpu"))
-    packed = read(describe(folder, quantize="int4", unpack=True))
+    packed = read(checkpoints.described(folder, quantize="int4", unpack=True))
     assert not packed.graph.precision.unpacked and packed.held.startswith("4 bits ")
     assert unpacking.words(packed.graph) == ""
 
@@ -151,7 +151,7 @@ def test_texts_are_those_of_a_plain_loop_over_the_unpacked_weights(
     """Those of a second session, of a model in memory, which stays its owner's, and after weights were replaced."""
     folder, options = written(tmp_path / "model", "llama"), OPTIONS | {"cache_dir": str(tmp_path / "cache")}
     unpacked = load(folder, dtype="float32", quantize="int4")
-    packed = read(describe(folder, dtype="float32", quantize="int4", unpack=False))
+    packed = read(checkpoints.described(folder, dtype="float32", quantize="int4", unpack=False))
     ids = np.random.default_rng(3).integers(3, unpacked.config.vocab_size, 20).tolist()
     wanted = tuple(plain_loop(unpacked, ids, 8, context=64))
     caplog.set_level(logging.INFO, "rekindle.engine")

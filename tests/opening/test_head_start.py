@@ -13,6 +13,7 @@ from helpers.sessions import eventually
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, hugepages, kept_weights, prepared
+from rekindle._src.models.loading.checkpoint import WeightForm
 from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
 from rekindle._src.opening import head_start
 from rekindle._src.opening.entry import begin
@@ -37,9 +38,8 @@ def config(tmp_path: Path) -> EngineConfig:
 
 def loaded(folder: Path, config: EngineConfig, ahead: HeadStart | None = None) -> LoadedModel:
     """The model as a session loads it."""
-    described = checkpoint.describe(
-        folder, dtype=config.dtype, cache_dir=config.cache_dir, seen=None if ahead is None else ahead.seen
-    )
+    form = WeightForm.of(config.dtype)
+    described = checkpoint.describe((ahead and ahead.seen) or folder, form, cache_dir=config.cache_dir)
     found = checkpoint.read(described) if ahead is None else checkpoint.read(described, brought=ahead.weights)
     assert prepared.wait(60)
     return found

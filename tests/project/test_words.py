@@ -29,7 +29,7 @@ LEFT = """
     __init__(asked) _assembled(found) _bits(found) _check_own(found) _download(asked) _download_gguf(asked)
     _each(found) _reads(found) _shapes_of(found) _source(said)
     address(found) check_fits(found) compare(found) features_of_macos(told)
-    fill(found) fitted(found) found listed(found) place(asked) plan(found)
+    fill(found) fitted(found) found listed(found) place(asked)
     said slot(asked) with_matrices(found)
 """
 

@@ -85,7 +85,7 @@ def test_drafts_are_those_of_transformers(name: str, clusters: bool, tmp_path: P
 def test_checkpoints_that_differ_are_refused(tmp_path: Path) -> None:
     own = assistants.raw_of(checkpoints.CASES[MODELS[0]], **assistants.CLUSTERS)
     state = assistants.tensors(own)
-    graph = checkpoint.describe(assistants.write(tmp_path / "right", own, state), dtype="float32").graph
+    graph = checkpoints.described(assistants.write(tmp_path / "right", own, state), dtype="float32").graph
     kept = json.dumps(known_models.encode_graph(graph), default=dataclasses.asdict)
     assert known_models.decode_graph(json.loads(kept)) == graph
     floats = state | {"masked_embedding.token_ordering": state["masked_embedding.token_ordering"].astype(np.float32)}

@@ -101,11 +101,11 @@ def test_a_head_is_read_from_folders_where_it_is_asked_for(name: str, tmp_path: 
     raw = with_head(name)
     state = checkpoints.tensors(raw, seed=7)
     folder = checkpoints.write(tmp_path, checkpoints.CASES[name], state)
-    asked = checkpoint.describe(folder, dtype="float32", drafts=True)
+    asked = checkpoints.described(folder, dtype="float32", drafts=True)
     checkpoints.assert_same(checkpoint.read(asked), checkpoints.model(raw, state))
     kept = json.dumps(known_models.encode_graph(asked.graph), default=dataclasses.asdict)
     assert known_models.decode_graph(json.loads(kept)) == asked.graph
-    plain = checkpoint.describe(folder, dtype="float32")
+    plain = checkpoints.described(folder, dtype="float32")
     assert plain.found.config.draft_head is None and not any("drafter" in path for path in plain.graph.paths)
     assert plain.fingerprint != asked.fingerprint
     assert plain.found.config.computes_as(checkpoints.case(name).config)
@@ -178,13 +178,13 @@ def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
     state = checkpoints.tensors(raw, seed=7)
     expected = checkpoints.model(raw, state)
     file = file_of(raw, state, tmp_path / "model.gguf")
-    found = checkpoint.read(checkpoint.describe(file, dtype="float32", drafts=True))
+    found = checkpoint.read(checkpoints.described(file, dtype="float32", drafts=True))
     assert found.config.draft_head is not None and found.graph.paths == expected.graph.paths
     for path, leaf, wanted in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-5, err_msg=path)
     assert checkpoint.load(file, dtype="float32").config.draft_head is None
     file.write_bytes(file.read_bytes().replace(b"nextn.shared_head_norm", b"nextn.shared_head_xxxx"))
-    again = checkpoint.read(checkpoint.describe(file, dtype="float32", drafts=True))
+    again = checkpoint.read(checkpoints.described(file, dtype="float32", drafts=True))
     fallen = dict(zip(again.graph.paths, again.leaves, strict=True))
     np.testing.assert_array_equal(fallen["drafter.norm.weight"], fallen["norm.weight"])
 
@@ -192,4 +192,4 @@ def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
 def test_a_config_alone_asks_for_no_head(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, with_head("qwen3.5"), checkpoints.tensors(checkpoints.CASES["qwen3.5"]))
     for asked in (True, False):
-        assert checkpoint.describe(folder, dtype="float32", drafts=asked).found.config.draft_head is None
+        assert checkpoints.described(folder, dtype="float32", drafts=asked).found.config.draft_head is None

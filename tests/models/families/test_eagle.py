@@ -62,7 +62,7 @@ def test_a_head_is_read_from_gguf(changes: dict[str, Any], tmp_path: Path) -> No
 def test_optional_parts(tmp_path: Path) -> None:
     raw = eagle.raw_of(RAW, draft_vocab_size=160, norm_before_fc=True, eagle_aux_hidden_state_layer_ids=None)
     folder = eagle.write(tmp_path, raw, eagle.tensors(raw, embedding=True))
-    own = checkpoint.describe(folder, dtype="float32")
+    own = checkpoints.described(folder, dtype="float32")
     spec = own.graph.config.eagle
     assert spec is not None
     assert (spec.own_embedding, spec.own_head, spec.maps, spec.norm_before_join) == (True, True, False, True)
@@ -78,8 +78,8 @@ def planned(model: str, folder: str, **options: Any) -> Blueprint:
 def test_a_head_has_leaves_and_a_graph_of_its_own(tmp_path: Path) -> None:
     """The model's are those without it, but for what the session keeps of each token: its pages, and what it reads."""
     model, folder = str(checkpoints.write(tmp_path / "model", RAW)), head(tmp_path / "head")
-    own = checkpoint.describe(folder, dtype="bfloat16")
-    alone = checkpoint.describe(model, dtype="bfloat16", quantize="int8").graph
+    own = checkpoints.described(folder, dtype="bfloat16")
+    alone = checkpoints.described(model, dtype="bfloat16", quantize="int8").graph
     plan = planned(model, folder, quantize="int8", dtype="bfloat16")
     assert (plan.graph.paths, plan.graph.precision) == (alone.paths, alone.precision)
     assert plan.model == dataclasses.replace(alone.config, added_pages=(own.graph.config.pages_of(0),))
@@ -116,12 +116,12 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         checkpoint.load(eagle.write(tmp_path / "lacking", raw, lacking))
     for key, value in {"num_hidden_layers": 2, "eagle_aux_hidden_state_layer_ids": [0, -1, 1]}.items():
         with pytest.raises(UnsupportedModel, match=key):
-            checkpoint.describe(eagle.write(tmp_path / key, raw | {key: value}, state))
+            checkpoints.described(eagle.write(tmp_path / key, raw | {key: value}, state))
     without = {name: value for name, value in state.items() if name != "d2t"}
     with pytest.raises(UnsupportedModel, match=r"draft_vocab_size=60 is not .* lacks the tensor d2t"):
-        checkpoint.describe(eagle.write(tmp_path / "map", raw, without))
+        checkpoints.described(eagle.write(tmp_path / "map", raw, without))
     with pytest.raises(UnsupportedModel, match="model_type='qwen3' of an EAGLE-3 head"):
-        checkpoint.describe(eagle.write(tmp_path / "kind", raw | {"model_type": "qwen3"}, state))
+        checkpoints.described(eagle.write(tmp_path / "kind", raw | {"model_type": "qwen3"}, state))
     model = str(checkpoints.write(tmp_path / "model", RAW))
     for name, ids in {"far": np.full(60, 150), "twice": -np.arange(60)}.items():
         folder = eagle.write(tmp_path / name, raw, state | {"d2t": ids.astype(np.int64)})

@@ -12,7 +12,7 @@ import pytest
 from helpers import checkpoints
 from helpers.thorough import by_default
 from rekindle._src.models.loading import checkpoint, known_models
-from rekindle._src.models.loading.checkpoint import CheckpointPlan, load, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, ReadingNote, load, read
 from rekindle._src.models.roles import REPLICATED
 
 
@@ -28,7 +28,7 @@ def kept(cache: Path) -> list[Path]:
 
 def describe(folder: Path, cache_dir: Path, **options: Any) -> CheckpointPlan:
     """Describe a checkpoint, and keep the description as a session does when it reads the weights."""
-    described = checkpoint.describe(folder, cache_dir=cache_dir, **options)
+    described = checkpoints.described(folder, cache_dir=cache_dir, **options)
     described.keep()
     return described
 
@@ -37,7 +37,7 @@ def without_roles(described: CheckpointPlan) -> Any:
     assert described.reads is not None
     leaves, entries = described.reads
     plain = [leaf._replace(source=dataclasses.replace(leaf.source, role=REPLICATED)) for leaf in leaves]
-    return described._replace(described=None, reads=known_models.Reads(plain, entries))
+    return described._replace(origin=ReadingNote(known_models.Reads(plain, entries)))
 
 
 def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> CheckpointPlan:
@@ -47,7 +47,7 @@ def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options:
         raise AssertionError("the model was described anew")
 
     with monkeypatch.context() as patch:
-        for name in ("config_from_hf", "abstract_model", "plan"):
+        for name in ("config_from_hf", "abstract_model", "planned_reads"):
             patch.setattr(checkpoint, name, refused)
         return describe(folder, cache_dir=cache, **options)
 
@@ -103,7 +103,7 @@ def test_what_is_damaged_is_made_again(
 
 def test_describing_writes_nothing(tmp_path: Path, cache: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
-    described = checkpoint.describe(folder, cache_dir=cache)
+    described = checkpoints.described(folder, cache_dir=cache)
     assert kept(cache) == [] and not cache.exists()
     described.keep()
     assert len(kept(cache)) == 1

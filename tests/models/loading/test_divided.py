@@ -44,7 +44,7 @@ class Reading:
     """What a process with some of the devices reads of a checkpoint."""
 
     def __init__(self, folder: Path, partition: Partition, mine: Sequence[int] | None = None, **options: Any) -> None:
-        self.described = checkpoint.describe(folder, **options)
+        self.described = checkpoints.described(folder, **options)
         partition.check(self.described.graph.config)
         mine = range(partition.size) if mine is None else mine
         self.placement = Somewhere(None, partition, self.described.graph, mine=tuple(mine))  # type: ignore[arg-type]
@@ -169,13 +169,13 @@ def test_kept_weights_are_read_in_parts_and_checked(tmp_path: Path, monkeypatch:
     options = {"dtype": "float32", "quantize": "int8-weight", "cache_dir": tmp_path / "cache"}
     whole = checkpoint.load(folder, **options)
     assert prepared.wait(60)
-    described = checkpoint.describe(folder, **options)
-    assert described.kept is not None and described.reads is None
+    described = checkpoints.described(folder, **options)
+    assert described.slot is not None and described.reads is None
     placement: Any = Somewhere(None, Partition(4), described.graph, mine=(0, 3))  # type: ignore[arg-type]
-    file = next(described.kept.rglob("weights.safetensors"))
+    file = next(described.slot.rglob("weights.safetensors"))
 
     def load() -> Any:
-        return prepared.load(described.kept, described.graph, described.shapes, placement=placement)  # type: ignore[arg-type]
+        return prepared.load(described.slot, described.graph, described.shapes, placement=placement)  # type: ignore[arg-type]
 
     found = dict(zip(described.graph.paths, load(), strict=True))
     for path, leaf in zip(whole.graph.paths, whole.leaves, strict=True):

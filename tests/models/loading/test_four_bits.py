@@ -12,7 +12,7 @@ from helpers import checkpoints, gguf_files, quantized_checkpoints
 from helpers.thorough import by_default
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
-from rekindle._src.models.loading.checkpoint import describe, load, read
+from rekindle._src.models.loading.checkpoint import load, read
 from rekindle._src.models.loading.gguf import rows
 from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.opening.exporting import export
@@ -191,7 +191,7 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
     file = gguf_files.of_types(
         tmp_path / "model.gguf", RAW, lambda name: types.get(name.split(".")[-2], "Q4_K" if "blk" in name else "Q6_K")
     )
-    whole, divided = (read(describe(file, divided=divided)) for divided in (False, True))
+    whole, divided = (read(checkpoints.described(file, divided=divided)) for divided in (False, True))
     assert {kind.removesuffix("-k") for kind in kinds(whole).values()} == {
         kind.removesuffix("-f32") for kind in kinds(divided).values()
     }
@@ -317,11 +317,11 @@ def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: p
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q5_1")
     made = load(file, cache_dir=tmp_path / "cache")
     assert prepared.wait(60)
-    described = describe(file, cache_dir=tmp_path / "cache")
+    described = checkpoints.described(file, cache_dir=tmp_path / "cache")
     assert described.reads is None, "it is not planned what to read from the checkpoint"
     monkeypatch.setattr(reading, "read_leaves", None)
     again = load(file, cache_dir=tmp_path / "cache")
     assert again.fingerprint == made.fingerprint and kinds(again) == kinds(made) != {}
     checkpoints.assert_same(again, made)
-    floats = describe(file, dtype="bfloat16", cache_dir=tmp_path / "cache")
-    assert floats.kept != described.kept and floats.reads is not None
+    floats = checkpoints.described(file, dtype="bfloat16", cache_dir=tmp_path / "cache")
+    assert floats.slot != described.slot and floats.reads is not None

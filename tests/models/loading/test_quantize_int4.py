@@ -175,12 +175,12 @@ def test_weights_are_kept_and_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     folder, cache = written(tmp_path / "a", LLAMA), tmp_path / "cache"
     first = checkpoint.load(folder, quantize="int4", cache_dir=cache)
     assert prepared.wait(60)
-    found = checkpoint.describe(folder, quantize="int4", cache_dir=cache)
+    found = checkpoints.described(folder, quantize="int4", cache_dir=cache)
     assert found.reads is None, "it is not read again"
     second = checkpoint.read(found)
     for path, leaf in checkpoints.leaves(first).items():
         np.testing.assert_array_equal(leaf, checkpoints.leaves(second)[path], err_msg=path)
-    assert checkpoint.describe(folder, quantize="int4-32", cache_dir=cache).reads is not None
+    assert checkpoints.described(folder, quantize="int4-32", cache_dir=cache).reads is not None
     assert replace_weights(first, second).fingerprint == second.fingerprint
     with pytest.raises(CheckpointError, match=r"scale: float16\[\d+, \d+\], expected float16"):
         replace_weights(first, checkpoint.load(folder, quantize="int4-32"))

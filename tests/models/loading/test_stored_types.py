@@ -10,7 +10,7 @@ import pytest
 
 from helpers import checkpoints, gguf_files
 from rekindle._src.cli.main import main
-from rekindle._src.models.loading.checkpoint import describe, load
+from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.loading.stored_types import StoredType, stored_types
 from rekindle_kernels import unavailable_reason
@@ -28,7 +28,7 @@ def mixed(name: str) -> str:
 
 
 def types_of(path: Path, quantize: str | None = None) -> list[StoredType]:
-    plan = describe(path, quantize=quantize)
+    plan = checkpoints.described(path, quantize=quantize)
     return stored_types(plan.found.stored, plan.found.config, plan.graph, plan.shapes)
 
 

@@ -29,7 +29,7 @@ def test_peak_memory_is_the_leaves_and_a_bounded_rest(kind: str, dtype: str, tmp
             line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
         jax.devices()
-        checkpoint.describe(sys.argv[1], dtype=sys.argv[2])  # imports the family
+        checkpoint.describe(sys.argv[1], checkpoint.WeightForm.of(sys.argv[2]))  # imports the family
         before = peak()
         model = checkpoint.load(sys.argv[1], dtype=sys.argv[2])
         print(model.nbytes, peak() - before)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from helpers import checkpoints, gguf_files
 from helpers.gguf_files import entry, raw
 from helpers.thorough import by_default
-from rekindle._src.models.loading.checkpoint import describe
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, NUMBERS, TYPES, UNREAD, BlockType, dequantize
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
@@ -218,7 +217,7 @@ def test_a_tensor_of_another_shape_is_refused_before_it_is_read(kind: str, whole
                 continue  # what a header is refused for
             with_tensor(whole, path, name, shape, form)
             try:
-                describe(path, dtype="bfloat16")
+                checkpoints.described(path, dtype="bfloat16")
                 wrong.append(f"{name} {shape}: no error")
             except CheckpointError as error:
                 message = str(error)

@@ -173,7 +173,7 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
-    from rekindle._src.models.loading.checkpoint import describe
+    from rekindle._src.models.loading.checkpoint import WeightForm, describe
     from rekindle._src.models.precision import resolve_dtype
     from rekindle._src.models.registry import config_from_hf
 
@@ -181,7 +181,7 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     if is_shape(model):
         config = config_from_hf(hf_config(model.lower()))
         return Work.of(*abstract_model(config, resolve_dtype(dtype, config), quantize))
-    described = describe(tiny.located(model), dtype=dtype, quantize=quantize)
+    described = describe(tiny.located(model), WeightForm.of(dtype, quantize))
     return Work.of(described.graph, described.shapes)
 
 

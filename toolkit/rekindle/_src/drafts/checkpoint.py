@@ -12,7 +12,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.dtypes import DTypeLike
 from rekindle._src.models.base import Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, WeightForm, describe, read
 from rekindle._src.programs.partitioning import WHOLE, DeviceLayout, WeightsOf
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError
@@ -60,8 +60,7 @@ class DraftCheckpoint:
         config = target.config
         plan = describe(
             folder,
-            dtype=config.dtype if dtype is None else dtype,
-            quantize=config.quantize,
+            WeightForm.of(config.dtype if dtype is None else dtype, config.quantize),
             cache_dir=config.cache_folder,
             device_memory=config.device_memory,
         )

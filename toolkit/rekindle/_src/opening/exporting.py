@@ -61,7 +61,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
         raise ConfigError("out", str(out), "exists already", "Remove it, or pass another name")
     type = _GGUF_NAMES.get(dtype_name(type), type)
     stored = look(tiny.located(model))
-    describe(stored.path, seen=stored, unpack=False)  # as `open` would: else it would refuse the written checkpoint
+    describe(stored, unpack=False)  # as `open` would: else it would refuse the written checkpoint
     config = config_from_hf(stored.raw)
     meter = ByteMeter(sum(entry.nbytes for header in stored.headers for entry in header.entries), progress)
     with _written(out) as partial:

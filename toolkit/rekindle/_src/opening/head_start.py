@@ -19,7 +19,7 @@ from rekindle._src.drafts.plan import reads_own_head
 from rekindle._src.models.loading import kept_weights, stored
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.hugepages import PrefaultArena
-from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights
+from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights, WeightForm
 from rekindle._src.models.loading.stored import StoredCheckpoint
 
 MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
@@ -77,12 +77,11 @@ class HeadStart:
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
         checkpoint = self.seen = stored.look(folder, config.projector, drafts=reads_own_head(config))
+        form = WeightForm(config.dtype, config.quantize)
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
             unpacked = not native and kept_weights.has_room(checkpoint, dtype, config.device_memory)
-            options = kept_weights.options(
-                checkpoint, config.dtype, config.quantize, True, False, resolved=dtype, unpacked=unpacked
-            )
+            options = form.slot_options(checkpoint, resolved=dtype, unpacked=unpacked)
             self._kept = kept_weights.place(
                 config.cache_folder, checkpoint.fingerprint, *options,
                 platform="cpu", native=native, digest=kept_weights.sources(),

@@ -17,10 +17,11 @@ from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.drafts.plan import DraftPlan, draft_plan, reads_own_head
 from rekindle._src.models.base import Graph, LoadedModel, Placement, abstract_model
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import CheckpointPlan, describe, read
+from rekindle._src.models.loading.checkpoint import CheckpointPlan, WeightForm, describe, read
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.kept_weights import MappedWeights
 from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.stored import look
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.models.unpacking import unpacked_model
 from rekindle._src.opening.open_request import OpenRequest
@@ -86,16 +87,12 @@ class CheckpointSource(ModelSource):
         shown.stage = "the checkpoint's headers"
         shown.hidden = on_disk(folder) is None  # the hub shows its downloads itself
         try:
+            stored = None if request.ahead is None else request.ahead.seen
             plan = describe(
-                folder,
-                dtype=config.dtype,
-                quantize=config.quantize,
+                stored or look(folder, config.projector, drafts=reads_own_head(config)),
+                WeightForm(config.dtype, config.quantize, divided=config.mesh is not None),
                 cache_dir=config.cache_folder,
-                divided=config.mesh is not None,
-                seen=None if request.ahead is None else request.ahead.seen,
                 device_memory=config.device_memory,
-                projector=config.projector,
-                drafts=reads_own_head(config),
             )
         finally:
             shown.hidden = False

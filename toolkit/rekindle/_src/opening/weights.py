@@ -21,8 +21,9 @@ from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.html import count
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.loading.checkpoint import describe, read
+from rekindle._src.models.loading.checkpoint import WeightForm, describe, read
 from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.stored import look
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
 from rekindle._src.opening.blueprint import Blueprint
@@ -45,7 +46,7 @@ def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> Loade
         return replace_weights(model, weights)
     own_head = model.config.draft_head is not None
     description = describe(
-        tiny.located(weights), dtype=config.dtype, quantize=config.quantize, unpack=unpacks, drafts=own_head
+        look(tiny.located(weights), drafts=own_head), WeightForm(config.dtype, config.quantize), unpack=unpacks
     )
     if not model.placement.divided:
         return replace_weights(model, read(description))

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import memory
 from rekindle._src.core.atomic_checkpoint import ITEM
+from rekindle._src.core.dtypes import DTypeLike, checked_dtype, checked_quantize
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import mmap_weights, tensor_files
 from rekindle._src.models.loading.mmap_weights import FileLease
@@ -37,41 +38,46 @@ SUMMED = 8 << 20  # bytes that are read and summed at a time: whole blocks
 _BLOCK = 1 << 15  # words
 
 
-def keeps_groups(seen: StoredCheckpoint, dtype: str, quantize: str | None) -> bool:
-    """True if matrices that are stored in groups stay as they are."""
-    return quantize is None and dtype == "auto" and seen.may_be_quantized
+class WeightForm(NamedTuple):
+    """The form that a checkpoint's weights are loaded in. Its options are checked; see `of`."""
+
+    dtype: str = "auto"
+    quantize: str | None = None
+    quantize_embeddings: bool = True
+    divided: bool = False  # over devices, so that matrices in groups have to divide after every group
+
+    @classmethod
+    def of(cls, dtype: DTypeLike = "auto", quantize: str | Mapping[str, str | None] | None = None) -> WeightForm:
+        """Check a caller's options. Raise `ConfigError`."""
+        return cls(checked_dtype("dtype", dtype), checked_quantize(quantize))
+
+    def keeps_groups(self, stored: StoredCheckpoint) -> bool:
+        """True if matrices that are stored in groups stay as they are."""
+        return self.quantize is None and self.dtype == "auto" and stored.may_be_quantized
+
+    def slot_options(self, stored: StoredCheckpoint, *, resolved: str, unpacked: bool) -> tuple[object, ...]:
+        """Return the options that kept weights depend on, with the dtype that "auto" is resolved to.
+
+        With `unpacked`, quantised weights are held as floats, because there are no kernels for them.
+        """
+        keeps = self.keeps_groups(stored)
+        as_stored = ("as stored", *["divided"] * self.divided) if keeps else ()
+        as_floats = ("unpacked",) if unpacked and (keeps or self.quantize is not None) else ()
+        pictures = ("pictures",) if stored.is_gguf and stored.others is not None else ()
+        return resolved, self.quantize, self.quantize_embeddings, *as_stored, *as_floats, *pictures
 
 
-def has_room(seen: StoredCheckpoint, dtype: str, device_memory: int | None = None) -> bool:
+AS_STORED = WeightForm()
+
+
+def has_room(stored: StoredCheckpoint, dtype: str, device_memory: int | None = None) -> bool:
     """True if a checkpoint's weights would fit into memory as floats, in addition to pages of `device_memory` bytes."""
     itemsize, numbers = 4 if dtype == "float32" else 2, 0
-    for entry in (entry for header in seen.headers for entry in header.entries):
+    for entry in (entry for header in stored.headers for entry in header.entries):
         # Integers of other formats than GGUF may have two numbers in a byte.
-        packed = not seen.is_gguf and entry.dtype.startswith(("I", "U"))
+        packed = not stored.is_gguf and entry.dtype.startswith(("I", "U"))
         numbers += 2 * entry.nbytes if packed else math.prod(entry.shape)
     return memory.fits(itemsize * numbers, beside=device_memory or 0)
-
-
-def options(
-    seen: StoredCheckpoint,
-    dtype: str,
-    quantize: str | None,
-    quantize_embeddings: bool,
-    divided: bool,
-    *,
-    resolved: str,
-    unpacked: bool,
-) -> tuple[object, ...]:
-    """Return the options of a session that kept weights depend on.
-
-    `dtype` may be "auto"; `resolved` is the dtype that it stands for. With `unpacked`, quantised weights are held as
-    floats, because there are no kernels for them.
-    """
-    keeps = keeps_groups(seen, dtype, quantize)
-    as_stored = ("as stored", *["divided"] * divided) if keeps else ()
-    as_floats = ("unpacked",) if unpacked and (keeps or quantize is not None) else ()
-    pictures = ("pictures",) if seen.is_gguf and seen.others is not None else ()
-    return resolved, quantize, quantize_embeddings, *as_stored, *as_floats, *pictures
 
 
 def place(

@@ -156,27 +156,27 @@ def keep(kept: Path, content: bytes) -> None:
         _log.warning("the description of a model is not kept in %s: %s", entry, error)
 
 
-def find_reads(kept: Path, seen: StoredCheckpoint) -> tuple[KnownModel, Reads] | None:
+def find_reads(kept: Path, stored: StoredCheckpoint) -> tuple[KnownModel, Reads] | None:
     """Return the kept description; None if it is missing or unusable."""
     try:
         content = store(kept.parent).get(kept.name)
         if content is None:
             return None
         fields = checked(content)
-        return _known(fields), _reads(fields, seen)
+        return _known(fields), _reads(fields, stored)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         _log.info("the description %s is not used: %s", kept, error)
         return None
 
 
-def keep_reads(kept: Path, seen: StoredCheckpoint, known: KnownModel, reads: Reads) -> None:
+def keep_reads(kept: Path, stored: StoredCheckpoint, known: KnownModel, reads: Reads) -> None:
     """Keep the description of a model with no quantised or packed matrices, such as the experts of a layer.
 
     A failure costs the next start some time and nothing else.
     """
     plain = all(not (leaf.scale or leaf.stored or leaf.packing or leaf.minimum) for leaf in reads.leaves)
-    stored = {entry.name for header in seen.headers for entry in header.entries}
-    if not plain or any(entry.name not in stored for entry in reads.entries.values()):  # some are parts of tensors
+    names = {entry.name for header in stored.headers for entry in header.entries}
+    if not plain or any(entry.name not in names for entry in reads.entries.values()):  # some are parts of tensors
         return
     sources = [
         {
@@ -189,18 +189,18 @@ def keep_reads(kept: Path, seen: StoredCheckpoint, known: KnownModel, reads: Rea
     ]
     entries = {name: entry.name for name, entry in reads.entries.items()}
     leaves = [(leaf.shape, leaf.dtype.name) for leaf in known.shapes]
-    content = encode(known.graph, leaves, known.dtype, readable_name(seen.path), reads=sources, entries=entries)
+    content = encode(known.graph, leaves, known.dtype, readable_name(stored.path), reads=sources, entries=entries)
     with contextlib.suppress(OSError):
         store(kept.parent).put(kept.name, content)
 
 
-def _reads(found: Mapping[str, Any], seen: StoredCheckpoint) -> Reads:
-    entries = {entry.name: entry for header in seen.headers for entry in header.entries}
+def _reads(found: Mapping[str, Any], stored: StoredCheckpoint) -> Reads:
+    entries = {entry.name: entry for header in stored.headers for entry in header.entries}
     leaves = [
         LeafPlan(leaf["path"], _source(leaf["source"]), tuple(leaf["shape"]), np.dtype(leaf["dtype"]))
         for leaf in found["reads"]
     ]
-    return Reads(leaves, {name: entries[stored] for name, stored in found["entries"].items()})
+    return Reads(leaves, {name: entries[held] for name, held in found["entries"].items()})
 
 
 def _source(said: Mapping[str, Any]) -> Source:

@@ -60,10 +60,11 @@ def read_leaves(
     placement: Placement = ALONE,
     check: Callable[[LeafPlan], object] | None = None,
 ) -> dict[str, Array]:
-    """Read the leaves; return them by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
+    """Read the leaves; return them by path, on their devices.
 
-    On a mesh, `placement` replaces `place`, and only the parts of this process are read and allocated. `check` is
-    called for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
+    `checkpoint.planned_reads` has checked every part in `entries`. On a mesh, `placement` replaces `place`, and only
+    the parts of this process are read and allocated. `check` is called for each leaf in one of the reading threads; its
+    exceptions are raised here before the leaf is placed.
     """
     by_path: dict[str, Array] = {}
     pending: collections.deque[tuple[LeafPlan, LeafArrays | DividedArrays, list[Future[Any]]]] = collections.deque()
