@@ -1,4 +1,4 @@
-"""A mkdocs hook: README, tutorials, decisions and the papers of .github become pages with links between them.
+"""A mkdocs hook: README, the course, the guide, decisions and the papers of .github become linked pages.
 
 Every page is read where it lies in the repository, with the links that GitHub follows. A link to a file that has
 a page leads to the page; any other leads to the repository, or becomes plain text where `repo_url` is not set.
@@ -16,15 +16,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCS = ".github/docs/pages"
+COURSE = "tutorials/course"
+PICTURES = "tutorials/source/pictures"
 PAPERS = {
     "README.md": "index.md",
-    "tutorials/README.md": "tutorials/index.md",
+    "tutorials/README.md": "course/index.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     ".github/SECURITY.md": "security.md",
     ".github/CHANGELOG.md": "changelog.md",
 }
 PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.png)(")')
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$|(?<![\w$`])\$([^$`\n]+)\$(?![\w$])", re.MULTILINE)
+IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -33,8 +36,10 @@ def sources() -> dict[str, str]:
     pages = dict(PAPERS)
     for path in sorted((ROOT / ".github/decisions").glob("*.md")):
         pages[f".github/decisions/{path.name}"] = f"decisions/{path.name}"
-    for path in sorted((ROOT / "tutorials").glob("[0-9][0-9]_*.ipynb")):
-        pages[f"tutorials/{path.name}"] = f"tutorials/{path.stem}.md"
+    for path in sorted((ROOT / COURSE).glob("[0-9][0-9]_*.ipynb")):
+        pages[f"{COURSE}/{path.name}"] = f"course/{path.stem}.md"
+    for path in sorted((ROOT / "tutorials/guide").glob("*.md")):
+        pages[f"tutorials/guide/{path.name}"] = f"guide/{path.name}"
     for path in sorted((ROOT / DOCS).rglob("*.md")):
         pages[f"{DOCS}/{path.relative_to(ROOT / DOCS)}"] = str(path.relative_to(ROOT / DOCS))
     return pages
@@ -63,11 +68,17 @@ def relink(text: str, source: str, pages: dict[str, str], repository: str | None
     def picture(match: re.Match[str]) -> str:
         """HTML stays as it is in a page, whose address is a folder of its own."""
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
+        target = target.replace(PICTURES, "pictures", 1)
         folder = "." if pages[source] == "index.md" else pages[source].removesuffix(".md")
         return match[1] + posixpath.relpath(target, folder) + match[3]
 
+    def image(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
+        here = posixpath.dirname(pages[source]) or "."
+        return match[1] + posixpath.relpath(target.replace(PICTURES, "pictures", 1), here) + match[3]
+
     outside_code: list[str] = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
-    outside_code[::2] = [PICTURE.sub(picture, LINK.sub(one, part)) for part in outside_code[::2]]
+    outside_code[::2] = [PICTURE.sub(picture, IMAGE.sub(image, LINK.sub(one, part))) for part in outside_code[::2]]
     return "".join(outside_code)
 
 
@@ -100,7 +111,7 @@ def notebook(path: Path, repository: str | None = None) -> str:
     """A notebook with its outputs as Markdown."""
     links = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
     if repository and (match := re.match(r"https://github\.com/([^/]+/[^/]+?)/?$", repository)):
-        colab = f"https://colab.research.google.com/github/{match[1]}/blob/HEAD/tutorials/{path.name}"
+        colab = f"https://colab.research.google.com/github/{match[1]}/blob/HEAD/{COURSE}/{path.name}"
         links += f" · [Open in Colab]({colab}); there, `%pip install git+{match[0].rstrip('/')}` comes first"
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
@@ -149,9 +160,9 @@ def on_files(files: Any, config: Any) -> Any:
             text = notebook(path, config.repo_url) if path.suffix == ".ipynb" else path.read_text()
             files.append(File.generated(config, page, content=text))
             if path.suffix == ".ipynb":
-                files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
-    for picture in sorted((ROOT / "tutorials/pictures").glob("*.[ps][nv]g")):
-        files.append(File.generated(config, f"tutorials/pictures/{picture.name}", abs_src_path=str(picture)))
+                files.append(File.generated(config, f"course/{path.name}", abs_src_path=str(path)))
+    for picture in sorted((ROOT / PICTURES).glob("*.[ps][nv]g")):
+        files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 
 

@@ -65,7 +65,7 @@ class Texts:
         self._tokenizer, self._first, self._tokens = tokenizer, vocab - markers, tokens
         self._rng = random.Random(1)
         self._code = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-m]*.py"))
-        pages = sorted((harness.ROOT / ".github/docs/pages").glob("*.md"))
+        pages = sorted((harness.ROOT / "tutorials/guide").glob("*.md"))
         self._prose = " ".join(page.read_text() for page in pages)
         self._words = sorted({word for word in self._prose.split() if word.isalpha()})
         self._asked: dict[str, list[list[int]]] = {kind: [] for kind in ANSWERS}

@@ -17,8 +17,9 @@ PAGES = {
     "README.md": "index.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     ".github/decisions/0001-x.md": "decisions/0001-x.md",
-    ".github/docs/pages/glossary.md": "glossary.md",
-    "tutorials/01_x.ipynb": "tutorials/01_x.md",
+    ".github/docs/pages/bounds.md": "bounds.md",
+    "tutorials/guide/glossary.md": "guide/glossary.md",
+    "tutorials/course/01_x.ipynb": "course/01_x.md",
 }
 
 
@@ -34,13 +35,16 @@ def site() -> ModuleType:
 @pytest.mark.parametrize(
     ("source", "text", "expected"),
     [
-        ("README.md", "[a](tutorials/01_x.ipynb)", "[a](tutorials/01_x.md)"),
+        ("README.md", "[a](tutorials/course/01_x.ipynb)", "[a](course/01_x.md)"),
+        ("tutorials/course/01_x.ipynb", "[a](../guide/glossary.md)", "[a](../guide/glossary.md)"),
+        ("tutorials/course/01_x.ipynb", "![a](../source/pictures/a.svg)", "![a](../pictures/a.svg)"),
+        ("tutorials/guide/glossary.md", "[a](../../.github/docs/pages/bounds.md)", "[a](../bounds.md)"),
         ("README.md", "[a](.github/CONTRIBUTING.md#way)", "[a](contributing.md#way)"),
         ("README.md", "[a](.github/decisions)", "[a](decisions/0001-x.md)"),
         (".github/decisions/0001-x.md", "[a](../../README.md#use)", "[a](../index.md#use)"),
-        (".github/docs/pages/glossary.md", '<img src="../../../tutorials/a.png">', '<img src="../tutorials/a.png">'),
-        ("README.md", '<source srcset="tutorials/a.png">', '<source srcset="tutorials/a.png">'),
-        (".github/docs/pages/glossary.md", "[a](../../decisions/0001-x.md)", "[a](decisions/0001-x.md)"),
+        ("tutorials/guide/glossary.md", '<img src="../source/pictures/a.png">', '<img src="../../pictures/a.png">'),
+        ("README.md", '<source srcset="tutorials/source/pictures/a.png">', '<source srcset="pictures/a.png">'),
+        (".github/docs/pages/bounds.md", "[a](../../decisions/0001-x.md)", "[a](decisions/0001-x.md)"),
         ("README.md", "[`errors`](toolkit/rekindle/errors.py)", "`errors`"),
         ("README.md", "[a](toolkit/not_there.py)", "[a](toolkit/not_there.py)"),
         ("README.md", "[a](#here) [b](https://example.org)", "[a](#here) [b](https://example.org)"),
@@ -60,22 +64,24 @@ def test_sources_are_linked_where_the_repository_is_known(site: ModuleType) -> N
 
 def test_every_tutorial_and_decision_has_a_page(site: ModuleType) -> None:
     pages = site.sources()
-    names = {*(ROOT / "tutorials").glob("[0-9]*.ipynb"), *(ROOT / ".github" / "decisions").glob("*.md")}
+    names = {*(ROOT / "tutorials/course").glob("[0-9]*.ipynb"), *(ROOT / ".github" / "decisions").glob("*.md")}
     assert {str(path.relative_to(ROOT)) for path in names} <= set(pages)
     assert len(set(pages.values())) == len(pages)
 
 
 def test_notebooks_keep_their_outputs(site: ModuleType) -> None:
-    text = site.notebook(ROOT / "tutorials" / "02_what_a_step_does.ipynb")
+    text = site.notebook(ROOT / "tutorials" / "course" / "02_what_a_step_does.ipynb")
     assert "```python\n" in text and "```text\n" in text and 'src="data:image/png;base64,' in text
 
 
 def test_notebooks_can_be_downloaded_and_opened_where_the_repository_is_known(site: ModuleType) -> None:
-    path = ROOT / "tutorials" / "02_what_a_step_does.ipynb"
+    path = ROOT / "tutorials" / "course" / "02_what_a_step_does.ipynb"
     plain, linked = site.notebook(path), site.notebook(path, "https://github.com/someone/rekindle/")
     assert '<a href="../02_what_a_step_does.ipynb" download>' in plain
     assert "colab" not in plain
-    assert "(https://colab.research.google.com/github/someone/rekindle/blob/HEAD/tutorials/02_what_a_step" in linked
+    assert (
+        "(https://colab.research.google.com/github/someone/rekindle/blob/HEAD/tutorials/course/02_what_a_step" in linked
+    )
     assert "`%pip install git+https://github.com/someone/rekindle`" in linked
 
 

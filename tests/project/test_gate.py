@@ -103,7 +103,7 @@ def _expanded(name: str) -> list[str]:
 def test_changed_paths_ask_for_the_row_with_the_longest_beginning() -> None:
     asked_for = deep().asked_for
     assert asked_for(["README.md"]) == []
-    assert asked_for(["tutorials/01_first_tokens.py"]) == ["tutorials"]
+    assert asked_for(["tutorials/source/01_first_tokens.py"]) == ["tutorials"]
     adapters = asked_for(["toolkit/rekindle/_src/models/adapters/peft.py"])
     assert adapters == ["thorough_models", "clocks", "peers"], "in the table's order"
     assert asked_for(["toolkit/rekindle/_src/models/adapters_of.py"]) == asked_for(

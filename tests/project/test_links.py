@@ -21,7 +21,8 @@ PROSE = sorted(
         ROOT / "tutorials" / "README.md",
         *(ROOT / ".github").rglob("*.md"),
         *(ROOT / "tests").rglob("*.md"),
-        *(ROOT / "tutorials").glob("*.py"),
+        *(ROOT / "tutorials/guide").rglob("*.md"),
+        *(ROOT / "tutorials/source").glob("[0-9]*.py"),
     ]
 )
 _MARKDOWN = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -48,6 +49,8 @@ def prose(path: Path) -> str:
 
 def links(path: Path) -> Iterator[Link]:
     text = prose(path)
+    if path.suffix == ".py":  # links of a page are those of its notebook
+        path = ROOT / "tutorials/course" / f"{path.stem}.ipynb"
     for words, target in _MARKDOWN.findall(text):
         yield Link(words, target, path)
     for target in [*_HTML.findall(text), *_BARE.findall(_MARKDOWN.sub("", text))]:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "tutorials").glob("[0-9]*.ipynb"))
-PICTURES = sorted((ROOT / "tutorials/pictures").glob("*.svg"))
-DOCS = sorted((ROOT / ".github/docs/pages").glob("*.md"))
+PAGES = sorted((ROOT / "tutorials/course").glob("[0-9]*.ipynb"))
+PICTURES = sorted((ROOT / "tutorials/source/pictures").glob("*.svg"))
+DOCS = sorted(path for folder in (".github/docs/pages", "tutorials/guide") for path in (ROOT / folder).glob("*.md"))
 
 ALLOWED = {
     ("03", "0.1 s"): "what a person notices",
@@ -246,7 +246,7 @@ def test_the_section_of_a_measured_number_says_what_it_was_measured_on(path: Pat
     wrong = []
     for section in sections(path):
         if not MEASURED_ON.search(section):
-            pages = [page(name) for name in re.findall(r"tutorials/(\d\d)_\w+\.ipynb", section)]
+            pages = [page(name) for name in re.findall(r"course/(\d\d)_\w+\.ipynb", section)]
             for one in quantities(prose(section)):
                 known = any(linked.has(one) for linked in pages) or (path.stem, str(one)) in ALLOWED
                 if not known and one.size not in bounds():

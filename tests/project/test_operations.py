@@ -19,7 +19,7 @@ from rekindle._src.session import opening
 from rekindle_kernels.private_files import KINDS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / ".github" / "docs" / "pages" / "operations.md").read_text()
+PAGE = (ROOT / "tutorials" / "guide" / "operations.md").read_text()
 SOURCES = [path.read_text() for path in (ROOT / "toolkit").rglob("*.py")]
 
 

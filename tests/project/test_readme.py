@@ -8,7 +8,6 @@ import inspect
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ import rekindle
 from project.import_graph import FOLDERS, ROOT
 
 README = (ROOT / "README.md").read_text()
-PAGES = {path.stem: path.read_text() for path in sorted((ROOT / ".github/docs/pages").glob("*.md"))}
+GUIDE = ROOT / "tutorials" / "guide"
+PAGES = {path.stem: path.read_text() for path in [*(ROOT / ".github/docs/pages").glob("*.md"), *GUIDE.glob("*.md")]}
 DOOR = "\n".join([README, *(PAGES[name] for name in ("features", "install", "notebook", "server"))])
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOOR, re.MULTILINE | re.DOTALL)
 
@@ -115,5 +115,7 @@ def test_every_extra_is_named() -> None:
 
 def test_every_tutorial_is_in_the_list() -> None:
     listed = (ROOT / "tutorials/README.md").read_text()
-    missing = [path.name for path in sorted(Path(ROOT / "tutorials").glob("[0-9]*.ipynb")) if path.name not in listed]
+    missing = [
+        path.name for path in sorted((ROOT / "tutorials/course").glob("[0-9]*.ipynb")) if path.name not in listed
+    ]
     assert not missing

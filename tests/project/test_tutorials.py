@@ -12,7 +12,7 @@ import pytest
 from helpers import real_checkpoints
 from rekindle._src.core import style
 
-FOLDER = Path(__file__).parents[2] / "tutorials"
+FOLDER = Path(__file__).parents[2] / "tutorials" / "source"
 sys.path.append(str(FOLDER))
 import build  # noqa: E402
 import course  # noqa: E402
@@ -25,7 +25,7 @@ REAL = [source for source in SOURCES if 'tags=["real"]' in source.read_text()]
 @pytest.fixture
 def reader(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the environment of a new user who reads the course: programs that one page compiled serve the next."""
-    root = FOLDER.parent
+    root = FOLDER.parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path_factory.getbasetemp() / "reader"))
 
@@ -54,7 +54,7 @@ def test_its_cells_run_with_a_real_model(source: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("source", REAL, ids=lambda path: path.stem)
 def test_pages_show_the_real_model(source: Path) -> None:
-    saved = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    saved = nbformat.read(build.built(source), as_version=4)
     real = [cell for cell in saved.cells if "real" in cell.metadata.get("tags", ())]
     assert real_checkpoints.REAL["smollm2"].file in str([cell.outputs for cell in real])
 
@@ -63,15 +63,15 @@ def test_pages_show_the_real_model(source: Path) -> None:
 def test_the_notebook_beside_it_is_its_own(source: Path) -> None:
     import jupytext
 
-    saved = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    saved = nbformat.read(build.built(source), as_version=4)
     assert [cell.source for cell in saved.cells] == [cell.source for cell in jupytext.read(source).cells], (
-        f"{source.name} changed: run python tutorials/build.py {source.name[:2]}"
+        f"{source.name} changed: run python tutorials/source/build.py {source.name[:2]}"
     )
     for cell in saved.cells:
         if cell.cell_type == "code":
             build.check(source, cell)
             assert "widget-view" not in str(cell.outputs)
-    text = source.with_suffix(".ipynb").read_text()
+    text = build.built(source).read_text()
     assert not re.search(r"/(home|work|Users|tmp/venv)/", text), "a path of the machine that built it"
     assert len(text) < 1_500_000
 
@@ -93,14 +93,14 @@ def hue(colour: str) -> str:
 def test_its_outputs_have_the_colours_of_today(source: Path) -> None:
     """Views have their colours from one module, so that others show an output of an earlier version."""
     known = {hue(one) for one in COLOUR.findall(Path(style.__file__).read_text())}
-    saved = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    saved = nbformat.read(build.built(source), as_version=4)
     outputs = [output.get("data", {}) for cell in saved.cells for output in cell.get("outputs", ())]
     shown = {one for data in outputs for one in COLOUR.findall("".join(data.get("text/html", "")))}
     earlier = sorted(one for one in shown if hue(one) not in known)
     if source.name[:2] in BUILT_EARLIER:
         assert earlier, "it was built again: take it off the list"
     else:
-        assert not earlier, f"run python tutorials/build.py {source.name[:2]}"
+        assert not earlier, f"run python tutorials/source/build.py {source.name[:2]}"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -120,12 +120,12 @@ def test_a_page_of_the_course_has_all_its_parts(source: Path) -> None:
 
 
 def test_the_index_is_made_of_the_pages() -> None:
-    assert (FOLDER / "README.md").read_text() == course.index(), "run python tutorials/course.py"
+    assert course.INDEX.read_text() == course.index(), "run python tutorials/source/course.py"
 
 
 def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
     """A page whose answers, claims or exercise are checked by nothing is refused."""
-    head = "\n\n".join((*course.HEAD, "$$x$$", "![a](pictures/a.svg)", *course.ENDS))
+    head = "\n\n".join((*course.HEAD, "$$x$$", "![a](../source/pictures/a.svg)", *course.ENDS))
     asked = "**Predict.** How many? <details><summary>Answer</summary>**1,024** of them.</details>"
 
     def problems(*cells: tuple[str, str], head: str = head) -> str:
@@ -144,7 +144,11 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
     exercise = ("words", "## Exercise")
     assert problems(*thrice, exercise, solution) == ""
     assert "2 predictions" in problems(*thrice[2:], exercise, solution)
-    for part, missing in ((course.HEAD[1], course.HEAD[1]), ("$$x$$", "$$"), ("![a](pictures/a.svg)", "diagram")):
+    for part, missing in (
+        (course.HEAD[1], course.HEAD[1]),
+        ("$$x$$", "$$"),
+        ("![a](../source/pictures/a.svg)", "diagram"),
+    ):
         assert f"has no {missing}" in problems(*thrice, exercise, solution, head=head.replace(part, ""))
     wrong = ("code", 'assert len(x) == 11024, "there are more"')
     assert "answers 1,024" in problems(("words", asked), wrong, *thrice, exercise, solution)
@@ -161,7 +165,7 @@ def test_diagrams_are_drawn_by_their_code(name: str) -> None:
     import xml.etree.ElementTree as ElementTree
 
     svg = diagrams.DIAGRAMS[name]().svg()
-    assert (FOLDER / "pictures" / f"{name}.svg").read_text() == svg, "run python tutorials/diagrams.py"
+    assert (FOLDER / "pictures" / f"{name}.svg").read_text() == svg, "run python tutorials/source/diagrams.py"
     assert ElementTree.fromstring(svg).attrib["role"] == "img"
 
 
@@ -198,9 +202,11 @@ def test_diagrams_have_colours_in_viewers_without_style_sheets(path: Path) -> No
 
 
 def test_words_are_taken_over_without_executing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "02_x.py"
+    (tmp_path / "course").mkdir()
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "02_x.py"
     source.write_text((FOLDER / "02_what_a_step_does.py").read_text().replace("# # 02 What", "# # 02 Really, what"))
-    source.with_suffix(".ipynb").write_text((FOLDER / "02_what_a_step_does.ipynb").read_text())
+    build.built(source).write_text((build.COURSE / "02_what_a_step_does.ipynb").read_text())
     notebook = build.reworded(source)
     assert notebook.cells[0].source.startswith("# 02 Really, what")
     assert any(cell.get("outputs") for cell in notebook.cells)

@@ -56,7 +56,7 @@ COLAB = {
     "matplotlib": "3.10.0", "protobuf": "5.29.6", "tensorstore": "0.1.84", "ipython": "7.34.0",
 }  # fmt: skip
 HOSTS = {"Colab": Host("3.12", COLAB), "Kaggle": Host("3.12", COLAB | {"ipywidgets": "8.1.5"})}
-# Older than what rekindle needs: an installation replaces these, and docs/pages/install.md says so.
+# Older than what rekindle needs: an installation replaces these, and tutorials/guide/install.md says so.
 REPLACED = {"Colab": {"jax", "jaxlib", "flax", "ipywidgets"}, "Kaggle": {"jax", "jaxlib", "flax"}}
 PLATFORMS = {
     "linux-x86_64": "x86_64-manylinux_2_28",
@@ -137,7 +137,7 @@ def test_a_host_of_notebooks_keeps_its_numpy_and_gets_one_jax(name: str, tmp_pat
     }
     parts = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt")
     assert {versions[part].rsplit(".post", 1)[0] for part in parts} == {versions["jax"]}
-    install = (ROOT / ".github/docs/pages/install.md").read_text()
+    install = (ROOT / "tutorials/guide/install.md").read_text()
     assert f"jax {host.packages['jax']}" in install and name in install, "what is replaced there is said"
 
 

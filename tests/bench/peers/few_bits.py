@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "rekindle-few-bits", help="files")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    pages = options.text or sorted((ROOT / ".github/docs/pages").glob("*.md"))
+    pages = options.text or sorted((ROOT / "tutorials/guide").glob("*.md"))
     tokens = [*Tokenizer.load(options.model).encode("\n".join(page.read_text() for page in pages))]
     tokens = tokens[: 2 * options.tokens]
     half = len(tokens) // 2

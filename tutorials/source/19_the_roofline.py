@@ -1,0 +1,209 @@
+# %% [markdown]
+# # 19 The roofline
+#
+# *How many tokens a second should this machine make, and why doesn't it make more?*
+#
+# **Before:** pages 02 and 03. **Afterwards you can** compute a bound from bytes and operations, measure both limits of a machine, and say which of them a step meets.
+#
+# **Also called:** memory-bound = bandwidth-bound; arithmetic intensity = operations a byte; the bound = roofline; MBU and MFU = shares of the two limits that are used.
+#
+# ![A step's time is the larger of reading and computing](../source/pictures/19_roofline.svg)
+#
+# A machine does two things in a step: it reads bytes, and it multiplies and adds. Each has a limit, and a step takes at least as long
+# as the slower of the two. We measure both limits here, predict tokens per second from them, and then measure those.
+#
+# The embedded model fits into the processor's caches, so it would tell us nothing about memory. We take a random model that doesn't:
+# its text is noise, its speed is that of any model of its shape.
+
+# %%
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import rekindle
+from rekindle.models import config_from_hf, random_model
+
+plt.rcParams.update(
+    {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
+)
+config = config_from_hf(
+    {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+)
+model = random_model(config, dtype="bfloat16")
+
+# %% [markdown]
+# ## What a step has to do
+#
+# To decode one token of one text, every weight is read once, and takes part in one multiplication and one addition. With $B$ texts in
+# the step the weights are still read once:
+#
+# $$\mathrm{bytes} = \mathrm{weights} \cdot \mathrm{size} + B \cdot \mathrm{cache} \qquad \mathrm{operations} = 2 \cdot B \cdot \mathrm{weights}$$
+#
+# **Predict.** The model has 65 million weights in 16 bits. How many MB does a decode step read? And how many operations does it do for each byte, for one text?
+#
+# <details><summary>Answer</summary>
+#
+# **130** MB, and **1** operation a byte: two for each weight of two bytes.
+#
+# </details>
+
+# %%
+weights = model.num_parameters
+print(f"{weights / 1e6:.1f} million weights, {model.nbytes / 1e6:.0f} MB, {2 * weights / 1e9:.2f} GFLOP a token")
+assert round(model.nbytes / 1e6) == 130, "two bytes for each weight"
+assert round(2 * weights / model.nbytes, 2) == 1, "an operation for each byte that is read"
+
+# %% [markdown]
+# ## The two limits of this machine
+#
+# Bandwidth: multiply a matrix as large as the model with a vector, which is what a decode step does. Operations: multiply two matrices of
+# 4 MB. The best of several rounds counts, since other programs only ever make a round slower.
+
+
+# %%
+def best(function, *arguments, rounds: int = 8) -> float:
+    jax.block_until_ready(function(*arguments))  # compiles
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+large, square = jnp.ones((1024, 2**15), jnp.float32), jnp.ones((1024, 1024), jnp.float32)
+bandwidth = large.nbytes / best(jax.jit(jnp.matmul), large, large[0])
+flops = 2 * 1024**3 / best(jax.jit(jnp.matmul), square, square)
+print(f"{bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s in float32")
+assert round(square.nbytes / 1e6) == 4, "1,024 · 1,024 numbers of four bytes"
+print(f"balanced at {flops / bandwidth:.0f} operations a byte")
+
+# %% [markdown]
+# A decode step of one text has one operation for each byte, far below that balance: the processor waits for memory. So the
+# bound is
+#
+# $$\mathrm{tokens/s} \leq \min \left( \frac{B \cdot \mathrm{bandwidth}}{\mathrm{bytes}}, \frac{\mathrm{FLOP/s}}{2 \cdot \mathrm{weights}} \right)$$
+#
+# ## Predict, then measure
+#
+# **Predict.** The bound of one text is printed above the measurement. With 8 texts at once, how many tokens does a step make, and how many
+# times as many tokens a second?
+#
+# <details><summary>Answer</summary>
+#
+# **8**, for one reading of the weights. Less than eight times as many a second, because of the second limit, and because a step has
+# other work.
+#
+# </details>
+
+# %%
+session = await rekindle.open(
+    model,
+    max_requests=16,
+    max_tokens_per_step=128,
+    max_model_len=256,
+    prefix_cache=False,
+    precompile="lazy",
+    quiet=True,
+)
+rng = np.random.default_rng(0)
+counts, speed, made = (1, 2, 4, 8, 16), {}, {}
+print(f"bound of one text: {bandwidth / model.nbytes:.0f} tokens/s")
+for _ in range(3):  # the first round compiles
+    for count in counts:
+        prompts = rng.integers(3, 4000, (count, 4)).tolist()
+        before, began = session.stats().steps, time.perf_counter()
+        await session.generate(prompts, max_tokens=24, ignore_eos=True)
+        made[count] = 24 * count / (session.stats().steps - before)
+        speed[count] = max(speed.get(count, 0), 24 * count / (time.perf_counter() - began))
+for count in counts:
+    print(f"{count:2} texts: {made[count]:4.1f} tokens a step, {speed[count]:5.0f} tokens/s")
+share = speed[1] / (bandwidth / model.nbytes)
+print(f"one text has {share:.0%} of its bound")
+assert round(made[8] / made[1]) == 8, "eight texts share one reading of the weights"
+
+# %%
+rows = np.arange(1, 17)
+plt.plot(rows, rows * bandwidth / model.nbytes, ":", color="C0", label="reading")
+plt.axhline(flops / (2 * weights), linestyle=":", color="C1", label="arithmetic in float32")
+plt.plot(counts, [speed[count] for count in counts], "o-", color="0.3", label="measured")
+plt.xlabel("texts at once")
+plt.ylabel("tokens/s")
+plt.ylim(0, 1.3 * max(flops / (2 * weights), max(speed.values())))
+plt.legend(fontsize=8)
+plt.show()
+
+# %% [markdown]
+# One text stays below its bound: besides reading, a step has work that the bound does not count, namely attention, norms, sampling and
+# the host. More texts share one reading of the weights, until arithmetic shows: there the measured curve bends away from the line of
+# reading. Both limits are measured too, and on a shared machine either may be lower an hour later: a point above a line says that
+# the line was measured at the worse moment.
+#
+# ## The prompt
+#
+# All tokens of a prompt go through the matrices together, so prefill is on the other side of the roof.
+#
+# **Predict.** A prompt of 128 tokens in one step: how many operations for each byte of weights?
+#
+# <details><summary>Answer</summary>
+#
+# **128**: as many as there are tokens in the step.
+#
+# </details>
+
+# %%
+seconds = []
+for _ in range(4):
+    done = await session.generate(rng.integers(3, 4000, 128).tolist(), max_tokens=1)
+    seconds.append(done.timings.first_token)
+print(f"{128 / min(seconds):,.0f} prompt tokens/s, {2 * weights * 128 / min(seconds) / 1e9:.0f} GFLOP/s")
+assert round(2 * weights * 128 / model.nbytes) == 128, "each weight that is read serves every token of the step"
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `bound(weights, bits, bandwidth)`, the most tokens a second of one text. What may a laptop with 50 GB/s make with 8 billion weights in 4.5 bits, and an H100 with 3,350 GB/s in 16 bits?
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def bound(weights: float, bits: float, bandwidth: float) -> float:
+    return bandwidth / (weights * bits / 8)
+
+
+laptop, h100 = bound(8e9, 4.5, 50e9), bound(8e9, 16, 3350e9)
+print(f"{laptop:.0f} tokens/s on the laptop, {h100:.0f} on the H100")
+assert round(laptop) == 11, "4.5 GB are read for each token"
+assert round(h100) == 209, "16 GB at 67 times the bandwidth"
+
+# %% [markdown]
+# ## In production
+#
+# An H100 is balanced at about 300 operations a byte in 16 bits, so that batches of hundreds of texts are needed before arithmetic is the limit; long contexts move it back, since each text reads its own cache. Serving systems choose batch, bits and number of devices on this picture, and report the share of each limit that they use.
+#
+# ## Further reading
+#
+# - Williams, Waterman and Patterson, *Roofline: An Insightful Visual Performance Model*, CACM, 2009
+# - Austin et al., *How to Scale Your Model*, 2025: *All About Rooflines*, *All About Transformer Inference*, [jax-ml.github.io/scaling-book](https://jax-ml.github.io/scaling-book/)
+# - Kipply, *Transformer Inference Arithmetic*, 2022
+# - Pope et al., *Efficiently Scaling Transformer Inference*, 2022, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102)
+
+# %%
+await session.aclose()

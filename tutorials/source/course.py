@@ -1,0 +1,168 @@
+"""`python tutorials/source/course.py`: the course's index, made of what its pages say; `problems` is what its tests ask.
+
+A page of the course has, besides its cells:
+
+- a head: what to know before, what a reader can do afterwards, and what others call the things on the page,
+- a diagram and a formula,
+- predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
+  bold stands in an assertion of that cell, so that an answer can't differ from what is computed,
+- an exercise, whose solution is a cell with the tag `solution` that asserts what it claims,
+- what production systems do differently, and further reading.
+
+An assertion's message is a claim of the page, and the index lists both.
+
+Prose repeats no number that a cell prints: it says the relation, or a cell asserts the number. Every measured number in
+prose and pictures is found by `tests/project/test_measured.py` if no cell holds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jupytext
+
+FOLDER = Path(__file__).resolve().parent
+INDEX = FOLDER.parent / "README.md"
+HEAD = ("**Before:**", "**Afterwards you can**", "**Also called:**")
+ENDS = ("## In production", "## Further reading")
+PREDICTION = re.compile(r"\*\*Predict\.\*\*(.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
+FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")
+FIRST, LAST = "<!-- course -->", "<!-- end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    text: str
+    code: bool
+    solution: bool
+
+    def assertions(self) -> list[tuple[str, str]]:
+        """Each assertion of the cell: its message, or nothing, and its condition."""
+        if not self.code:
+            return []
+        tree = compile(self.text, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+        found.sort(key=lambda node: node.lineno)
+        return [(str(ast.literal_eval(node.msg)) if node.msg else "", ast.unparse(node.test)) for node in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    path: Path
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        cells = jupytext.read(path).cells
+        return cls(
+            path,
+            tuple(
+                Cell(cell.source, cell.cell_type == "code", "solution" in cell.metadata.get("tags", ()))
+                for cell in cells
+            ),
+        )
+
+    @property
+    def prose(self) -> str:
+        return "\n\n".join(cell.text for cell in self.cells if not cell.code)
+
+    @property
+    def title(self) -> str:
+        return self.prose.partition("\n")[0].removeprefix("# ")
+
+    @property
+    def question(self) -> str:
+        return next(line.strip("*") for line in self.prose.splitlines() if line.startswith("*"))
+
+    @property
+    def predictions(self) -> int:
+        return len(PREDICTION.findall(self.prose))
+
+    @property
+    def diagrams(self) -> int:
+        return len(re.findall(r"!\[[^\]]+\]\(\.\./source/pictures/[^)]+\.svg\)", self.prose))
+
+    @property
+    def claims(self) -> list[tuple[str, str]]:
+        return [claim for cell in self.cells for claim in cell.assertions()]
+
+    @property
+    def seconds(self) -> int | None:
+        """How long the page took when its notebook was built."""
+        built = self.path.parents[1] / "course" / f"{self.path.stem}.ipynb"
+        seconds: int | None = json.loads(built.read_text())["metadata"].get("seconds") if built.exists() else None
+        return seconds
+
+    def problems(self) -> list[str]:
+        """What a page of the course must have and this one doesn't."""
+        wrong = [f"has no {part}" for part in (*HEAD, "$$", *ENDS, "## Exercise") if part not in self.prose]
+        if not self.diagrams:
+            wrong.append("has no diagram")
+        if not 3 <= self.predictions <= 5:
+            wrong.append(f"asks for {self.predictions} predictions, not 3 to 5")
+        wrong += [f"asserts {test} without saying what it claims" for message, test in self.claims if not message]
+        for index, cell in enumerate(self.cells):
+            for _, answer in [] if cell.code else PREDICTION.findall(cell.text):
+                shown = next((later for later in self.cells[index:] if later.code), cell)
+                asserted = " ".join(test for _, test in shown.assertions())
+                figures = FIGURE.findall(answer)
+                if not figures:
+                    wrong.append(f"has an answer without a figure in bold: {answer.strip()[:60]}")
+                wrong += [
+                    f"answers {figure}, and the next cell asserts no such figure"
+                    for figure in figures
+                    if not re.search(rf"(?<![\d.]){re.escape(figure.replace(',', ''))}(?![\d.])", asserted)
+                ]
+        solutions = [cell for cell in self.cells if cell.solution]
+        if len(solutions) != self.prose.count("## Exercise") or not all(cell.assertions() for cell in solutions):
+            wrong.append("needs a cell with the tag solution for its exercise, which asserts something")
+        return [f"{self.path.name} {problem}" for problem in wrong]
+
+
+def pages() -> list[Page]:
+    return [Page.read(path) for path in sorted(FOLDER.glob("[0-9][0-9]_*.py"))]
+
+
+def table() -> str:
+    """The index: a line for each page, then every claim with the assertion that checks it."""
+    names = ("page", "question", "diagrams", "predictions", "exercises", "seconds to build")
+    rows, claims = [], []
+    for page in pages():
+        link = f"[{page.title}](course/{page.path.stem}.ipynb)"
+        exercises = sum(cell.solution for cell in page.cells)
+        rows.append((link, page.question, page.diagrams, page.predictions, exercises, page.seconds))
+        for message, test in page.claims:
+            claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
+    lines = ["| " + " | ".join(str(entry or "") for entry in row) + " |" for row in (names, *rows)]
+    lines.insert(1, "|" + "---|" * len(names))
+    head = ["", "## What the pages claim, and what checks it", ""]
+    head += ["Building a page runs its assertions.", "", "| page | claim | assertion |", "|---|---|---|"]
+    return "\n".join([*lines, *head, *claims])
+
+
+def escaped(text: str) -> str:
+    """`text` as it can stand in a table's cell, as code or not."""
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("*", "&#42;"), ("_", "&#95;")):
+        text = text.replace(char, entity)
+    return text.replace("[", "&#91;").replace("]", "&#93;").replace("\n", " ")
+
+
+def index() -> str:
+    """The text of README.md as it should be."""
+    before, _, rest = INDEX.read_text().partition(FIRST)
+    return f"{before}{FIRST}\n\n{table()}\n\n{LAST}{rest.partition(LAST)[2]}"
+
+
+def write() -> None:
+    INDEX.write_text(index())
+
+
+if __name__ == "__main__":
+    for page in pages():
+        for problem in page.problems():
+            print(problem)
+    write()
