@@ -54,24 +54,10 @@ def test_unlikely_tokens_are_shaded_stronger() -> None:
     assert opacity(-5.0) > opacity(-1.0) > opacity(-0.01)
 
 
-def test_one_is_singular() -> None:
-    assert [html.count(amount, "token") for amount in (0, 1, 2, 1000)] == [
-        "0 tokens",
-        "1 token",
-        "2 tokens",
-        "1,000 tokens",
-    ]
-
-
 def test_names_tell_what_they_mean_when_they_are_hovered_over() -> None:
     made = html.pairs({"a": 1, "b": 2}, {"a": "the <first>"})
     assert 'title="the &lt;first&gt;">a</td>' in made
     assert made.count("title=") == 1
-
-
-def test_units() -> None:
-    assert [html.seconds(value) for value in (0.0, 2e-5, 0.0037, 1.25)] == ["0 ms", "20 µs", "3.7 ms", "1.25 s"]
-    assert html.mebibytes(41_984_000) == "40.0 MiB"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

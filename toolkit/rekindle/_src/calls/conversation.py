@@ -18,7 +18,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.pictures import parts_of, read_values, restored_messages, written_messages
 from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -268,7 +268,7 @@ class Conversation:
         last, message = self._last, self._messages[-1] if self._messages else {}
         if last is None or last.request is None or set(message) & {"tool_calls", "reasoning_content"}:
             problem = "has no text-only answer with known tokens"
-            raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
+            raise InvalidRequest("conversation", words.count(len(self._messages), "message"), problem, "Say something")
         if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= last.tokens:
             raise InvalidRequest(
                 "at", at, f"is outside of the answer's {last.tokens} tokens", f"Use 0 to {last.tokens}"
@@ -278,11 +278,11 @@ class Conversation:
         tokenizer = self._front.tokenizer
         said = last.text(at, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
         kept = at - last.start
-        words = tokenizer.encode(edit, add_special_tokens=False) if edit else []
-        ids = (*last.edit[: max(0, kept - last.request_tokens)], *words)
+        added = tokenizer.encode(edit, add_special_tokens=False) if edit else []
+        ids = (*last.edit[: max(0, kept - last.request_tokens)], *added)
         message["content"] = said + edit
         self._last = last._replace(
-            request_tokens=min(kept, last.request_tokens), tokens=at + len(words), edit=ids, edited=True,
+            request_tokens=min(kept, last.request_tokens), tokens=at + len(added), edit=ids, edited=True,
             reason=FinishReason.ABORTED,
         )  # fmt: skip
 
@@ -385,7 +385,7 @@ class Conversation:
         if message.get("role") == "assistant" and not message.get("tool_calls"):
             problem = "" if last is None or last.open else f"has a complete answer, ended by {last.reason}"
         if problem:
-            raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
+            raise InvalidRequest("conversation", words.count(len(self._messages), "message"), problem, "Say something")
         if last is not None and (request := last.request) is not None:
             bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
             merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
@@ -400,7 +400,7 @@ class Conversation:
         """Describe the state of the last answer; empty if it is complete."""
         if not self.cut or self._last is None:
             return ""
-        cut = f"cut at {html.count(self._last.tokens, 'token')}"
+        cut = f"cut at {words.count(self._last.tokens, 'token')}"
         if self._last.reason is FinishReason.LENGTH:
             return f"{cut}: await chat.continue_answer() goes on"
         has_older = sum(message.get("role") == "user" for message in self._messages) > 1
@@ -409,7 +409,7 @@ class Conversation:
 
     def __repr__(self) -> str:
         state = self._state()
-        return f"<Conversation: {html.count(len(self.messages), 'message')}{state and f', the last is {state}'}>"
+        return f"<Conversation: {words.count(len(self.messages), 'message')}{state and f', the last is {state}'}>"
 
     def _repr_html_(self) -> str:
         state = self._state()
@@ -558,4 +558,4 @@ class Turn(Call[Completion]):
         return str(html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_()))
 
     def __repr__(self) -> str:
-        return f"<Turn {html.shorten(self.said)!r}: {'over' if self.over else 'await it'}>"
+        return f"<Turn {words.shorten(self.said)!r}: {'over' if self.over else 'await it'}>"

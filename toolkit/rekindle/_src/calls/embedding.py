@@ -16,7 +16,7 @@ from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, parse
 from rekindle._src.calls.requests import Images
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
 from rekindle._src.core.extensions import PromptPooling
@@ -84,7 +84,7 @@ class Embeddings(Call[T]):
 
     def __repr__(self) -> str:
         handles = self._batch.handles
-        return f"<Embeddings: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'text')} embedded>"
+        return f"<Embeddings: {sum(handle.done for handle in handles)} of {words.count(len(handles), 'text')} embedded>"
 
 
 class EmbeddingMethods:

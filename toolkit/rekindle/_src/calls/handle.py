@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.own_failure import interrupted
@@ -372,7 +372,7 @@ class Handle(RequestOutput, Call[T_co]):
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "submitted" if self._submitted else "not submitted: await it"
-        return f"<Handle {self.id}: {state}, {html.count(self._tokens_so_far, 'token')}>"
+        return f"<Handle {self.id}: {state}, {words.count(self._tokens_so_far, 'token')}>"
 
     @property
     def _text_so_far(self) -> str:
@@ -385,13 +385,13 @@ class Handle(RequestOutput, Call[T_co]):
     def _repr_html_(self) -> str:
         if not self._mailbox.ended:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
-            prompt = "" if self.prompt is None else html.text(html.shorten(self.prompt, 200))
-            tokens = html.count(self._tokens_so_far, "token")
+            prompt = "" if self.prompt is None else html.text(words.shorten(self.prompt, 200))
+            tokens = words.count(self._tokens_so_far, "token")
             return str(html.block(prompt, html.text(self._text_so_far), html.line(self.id, state, tokens)))
         if (error := self._mailbox.error) is not None:
             state = f"{type(error).__name__}: {error}"
             if isinstance(error, RequestAborted):  # an abort is requested: it is no fault
-                state = f"stopped after {html.count(self._tokens_so_far, 'token')}"
+                state = f"stopped after {words.count(self._tokens_so_far, 'token')}"
             return str(html.block(html.text(self._text_so_far), html.line(self.id, state)))
         return str(
             html.block(
@@ -419,7 +419,7 @@ def keep_partial(error: BaseException, handles: Sequence[Handle[object]], so_far
     if tokens:
         handles[0]._session.last = so_far()
         subject = "text is" if len(handles) == 1 else "texts are"
-        outcome = f"stopped after {html.count(tokens, 'token')}; the {subject} kept as session.last"
+        outcome = f"stopped after {words.count(tokens, 'token')}; the {subject} kept as session.last"
     interrupted(error, outcome)
 
 
@@ -507,7 +507,7 @@ class Batch(Call[list[T]]):
 
     def _repr_html_(self) -> str:
         rows = [
-            (handle.id, handle.status, handle._tokens_so_far, html.shorten(handle._text_so_far, 100))
+            (handle.id, handle.status, handle._tokens_so_far, words.shorten(handle._text_so_far, 100))
             for handle in self.handles
         ]
         return str(html.table(["request", "status", "tokens", "text"], rows))
@@ -591,8 +591,8 @@ class Completions(list[T]):
         if len(text) <= 200:
             return text
         completions = [completion for _, completion in _each(self)]
-        tokens = html.count(sum(len(completion.token_ids) for completion in completions), "token")
-        return f"<Completions: a list of {html.count(len(completions), 'completion')}, {tokens}>"
+        tokens = words.count(sum(len(completion.token_ids) for completion in completions), "token")
+        return f"<Completions: a list of {words.count(len(completions), 'completion')}, {tokens}>"
 
     def _repr_html_(self) -> str:
         rows: list[tuple[object, ...]] = []
@@ -601,14 +601,14 @@ class Completions(list[T]):
             tokens += len(completion.token_ids)
             shown = html.images(completion.images, limit=thumbnails)
             thumbnails -= len(completion.images)
-            prompt = html.Markup(f"{html.escape(html.shorten(completion.prompt or '', 60))}{shown}")
+            prompt = html.Markup(f"{html.escape(words.shorten(completion.prompt or '', 60))}{shown}")
             cached = f"{completion.usage.cached_tokens:,} of {completion.usage.prompt_tokens:,}"
             rate = completion.timings.decode_rate(len(completion.token_ids))
             speed = f"{rate:,.0f}" if rate else ""
-            text = html.shorten(completion.text, 200)
+            text = words.shorten(completion.text, 200)
             rows.append((number, prompt, text, len(completion.token_ids), str(completion.finish_reason), cached, speed))
         heads = ["", "prompt", "text", "tokens", "ended by", "cached", "tokens/s"]
-        size = html.line(html.count(len(rows), "completion"), html.count(tokens, "token"))
+        size = html.line(words.count(len(rows), "completion"), words.count(tokens, "token"))
         for index, item in enumerate(self):
             if isinstance(item, BaseException):  # generate(..., errors="return") puts errors in place of completions
                 rows.append((str(index), "", f"{type(item).__name__}: {item}", 0, "failed", "", ""))

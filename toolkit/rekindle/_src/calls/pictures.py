@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.html import ImageLike
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.sampling import Sampling
@@ -189,7 +189,7 @@ def _words(content: Any) -> str:
 
 def _question(text: str) -> str:
     """Return a text as it is shown next to its pictures."""
-    return html.shorten(" ".join(text[: 2 * _MOST_SHOWN].replace(MARKER, "…").split()).strip("… "), _MOST_SHOWN)
+    return words.shorten(" ".join(text[: 2 * _MOST_SHOWN].replace(MARKER, "…").split()).strip("… "), _MOST_SHOWN)
 
 
 def thumbnails(content: Any, most: int) -> list[ImageLike]:
@@ -205,7 +205,7 @@ def _shown(value: Any) -> ImageLike:
 
 def _misplaced(count: int, marks: int, field: str = "images") -> InvalidRequest:
     fix = f"Write {MARKER} once for each picture, or leave it out: then they come first"
-    return InvalidRequest(field, html.count(count, "picture"), f"need as many places, and the prompt has {marks}", fix)
+    return InvalidRequest(field, words.count(count, "picture"), f"need as many places, and the prompt has {marks}", fix)
 
 
 def _has_parts(message: Any) -> bool:

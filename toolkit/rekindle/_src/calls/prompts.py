@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.options import check_batch, check_prompt
 from rekindle._src.core.records import IntArray
@@ -109,7 +109,7 @@ def _no_prompt(value: Any) -> InvalidRequest:
     if is_chat(value):
         return InvalidRequest("prompt", value, "is a conversation, which a chat template makes into text", CHAT)
     if hasattr(value, "columns") and hasattr(value, "shape"):
-        shown = f"a table of {html.count(len(value), 'row')} and {html.count(len(value.columns), 'column')}"
+        shown = f"a table of {words.count(len(value), 'row')} and {words.count(len(value.columns), 'column')}"
         column = next(iter(map(str, value.columns)), "text")
         return InvalidRequest("prompt", shown, "is neither text nor token ids", f"Pass a column: frame[{column!r}]")
     if isinstance(value, Mapping):

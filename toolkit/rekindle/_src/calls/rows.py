@@ -19,7 +19,7 @@ from rekindle._src.calls.handle import Handle, one_ended
 from rekindle._src.calls.pictures import of_messages, parts_of, read_messages, read_values
 from rekindle._src.calls.prompts import from_column, is_missing, parse_one
 from rekindle._src.calls.requests import Images, Pace, Requests, sampling_of, structured_text
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.json_lines import Entry, JsonLines
@@ -140,9 +140,9 @@ class RowAnswers(list[RowAnswer]):
         resumed, errors = sum(answer.resumed for answer in self), self.errors
         first = next(iter(errors), 0)
         return (
-            html.count(len(self), "row"),
-            html.count(sum(answer.completion_tokens for answer in self), "token"),
-            html.count(len(errors), "error") if errors else "",
+            words.count(len(self), "row"),
+            words.count(sum(answer.completion_tokens for answer in self), "token"),
+            words.count(len(errors), "error") if errors else "",
             f"{resumed:,} of them were answered before" if resumed else "",
             f"the first error at row {first}: {_named(errors[first])}" if errors else "",
         )
@@ -157,7 +157,7 @@ class RowAnswers(list[RowAnswer]):
             (
                 str(one.row),
                 *(_cell(row.get(name, "")) for name in names),
-                html.shorten(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
+                words.shorten(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
                 one.completion_tokens,
                 "failed" if one.finish_reason is None else str(one.finish_reason),
             )
@@ -181,7 +181,7 @@ class RowAnswers(list[RowAnswer]):
 def _cell(value: Any) -> object:
     """Return a value of a row for the table."""
     if isinstance(value, str):
-        return html.shorten(value, 80)
+        return words.shorten(value, 80)
     if is_missing(value):
         return ""
     return value if isinstance(value, bool | int | float) else abbreviated(value, 80)
@@ -195,7 +195,7 @@ def _problem(answer: RowAnswer) -> str | None:
 
 def _named(error: RekindleError) -> str:
     """Return an error's type and message, shortened to a line."""
-    return html.shorten(f"{type(error).__name__}: {error}".replace("\n", " "), _LONGEST_ERROR)
+    return words.shorten(f"{type(error).__name__}: {error}".replace("\n", " "), _LONGEST_ERROR)
 
 
 Template = str | Callable[[Mapping[str, Any]], Any]
@@ -349,7 +349,7 @@ class RowPictures:
                 fix = "Pass the name of a column, or a column or list with an entry for each row"
                 raise InvalidRequest("images", images, "do not match the rows", fix)
             if rows.total not in (None, len(column)):
-                problem = f"do not match {html.count(rows.total or 0, 'row')}"
+                problem = f"do not match {words.count(rows.total or 0, 'row')}"
                 fix = "Pass an entry for each row: a picture, a list of pictures, or None"
                 raise InvalidRequest("images", f"{len(column):,} entries", problem, fix)
 
@@ -596,13 +596,13 @@ class RowMap(Call[RowAnswers]):
             if total is not None and computed > 0:  # running rows count by the mean length of ended ones
                 mean = max(1.0, self._tokens / computed)
                 share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
-            words = [
+            parts = [
                 f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
                 *pace.look(tokens, share),
             ]
             if errors := sum(answer.error is not None for answer in answers):
-                words.append(html.count(errors, "error"))
-            return State(", ".join(words), ended / total if total else None)
+                parts.append(words.count(errors, "error"))
+            return State(", ".join(parts), ended / total if total else None)
 
         return look
 

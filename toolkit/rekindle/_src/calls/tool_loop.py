@@ -18,7 +18,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.pictures import MARKER, is_picture, thumbnails
 from rekindle._src.calls.tool_functions import Tool
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
@@ -76,8 +76,8 @@ class ToolRun:
 
     def __repr__(self) -> str:
         calls = sum(len(reply.tool_calls) for reply in self.rounds[:-1])
-        rounds = html.count(len(self.rounds), "round")
-        return f"<ToolRun: {html.shorten(self.content)!r}, {rounds}, {html.count(calls, 'call')} run>"
+        rounds = words.count(len(self.rounds), "round")
+        return f"<ToolRun: {words.shorten(self.content)!r}, {rounds}, {words.count(calls, 'call')} run>"
 
     def _repr_html_(self) -> str:
         return str(html.block(html.line(repr(self)), message_table(self.messages)))
@@ -229,7 +229,7 @@ class ToolLoop(Call[ToolRun]):
 
     def __repr__(self) -> str:
         state = "over" if self.done else "await it"
-        return f"<ToolLoop over {', '.join(self._tools)}: {html.count(len(self._rounds), 'round')}, {state}>"
+        return f"<ToolLoop over {', '.join(self._tools)}: {words.count(len(self._rounds), 'round')}, {state}>"
 
     def _repr_html_(self) -> str:
         return str(html.line(repr(self))) if self._run is None else self._run._repr_html_()

@@ -20,7 +20,7 @@ from rekindle._src.cli.lines import Lines, lines
 from rekindle._src.cli.rows import QUIET, Row, plain, wrapped
 from rekindle._src.cli.screen import TerminalWriter
 from rekindle._src.cli.usage import engine_options, sampling_options
-from rekindle._src.core import html, style
+from rekindle._src.core import style, words
 from rekindle._src.core.answers import (
     AS_OPENED,
     AS_OPENED_MEANING,
@@ -316,7 +316,7 @@ class Chat:
                     ("bold" if token == chosen else "", name),
                     ("", pad),
                     (look, bar),
-                    (QUIET, f" {html.share(share)}"),
+                    (QUIET, f" {words.share(share)}"),
                 ]
 
     def earlier(self, argument: str) -> None:
@@ -406,7 +406,7 @@ class Chat:
         message = _words(next(m for m in reversed(self.conversation.messages) if m["role"] == "user"))
         self.conversation.undo()
         said = message if len(message) <= 60 else message[:59] + "…"
-        self.note(f"took back {said!r}; {html.count(self.turns, 'turn')} left")
+        self.note(f"took back {said!r}; {words.count(self.turns, 'turn')} left")
 
     def reset(self, argument: str) -> None:
         self._new()
@@ -437,7 +437,7 @@ class Chat:
             return
         self._new(restored)
         self._system = restored.system or None
-        self.note(f"goes on after {html.count(self.turns, 'turn')}" + (". The last one:" if self.turns else ""))
+        self.note(f"goes on after {words.count(self.turns, 'turn')}" + (". The last one:" if self.turns else ""))
         users = [place for place, message in enumerate(restored.messages) if message["role"] == "user"]
         self._show_from(users[-1] if users else len(restored.messages))
 
@@ -454,17 +454,17 @@ class Chat:
         yield "model", f"{self.session.model}, {short(self.session.weights)}"
         limit = self.session.config.max_model_len
         if self.last is None:
-            yield "conversation", f"{html.count(self.turns, 'turn')}, room for {limit:,} tokens"
+            yield "conversation", f"{words.count(self.turns, 'turn')}, room for {limit:,} tokens"
         else:
             used, times = self.last.usage, self.last.timings
             context, generated = used.prompt_tokens + used.completion_tokens, used.completion_tokens
             speed = f"first after {times.first_token * 1e3:,.0f} ms, then {times.decode_rate(generated):,.0f} tokens/s"
-            yield "conversation", f"{html.count(self.turns, 'turn')}, {context:,} of {limit:,} tokens of context"
+            yield "conversation", f"{words.count(self.turns, 'turn')}, {context:,} of {limit:,} tokens of context"
             prompt = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
-            yield "last answer", f"{html.count(generated, 'token')}, {prompt}; {speed}"
+            yield "last answer", f"{words.count(generated, 'token')}, {prompt}; {speed}"
         prompt_tokens, cached_tokens = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
         generated, finished = figures.get("generated_tokens", 0), figures.get("finished", 0)
-        yield "all answers", f"{html.count(generated, 'token')} in {html.count(finished, 'answer')}"
+        yield "all answers", f"{words.count(generated, 'token')} in {words.count(finished, 'answer')}"
         yield "prefix cache", from_cache(prompt_tokens, cached_tokens)
         pages = [f"{figures.get(f'pages_{name}', 0):,} {name}" for name in ("held", "cached", "free")]
         yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
@@ -475,7 +475,7 @@ def from_cache(prompt_tokens: int, cached_tokens: int) -> str:
     if not prompt_tokens:
         return "no prompt was sent yet"
     found, share = f"{cached_tokens:,}" if cached_tokens else "none", cached_tokens / prompt_tokens
-    return f"{found} of {html.count(prompt_tokens, 'prompt token')} came from it ({share:.0%})"
+    return f"{found} of {words.count(prompt_tokens, 'prompt token')} came from it ({share:.0%})"
 
 
 def _words(message: Message) -> str:

@@ -26,9 +26,9 @@ from rekindle._src.bench.plan import (
 )
 from rekindle._src.cli import report
 from rekindle._src.core.config import cache_folder
-from rekindle._src.core.html import count
 from rekindle._src.core.memory import available, fits, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
+from rekindle._src.core.words import count
 from rekindle._src.models.base import Graph, abstract_model, storage_kinds
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.stored import StoredCheckpoint

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from rekindle._src.cli import cache
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.hub import EMBEDDED, download
 from rekindle._src.models.loading.stores import known
@@ -35,7 +35,7 @@ def ls(arguments: argparse.Namespace) -> int:
     refused = sum(not model.opens for model in models) - by_path
     others = f", {by_path:,} opened by path" if by_path else ""
     print(
-        f"({html.count(len(models), 'model')}, {refused:,} of them refused{others}; "
+        f"({words.count(len(models), 'model')}, {refused:,} of them refused{others}; "
         "`rekindle chat --model NAME` opens one)"
     )
     return 0
@@ -97,6 +97,6 @@ def _print(models: list[LocalModel]) -> None:
         for model in models
     ]  # fmt: skip
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    for name, family, size, precision, words in rows:
+    for name, family, size, precision, note in rows:
         cells = f"{name:{widths[0]}}  {family:{widths[1]}}  {size:>{widths[2]}}  {precision:{widths[3]}}"
-        print(f"{cells}  {words}")
+        print(f"{cells}  {note}")

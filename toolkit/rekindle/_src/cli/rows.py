@@ -9,7 +9,7 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.utils import get_cwidth
 
 from rekindle._src.cli.controls import PICTURES
-from rekindle._src.core import html, style
+from rekindle._src.core import style, words
 from rekindle._src.core.highlight import Kind, pieces
 from rekindle._src.core.markdown import ItemBlock, read
 
@@ -181,7 +181,7 @@ def _stacked(blocks: Sequence[BlockRows], columns: int) -> list[Row]:
 
 
 def _more(left_out: int) -> list[Row]:
-    return [[(QUIET, f"… {html.count(left_out, 'more row')}")]] if left_out else []
+    return [[(QUIET, f"… {words.count(left_out, 'more row')}")]] if left_out else []
 
 
 def _table(rows: Sequence[Sequence[Row]], columns: int) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from prompt_toolkit.styles import Style
 
 from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.rows import QUIET, Row, markdown, plain
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.activity import erased_lines, terminal_columns
 
 INTERVAL: Final = 0.05  # seconds between two drawings at least
@@ -95,10 +95,10 @@ class TerminalWriter:
 
     def _fold(self) -> None:
         """Leave one line of the reasoning."""
-        words = f"reasoning, {html.count(len(self._reasoning.split()), 'word')}"
+        summary = f"reasoning, {words.count(len(self._reasoning.split()), 'word')}"
         self._reasoning = ""
         if self._draws:
-            self._replace([[(QUIET, words)], [], []])
+            self._replace([[(QUIET, summary)], [], []])
             self._rows = self._rows[-1:]
 
     def _draw(self) -> None:

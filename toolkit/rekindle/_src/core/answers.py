@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.records import Completion, FinishReason, describe_end
 from rekindle._src.core.sampling import ANSWER_TOKENS
 
@@ -49,7 +49,7 @@ PRESETS: Final = {
 
 def stop_of(reason: FinishReason | None, tokens: int, limit: int | None) -> str:
     """Return where an answer was cut or stopped, in words; empty if the model ended it. `limit` is the context's."""
-    count = html.count(tokens, "token")
+    count = words.count(tokens, "token")
     match reason:
         case FinishReason.ABORTED:
             return f"stopped after {count}"
@@ -69,7 +69,7 @@ def facts_of(
     """
     times = completion.timings
     rate = times.decode_rate(len(completion.token_ids))
-    speed = f"first token after {html.seconds(times.first_token)}, then {rate:,.0f} tokens/s" if rate else ""
+    speed = f"first token after {words.seconds(times.first_token)}, then {rate:,.0f} tokens/s" if rate else ""
     by = "ended by the model" if reason is FinishReason.EOS else "" if reason is None else describe_end(reason)
-    end = stop_of(reason, tokens, limit) or ", ".join(filter(None, (html.count(tokens, "token"), by)))
+    end = stop_of(reason, tokens, limit) or ", ".join(filter(None, (words.count(tokens, "token"), by)))
     return model, speed, end

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.captured import HEADER, PICTURES, SUFFIX, TYPES, Captured, CapturedPart, Key
 from rekindle._src.core.own_failure import close_each
@@ -119,7 +119,7 @@ class CaptureFiles:
 
     def look(self) -> State:
         """Return the progress as one line, and the share of positions that are written."""
-        size = html.mebibytes(sum(file.nbytes for file in tuple(self._files.values())))
+        size = words.mebibytes(sum(file.nbytes for file in tuple(self._files.values())))
         share = self._written / self._expected if self._expected else None
         return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self.into}", share)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.positions import END
 from rekindle._src.core.taps import STEER_SITES, STEERED, Steer, digest_of
 from rekindle.errors import InvalidRequest, MissingExtra
@@ -275,7 +275,7 @@ class Captured(Mapping[Any, Any]):
     def __repr__(self) -> str:
         arrays = [f"{_name(key)} {list(array.shape)}" for key, array in self._arrays.items()]
         shown = ", ".join(arrays[:4]) + (f", and {len(arrays) - 4} more" if len(arrays) > 4 else "")
-        return f"<Captured: {html.count(len(self.positions), 'position')}, {shown or 'nothing'}>"
+        return f"<Captured: {words.count(len(self.positions), 'position')}, {shown or 'nothing'}>"
 
     def __str__(self) -> str:
         """Return the repr with a digest of the arrays."""
@@ -287,8 +287,8 @@ class Captured(Mapping[Any, Any]):
             for key, array in self._arrays.items()
         ]
         seen = len(self.patches)
-        positions = html.count(len(self.positions), "position") + (f", {seen} of them of pictures" if seen else "")
-        size = html.line(positions, html.mebibytes(self.nbytes))
+        positions = words.count(len(self.positions), "position") + (f", {seen} of them of pictures" if seen else "")
+        size = html.line(positions, words.mebibytes(self.nbytes))
         heads = ["captured", "shape", "size along the positions", "mean", "deviation", "dtype"]
         return str(html.block(html.table(heads, rows), size))
 

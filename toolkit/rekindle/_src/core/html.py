@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from rekindle._src.core import style
+from rekindle._src.core import style, words
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -78,11 +78,6 @@ PAGES = (
     "cached, so that a prompt which begins the same is not computed again"
 )
 SLOTS = "Each request that runs has a slot of the batch; others wait"
-
-
-def share(part: float) -> str:
-    """Return a share of a whole in percent; a share that would be rounded to zero says so."""
-    return f"{part:.1%}" if part >= 5e-4 or not part else "<0.1%"
 
 
 def with_hint(text: str, meaning: str) -> Markup:
@@ -164,11 +159,6 @@ def gauge(share: float, *, words: str = "", colour: str = style.BLUE, width: int
     return Markup(f'<span style="{look}">{filled}</span> {escape(words or f"{share:.0%}")}')
 
 
-def shorten(value: str, width: int = 40) -> str:
-    """Return a text, cut to `width` characters if it is longer."""
-    return value if len(value) <= width else value[: width - 1] + "…"
-
-
 def number(value: object) -> object:
     """Return a number in short form with its thousands separated; other values unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -178,28 +168,6 @@ def number(value: object) -> object:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    """Return seconds as text: `3.7 ms`, `1.25 s`."""
-    if abs(value) >= 1.0:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 or not value else f"{value * 1e6:.3g} µs"
-
-
-def mebibytes(value: float) -> str:
-    """Return bytes as text: `40.0 MiB`."""
-    return f"{value / 2**20:,.1f} MiB"
-
-
-def count(amount: int, noun: str) -> str:
-    """Return a count with its noun: `1 token`, `2 tokens`."""
-    return f"{amount:,} {plural(amount, noun)}"
-
-
-def plural(amount: int, noun: str) -> str:
-    """Return a noun as it follows a count."""
-    return noun if amount == 1 else f"{noun}s"
 
 
 def bar(
@@ -284,8 +252,8 @@ class Record:
         if name in ("seed", "token_id"):
             return str(value)  # without separators: it is copied into the next call
         if name in self._seconds:
-            return seconds(value)
-        return mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
+            return words.seconds(value)
+        return words.mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
 
 
 def figures(record: DataclassInstance) -> dict[str, object]:
@@ -317,7 +285,11 @@ def images(entries: Sequence[ImageLike], *, limit: int = IMAGES) -> Markup:
         return Markup("")
     more = len(entries) - max(0, limit)
     shown = "".join(map(_image, entries[: max(0, limit)]))
-    rest = line(count(more, "picture") if not shown else f"and {count(more, 'more picture')}") if more > 0 else ""
+    rest = (
+        line(words.count(more, "picture") if not shown else f"and {words.count(more, 'more picture')}")
+        if more > 0
+        else ""
+    )
     return Markup(f'<div style="display:flex;flex-wrap:wrap;gap:4px;align-items:end;margin:4px 0">{shown}{rest}</div>')
 
 

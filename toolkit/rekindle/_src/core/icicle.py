@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import readable
 
@@ -69,7 +69,7 @@ class Bar(NamedTuple):
 def summary(kept: Mapping[str, int], stats: HitCounts) -> Markup:
     """Return how many tokens are kept, by where, and how much was found; of an empty cache, what fills it."""
     if not any(kept.values()):
-        size = html.count(stats.page_size, "token")
+        size = words.count(stats.page_size, "token")
         return html.text(f"Nothing is cached now. What requests compute stays here, in whole pages of {size}.")
     if not stats.saved_tokens:
         return Markup(html.tiles(kept) + html.line("no prompt has found a whole page here yet"))
@@ -105,7 +105,7 @@ def icicle(
     for index, tokens in hits.items():
         parts.append(_hit(nodes[index], bars[index], tokens, line, WIDTH / most))
     parts += _axis(most, line * lines)
-    label = f"the prefix cache: {html.count(len(nodes), 'run')} of pages, {html.count(most, 'token')} at most"
+    label = f"the prefix cache: {words.count(len(nodes), 'run')} of pages, {words.count(most, 'token')} at most"
     return Markup(svg.picture(WIDTH, line * lines + 18, parts, label=label) + _legend(nodes, bool(hits)))
 
 
@@ -158,16 +158,16 @@ def _drawn(node: RunLike, bar: Bar, index: int | None, line: float, scale: float
         yield from _written(node, x, y, width, height)
     if bar.more < bar.stop:
         place = min(x + width, WIDTH - 90.0), bar.more * line + gap / 2, 10.0, line - gap
-        hint = f"{html.count(node.left_out, 'more page')} in branches after this one"
+        hint = f"{words.count(node.left_out, 'more page')} in branches after this one"
         yield svg.rect(*place, style.WASH, title=hint, stroke=style.HAIR, rx=2)
         if line >= 11:
-            words = f"+{node.left_out:,} pages"
-            yield svg.words(place[0] + 14, place[1] + line / 2 + 3.5, words, size=10.5, opacity=style.QUIET)
+            label = f"+{node.left_out:,} pages"
+            yield svg.words(place[0] + 14, place[1] + line / 2 + 3.5, label, size=10.5, opacity=style.QUIET)
 
 
 def _written(node: RunLike, x: float, y: float, width: float, height: float) -> Iterator[Markup]:
     """Yield a bar's text, in as many lines as it has room for, and how often it was hit at the end of the last one."""
-    marks = ", ".join(("pinned",) * node.pinned + (html.count(node.visits, "hit"),) * (node.visits > 0))
+    marks = ", ".join(("pinned",) * node.pinned + (words.count(node.visits, "hit"),) * (node.visits > 0))
     room, lines = int((width - 10) / LETTER), max(1, int((height - 4) / SPACING))
     look: dict[str, Any] = {"size": 10.5, "style": "pointer-events:none"}  # the pointer means the bar
     last = room - len(marks) - 2 * bool(marks) if len(marks) <= room else room
@@ -215,7 +215,7 @@ def _hit(node: RunLike, bar: Bar, tokens: int, line: float, scale: float) -> Mar
     """Return the mark of a prompt's expected hit: a line below its part of a bar."""
     height = min(4.0, line)
     y = bar.stop * line - height
-    title = f"the typed prompt hits {html.count(tokens, 'token')} here"
+    title = f"the typed prompt hits {words.count(tokens, 'token')} here"
     return svg.rect(node.start * scale, y, max(2.0, tokens * scale), height, style.ORANGE, title=title)
 
 
@@ -226,9 +226,9 @@ def strength(age: float) -> float:
 
 def facts(node: RunLike) -> str:
     """Return a run's figures in words."""
-    hits = html.count(node.visits, "hit") if node.visits else "not hit yet"
+    hits = words.count(node.visits, "hit") if node.visits else "not hit yet"
     parts = [
-        f"{html.count(node.tokens, 'token')} from {node.start:,} on", html.count(node.pages, "page"), node.tier, hits,
+        f"{words.count(node.tokens, 'token')} from {node.start:,} on", words.count(node.pages, "page"), node.tier, hits,
         f"{ago(node.age)} ago", "pinned" if node.pinned else "",
     ]  # fmt: skip
     return ", ".join(filter(None, parts))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -204,13 +204,13 @@ class MeshReport(html.Record):
         """The devices in a few words."""
         axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
         among = f" of {self.processes} processes" if self.processes > 1 else ""
-        return f"{html.count(self.size, 'device')}{among} ({axes})"
+        return f"{words.count(self.size, 'device')}{among} ({axes})"
 
     def __str__(self) -> str:
         shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
         return (
-            f"{self.named}: each has {html.count(self.heads, 'head')}, "
-            f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
+            f"{self.named}: each has {words.count(self.heads, 'head')}, "
+            f"{words.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
         )
 
 

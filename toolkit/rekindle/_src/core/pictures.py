@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.extension import Extension, PromptNote
 
 IntArray = NDArray[np.int32]
@@ -173,9 +173,9 @@ class PictureUse(Extension):
     def note(self, cached: int) -> PromptNote:
         tokens = sum(span.stop - span.start for span in self.spans)
         hit = sum(max(0, min(span.stop, cached) - span.start) for span in self.spans)
-        pictures = html.count(len(self.origins) or len(self.spans), "picture")
-        words = f"{pictures} with {html.count(tokens, 'token')}, {hit} of them cached"
-        return PromptNote("picture", tokens, hit, f"{words}; {self._encoding()}")
+        pictures = words.count(len(self.origins) or len(self.spans), "picture")
+        counted = f"{pictures} with {words.count(tokens, 'token')}, {hit} of them cached"
+        return PromptNote("picture", tokens, hit, f"{counted}; {self._encoding()}")
 
     def _encoding(self) -> str:
         """Say whether the encoder ran, and where the rows of the other pictures were."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.foreign_calls import COMPLETION, ForeignNames
@@ -633,10 +633,10 @@ class Completion(ForeignNames):
     def __repr__(self) -> str:
         problem = ", its structure was closed in time" if self.closed else ""
         if self.parse_error is not None:
-            problem = f", no object: {html.shorten(str(self.parse_error), 100)}"
+            problem = f", no object: {words.shorten(str(self.parse_error), 100)}"
         elif self._silent:
             problem = f", {_SILENT}"
-        return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
+        return f"<Completion {self.id}: {words.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
         parts: list[str] = [html.images(self.images), html.line(self.question) if self.question else ""]
@@ -660,7 +660,7 @@ class Completion(ForeignNames):
         return (
             self._summary(),
             f"{rate:.0f} tokens/s" if rate else "",
-            "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
+            "" if self.parse_error is None else f"no object: {words.shorten(str(self.parse_error), 100)}",
             "its structure was closed in time" if self.closed else "",
             _SILENT if self._silent else "",
         )
@@ -671,11 +671,11 @@ class Completion(ForeignNames):
         shaded = (*(self.prompt_logprobs or ()), *(self.logprobs or ()))
         others = "; point at a token for others" if any(entry.top_ids for entry in shaded) else ""
         return {
-            "prompt": f"{html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
-            "first token after": html.seconds(timings.first_token) if timings.total else "",
-            "queued for": html.seconds(timings.queued) if timings.queued >= 0.001 else "",
-            "compiling": html.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
-            "grammar": f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
+            "prompt": f"{words.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
+            "first token after": words.seconds(timings.first_token) if timings.total else "",
+            "queued for": words.seconds(timings.queued) if timings.queued >= 0.001 else "",
+            "compiling": words.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
+            "grammar": f"{words.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
             "shade": f"the more orange, the less likely{others}" if shaded else "",
             "seed": "" if self.sampling.greedy or self.sampling.seed is None else str(self.seed),
             "request": self.id,
@@ -705,9 +705,9 @@ class Completion(ForeignNames):
         return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
 
     def _summary(self) -> str:
-        calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
+        calls = f"{words.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
         repeats = "" if (found := self.repetition) is None else f", {found}"
-        return f"{calls}{html.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}{repeats}"
+        return f"{calls}{words.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}{repeats}"
 
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 
 WINDOW = 1024  # latest tokens that are looked at
 LEAST_TIMES = 4
@@ -24,7 +24,7 @@ class Repetition(html.Record):
     times: int
 
     def __str__(self) -> str:
-        return f"repeats itself: the same {html.count(self.length, 'token')} {self.times} times at the end"
+        return f"repeats itself: the same {words.count(self.length, 'token')} {self.times} times at the end"
 
 
 def repetition(token_ids: Sequence[int]) -> Repetition | None:

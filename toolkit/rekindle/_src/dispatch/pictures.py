@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureUse
 from rekindle._src.core.records import IntArray, Request
@@ -172,7 +172,7 @@ def _miscounted(places: int, expected: int) -> InvalidRequest:
     if not expected:
         fix = "Pass a picture for each place as images=…, or leave the model's own tokens of pictures out of texts"
         return InvalidRequest(
-            "images", None, f"has no pictures, and the prompt has {html.count(places, 'place')} for them", fix
+            "images", None, f"has no pictures, and the prompt has {words.count(places, 'place')} for them", fix
         )
     problem = f"do not fit the prompt, which has {places} places for them instead of {expected}"
     fix = "Pass the prompt's pictures as images=…, and leave the model's own tokens of pictures out of texts"

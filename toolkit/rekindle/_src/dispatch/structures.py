@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, NewGuide, Request, TokenEvent
@@ -230,7 +230,7 @@ def _cut(guided: Sequence[GuideReport], reason: FinishReason) -> NotParsed | Non
         if guided and guided[-1].ended:
             return None
         option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
-        return NotParsed(option, f"{option} cut the text after {html.count(len(guided), 'token')}")
+        return NotParsed(option, f"{option} cut the text after {words.count(len(guided), 'token')}")
     if reason is FinishReason.STOP:
         return NotParsed("stop", "a stop string or a stop token ended the text")
     return NotParsed("ended", f"the request was {reason}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.positions import END, Layers, Positions, layer_of, runs_of
 from rekindle._src.core.records import Completion
@@ -49,7 +49,7 @@ class AttentionMap:
 
     def __repr__(self) -> str:
         heads, count, _ = self.weights.shape
-        return f"<AttentionMap of layer {self.layer}: {html.count(heads, 'head')}, {html.count(count, 'position')}>"
+        return f"<AttentionMap of layer {self.layer}: {words.count(heads, 'head')}, {words.count(count, 'position')}>"
 
     def _repr_html_(self) -> str:
         return _figure((self,)).saved()
@@ -75,7 +75,7 @@ class AttentionMaps(Mapping[int, AttentionMap]):
 
     def __repr__(self) -> str:
         heads, count, _ = next(iter(self.values())).weights.shape
-        sizes = html.count(len(self), "layer"), html.count(heads, "head"), html.count(count, "position")
+        sizes = words.count(len(self), "layer"), words.count(heads, "head"), words.count(count, "position")
         return f"<AttentionMaps: {', '.join(sizes)}>"
 
     def _repr_html_(self) -> str:

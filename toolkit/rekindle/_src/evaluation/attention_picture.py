@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
 from rekindle._src.core.names import checked_path
@@ -86,7 +86,7 @@ class MapGrid(NamedTuple):
         left_out = len(shown.positions) - len(self.rows)
         parts = [f"the last {len(self.rows)} of {len(shown.positions):,} positions that read"] if left_out else []
         summed = [stop - start for start, stop in self.columns if stop > start + 1]
-        parts += [f"one column sums up {html.count(count, 'position')} that are read" for count in summed]
+        parts += [f"one column sums up {words.count(count, 'position')} that are read" for count in summed]
         return ", and ".join(parts)
 
 
@@ -114,8 +114,8 @@ def figure(maps: Sequence[MapLike]) -> tuple[dict[str, Any], str, Markup]:
         "colour": _BLUE,
         "note": left_out,
     }
-    layers = f"layer {maps[0].layer}" if len(maps) == 1 else html.count(len(maps), "layer")
-    every = html.count(heads[0], "head") if len(set(heads)) == 1 else "all heads"
+    layers = f"layer {maps[0].layer}" if len(maps) == 1 else words.count(len(maps), "layer")
+    every = words.count(heads[0], "head") if len(set(heads)) == 1 else "all heads"
     still = _still(frame, shares[0], maps[0].layer, left_out)
     return data, f"attention of {layers}, {every}", still
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.html import Markup
 from rekindle._src.core.labels import visible
@@ -69,7 +69,7 @@ class Lens:
         return layer
 
     def __repr__(self) -> str:
-        return f"<Lens: {html.count(len(self.texts), 'layer')}, {html.count(len(self.tokens), 'position')}>"
+        return f"<Lens: {words.count(len(self.texts), 'layer')}, {words.count(len(self.tokens), 'position')}>"
 
     def _repr_html_(self) -> str:
         first = max(0, len(self.tokens) - SHOWN)
@@ -192,10 +192,10 @@ def _paper(lens: Lens, columns: range) -> tuple[float, float, list[Markup]]:
         ("another token", _on_white(None, 0.5), {}),
         (f"the answer is among the {TOP} likeliest", "none", _DASHED),
     )
-    for words, fill, edge in samples:
-        width = 12 + _LETTER * len(words)
+    for label, fill, edge in samples:
+        width = 12 + _LETTER * len(label)
         parts.append(svg.rect(at + 8, bottom, width, 14, fill, **edge))
-        parts.append(svg.words(at + 14, bottom + 11, words, size=10))
+        parts.append(svg.words(at + 14, bottom + 11, label, size=10))
         at += width + 8
     return max(x, at) + 2, bottom + 18, parts
 

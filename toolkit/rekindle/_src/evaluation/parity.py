@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
@@ -67,7 +67,7 @@ class ParityReport(html.Record):
     def __str__(self) -> str:
         where = f"they begin in {self.first}" if self.first else "all parts of the model agree"
         return (
-            f"log-probabilities of {html.count(self.tokens, 'token')} differ by {self.largest:.2g} at most and "
+            f"log-probabilities of {words.count(self.tokens, 'token')} differ by {self.largest:.2g} at most and "
             f"{self.mean:.2g} on average; {where}"
         )
 

@@ -15,7 +15,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Batch, Handle, one_ended
 from rekindle._src.calls.prompts import PromptLike, parse
 from rekindle._src.calls.requests import shown, structured_text
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
 from rekindle._src.core.sampling import Sampling, SamplingOptions
@@ -47,7 +47,9 @@ class RolloutSupport:
         counts = np.diff(self.offsets)
         used = counts[counts > 0]
         most = f", at most {used.max()} at one" if used.size else ""
-        return f"<RolloutSupport of {html.count(int(used.size), 'place')}, {html.count(len(self.ids), 'token')}{most}>"
+        return (
+            f"<RolloutSupport of {words.count(int(used.size), 'place')}, {words.count(len(self.ids), 'token')}{most}>"
+        )
 
     def _repr_html_(self) -> str:
         return str(html.line(repr(self).strip("<>")))
@@ -148,13 +150,13 @@ class RolloutBatch:
 
     def __repr__(self) -> str:
         made = int(self.completion_mask.sum())
-        return f"<RolloutBatch of {html.count(len(self), 'sequence')}, {html.count(made, 'token')} generated>"
+        return f"<RolloutBatch of {words.count(len(self), 'sequence')}, {words.count(made, 'token')} generated>"
 
     def _repr_html_(self) -> str:
         rows = [
             (
                 int(self.groups[line]),
-                html.shorten(one.text, 120),
+                words.shorten(one.text, 120),
                 len(one.token_ids),
                 str(one.finish_reason),
                 f"{self.logprobs[line].sum():.2f}",
@@ -164,7 +166,7 @@ class RolloutBatch:
         ]
         heads = ("prompt", "completion", "tokens", "ended by", "log-probability", "weights")
         shape = f"tokens [{' × '.join(map(str, self.tokens.shape))}]"
-        return str(html.block(html.line(html.count(len(self), "sequence"), shape), html.table(heads, rows)))
+        return str(html.block(html.line(words.count(len(self), "sequence"), shape), html.table(heads, rows)))
 
 
 class Rollout(Call[RolloutBatch]):
@@ -213,7 +215,7 @@ class Rollout(Call[RolloutBatch]):
 
     def __repr__(self) -> str:
         handles = self._batch.handles
-        return f"<Rollout: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'prompt')} ended>"
+        return f"<Rollout: {sum(handle.done for handle in handles)} of {words.count(len(handles), 'prompt')} ended>"
 
 
 class RolloutRequests:

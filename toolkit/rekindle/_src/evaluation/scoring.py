@@ -20,7 +20,7 @@ from rekindle._src.calls.embedding import texts_shown, usage_so_far
 from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, words
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
@@ -87,15 +87,15 @@ class Scores(list[Score]):
         return Scores, (list(self),)
 
     def __repr__(self) -> str:
-        best = f", the best is {html.shorten(self.choose().text, 60)!r}" if self else ""
-        return f"<Scores of {html.count(len(self), 'choice')}{best}>"
+        best = f", the best is {words.shorten(self.choose().text, 60)!r}" if self else ""
+        return f"<Scores of {words.count(len(self), 'choice')}{best}>"
 
     def _repr_html_(self) -> str:
         best = self.choose() if self else None
         weights = [math.exp(score.logprob - best.logprob) if best is not None else 0.0 for score in self]
         rows = [
             (
-                html.shorten(score.text, 100),
+                words.shorten(score.text, 100),
                 html.gauge(weight / sum(weights), colour=style.BLUE if score is best else style.GREY),
                 f"{score.logprob:.3f}",
                 f"{score.per_token:.3f}",
@@ -105,9 +105,9 @@ class Scores(list[Score]):
             for score, weight in zip(self, weights, strict=True)
         ]
         heads = ("choice", "share", "log-probability", "per token", "tokens", "greedy")
-        prompt = f"prompt of {html.count(self[0].prompt_tokens, 'token')}" if self else ""
-        likeliest = "" if best is None else html.shorten(best.text, 100)
-        choices = html.line(html.count(len(self), "choice"), prompt)
+        prompt = f"prompt of {words.count(self[0].prompt_tokens, 'token')}" if self else ""
+        likeliest = "" if best is None else words.shorten(best.text, 100)
+        choices = html.line(words.count(len(self), "choice"), prompt)
         return str(html.block(html.table(heads, rows), choices, title=likeliest))
 
 
@@ -159,23 +159,23 @@ class ScoreTable(list[Scores]):
         if isinstance(expected, str | bytes) or not isinstance(expected, Sequence):
             raise InvalidRequest("expected", expected, "is not a column", "Pass a text or a place for each prompt")
         if len(expected) != len(self) or not self:
-            problem = f"has {len(expected):,} entries for {html.count(len(self), 'prompt')}"
+            problem = f"has {len(expected):,} entries for {words.count(len(self), 'prompt')}"
             raise InvalidRequest("expected", expected, problem, "Pass one for each prompt, and at least one")
         wanted = [_expected(entry, row, scores) for row, (entry, scores) in enumerate(zip(expected, self, strict=True))]
         return sum(scores.rank(by)[0] in places for scores, places in zip(self, wanted, strict=True)) / len(self)
 
     def __repr__(self) -> str:
-        return f"<ScoreTable of {html.count(len(self), 'prompt')}>"
+        return f"<ScoreTable of {words.count(len(self), 'prompt')}>"
 
     def _repr_html_(self) -> str:
         rows = [
-            (html.shorten(prompt or "", 100), html.shorten(best.text, 60), f"{best.logprob:.3f}", len(scores))
+            (words.shorten(prompt or "", 100), words.shorten(best.text, 60), f"{best.logprob:.3f}", len(scores))
             for prompt, scores in zip(self._prompts[:ROWS_SHOWN], self[:ROWS_SHOWN], strict=True)
             if (best := scores.choose())
         ]
         more = f"the first {ROWS_SHOWN} are shown" if len(self) > ROWS_SHOWN else ""
         heads = ("prompt", "best choice", "log-probability", "choices")
-        return str(html.block(html.line(html.count(len(self), "prompt"), more), html.table(heads, rows)))
+        return str(html.block(html.line(words.count(len(self), "prompt"), more), html.table(heads, rows)))
 
 
 def _expected(entry: object, row: int, scores: Scores) -> frozenset[int]:
@@ -187,7 +187,7 @@ def _expected(entry: object, row: int, scores: Scores) -> frozenset[int]:
             texts = [score.text for score in scores if score.text]
             near = next((text for text in texts if text.strip() == entry.strip()), None)
             known = (
-                f"It has {', '.join(repr(html.shorten(text, 40)) for text in texts[:4])}" if texts else "Pass places"
+                f"It has {', '.join(repr(words.shorten(text, 40)) for text in texts[:4])}" if texts else "Pass places"
             )
             fix = known if near is None else f"Did you mean {near!r}?"
             raise InvalidRequest(field, entry, "is no choice of this prompt", fix)
@@ -240,7 +240,7 @@ class Scoring(Call[T]):
 
     def __repr__(self) -> str:
         handles = [] if self._batch is None else self._batch.handles
-        return f"<Scoring: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'choice')} scored>"
+        return f"<Scoring: {sum(handle.done for handle in handles)} of {words.count(len(handles), 'choice')} scored>"
 
 
 class ScoreRequests:

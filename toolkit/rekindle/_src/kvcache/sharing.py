@@ -22,7 +22,7 @@ import numpy as np
 from rekindle._src.channels import greeting
 from rekindle._src.channels.bulk import BulkChannel
 from rekindle._src.channels.channel import MessageKind
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.prefix import Prefix, is_namespace, key_of
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.digest import (
@@ -266,7 +266,7 @@ class SharedPages(html.Line):
     def __repr__(self) -> str:
         if self.closed:
             return "<SharedPages: closed>"
-        return f"<SharedPages at {self.address}: {html.count(self.sent_pages, 'page')} sent>"
+        return f"<SharedPages at {self.address}: {words.count(self.sent_pages, 'page')} sent>"
 
     def _page_address(self) -> PageAddress:
         return PageAddress(self._at, self._port, self._secret)

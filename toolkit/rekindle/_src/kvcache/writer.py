@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
 from rekindle._src.core.own_failure import one_line
 from rekindle._src.core.prefix import Prefix
@@ -68,7 +68,7 @@ class SaveReport(html.Record):
     states: int = 0  # entries of side caches that are listed in the snapshot
 
     def __str__(self) -> str:
-        states = f" and {html.count(self.states, 'state')}" if self.states else ""
+        states = f" and {words.count(self.states, 'state')}" if self.states else ""
         skipped = f", {self.skipped} did not fit into disk_memory" if self.skipped else ""
         return (
             f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens){states}, {self.written} of them new "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, words
 from rekindle._src.core.branches import Place
 from rekindle._src.core.reply import Reply
 from rekindle._src.notebook.markdown import has_markup, render
@@ -75,7 +75,7 @@ def turn(
 def head(title: str, *facts: str) -> html.Markup:
     """Return a conversation's title, with quiet facts next to it."""
     looks = "display:flex;flex-wrap:wrap;gap:0 12px;align-items:baseline;max-width:52em;margin:4px 0"
-    name = f'<span role="heading" aria-level="3" style="font-weight:600">{html.escape(html.shorten(title, 60))}</span>'
+    name = f'<span role="heading" aria-level="3" style="font-weight:600">{html.escape(words.shorten(title, 60))}</span>'
     return html.Markup(f'<div style="{looks}">{name}{html.line(*facts)}</div>')
 
 
@@ -83,10 +83,10 @@ def lost(at: int, place: Place) -> html.Markup:
     """Return a line that leads back to the versions of a message that is written anew."""
     if not place.total:
         return html.Markup("")
-    words = f"{html.count(place.total, 'earlier version')} of this message"
+    line = f"{words.count(place.total, 'earlier version')} of this message"
     back = Action("earlier", "‹ Back", "Show the version before").draw(at)
     look = f"display:flex;justify-content:flex-end;gap:8px;font-size:{style.TINY}"
-    return html.Markup(f'<div style="{look}"><span style="opacity:{style.QUIET}">{words}</span>{back}</div>')
+    return html.Markup(f'<div style="{look}"><span style="opacity:{style.QUIET}">{line}</span>{back}</div>')
 
 
 def _speaker(role: str) -> str:
@@ -140,8 +140,8 @@ _CARET = '<span aria-hidden="true"> ▌</span>'
 
 def _parts(reply: Reply, key: str) -> str:
     """Return a reply's parts: the reasoning, folded, then the content, then the tool calls."""
-    words = f"reasoning, {html.count(len(reply.reasoning.split()), 'word')}"
-    reasoning = html.details(words, html.text(reply.reasoning), key=key) if reply.reasoning else ""
+    summary = f"reasoning, {words.count(len(reply.reasoning.split()), 'word')}"
+    reasoning = html.details(summary, html.text(reply.reasoning), key=key) if reply.reasoning else ""
     content = _rendered(reply.content) if reply.content.strip() else ""
     calls = [f"{html.code(str(call))}" for call in reply.tool_calls]
     return f"{reasoning}{content}{''.join(calls)}"
@@ -198,11 +198,11 @@ def choices(entries: Sequence[Alternative]) -> html.Markup:
 
 def _choice(place: int, entry: Alternative) -> str:
     weight = "600" if entry.chosen else "400"
-    name = html.escape(visible(html.shorten(entry.text, 24)).replace("\n", ""))
+    name = html.escape(visible(words.shorten(entry.text, 24)).replace("\n", ""))
     label = f'data-row="use" data-at="{place}" title="Put this into the field"'
     bar = f'<span style="height:.8em;border-radius:2px;width:{max(0.5, 100 * entry.probability):.1f}%;'
     bar += f'background:{style.BLUE if entry.chosen else style.shade(style.BLUE, 1.0)}"></span>'
     return (
         f'<code {label} style="font-weight:{weight};background:none">{name}</code>{bar}'
-        f'<span style="opacity:{style.QUIET}">{html.share(entry.probability)}</span>'
+        f'<span style="opacity:{style.QUIET}">{words.share(entry.probability)}</span>'
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import StepResult, WaitingRequest
 from rekindle._src.dispatch.engine import Observer
@@ -89,8 +89,8 @@ class Dashboard(Live):
             html.line(
                 *self._load(figures),
                 f"{cached_tokens / prompt_tokens:.0%} of prompt tokens cached" if prompt_tokens else "",
-                html.count(figures.get("compilations", 0), "compilation"),
-                html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
+                words.count(figures.get("compilations", 0), "compilation"),
+                words.count(figures["mesh"].size, "device") if "mesh" in figures else "",
                 describe_share(figures),
             ),
             *([html.line("data shards", *shards)] if shards else []),
@@ -110,7 +110,7 @@ class Dashboard(Live):
         if running or waiting:
             return [f"{self._recorder.rate():,.0f} tokens/s", f"{running} running", f"{waiting} waiting", speed]
         finished, generated = figures.get("finished", 0), figures.get("generated_tokens", 0)
-        return ["at rest", f"{html.count(finished, 'request')} finished", html.count(generated, "token"), speed]
+        return ["at rest", f"{words.count(finished, 'request')} finished", words.count(generated, "token"), speed]
 
     def _take(self) -> None:
         """Give the timeline the steps since the last picture."""
@@ -130,8 +130,8 @@ class Dashboard(Live):
         rows = [
             (
                 wait.id,
-                html.seconds(wait.seconds),
-                html.count(wait.prompt_tokens, "token"),
+                words.seconds(wait.seconds),
+                words.count(wait.prompt_tokens, "token"),
                 str(wait.status),
                 wait.reason,
             )
@@ -155,17 +155,17 @@ class Dashboard(Live):
         for name, tier in tiers.items():
             if tier is not None and tier.budget:
                 parts = {"used": float(tier.bytes), "free": float(max(0, tier.budget - tier.bytes))}
-                words = {key: html.mebibytes(size) for key, size in parts.items()}
+                sizes = {key: words.mebibytes(size) for key, size in parts.items()}
                 bars.append(
-                    _tier(name, words, parts, style.TIERS[name], f"{html.count(tier.pages, 'page')} of the cache")
+                    _tier(name, sizes, parts, style.TIERS[name], f"{words.count(tier.pages, 'page')} of the cache")
                 )
         return [html.line("memory"), *bars] if bars else []
 
 
 def _sized(pages: int, page_bytes: int) -> str:
     """Return pages in words, with their bytes where they are known."""
-    size = f", {html.mebibytes(pages * page_bytes)}" if page_bytes else ""
-    return f"{html.count(pages, 'page')}{size}"
+    size = f", {words.mebibytes(pages * page_bytes)}" if page_bytes else ""
+    return f"{words.count(pages, 'page')}{size}"
 
 
 def _tier(name: str, words: Mapping[str, str], parts: Mapping[str, float], colour: str, meaning: str) -> str:
@@ -320,10 +320,10 @@ class TimelinePicture:
         for _, request, kind in step.rows:
             kinds.setdefault(kind, []).append(request)
         parts = [
-            f"step {step.step} at {at:.2f} s: {html.seconds(step.busy)}, {html.seconds(step.seconds)} on the device",
-            f"{html.count(step.computed, 'position')} computed, {html.count(step.sampled, 'token')} sampled",
+            f"step {step.step} at {at:.2f} s: {words.seconds(step.busy)}, {words.seconds(step.seconds)} on the device",
+            f"{words.count(step.computed, 'position')} computed, {words.count(step.sampled, 'token')} sampled",
             *(f"{kind}: {_few(names)}" for kind, names in kinds.items()),
-            f"{html.count(step.moved, 'page')} moved between tiers" if step.moved else "",
+            f"{words.count(step.moved, 'page')} moved between tiers" if step.moved else "",
         ]
         title = html.escape("\n".join(filter(None, parts)))
         place = f'x="{left:.5f}" y="0" width="{busy:.5f}" height="{self._height}"'
@@ -343,7 +343,7 @@ class TimelinePicture:
         span = max(self._now - first, 1e-4)
         runs = [markup for _, markup in self._over] + [self._rect(slot, run) for slot, run in self._open.items()]
         runs += [step.markup for step in self._steps]
-        label = f"the last {html.count(len(self._steps), 'step')}, a line for each slot"
+        label = f"the last {words.count(len(self._steps), 'step')}, a line for each slot"
         frame = f'viewBox="{first:.5f} 0 {span:.5f} {self._height}" preserveAspectRatio="none"'
         look = f"display:block;width:100%;max-width:{WIDTH}px;background:{style.WASH}"
         axis = svg.picture(WIDTH, 16, self._axis(first, span), label="seconds since the first step")
@@ -359,7 +359,7 @@ class TimelinePicture:
         if not pauses:
             return ""
         where = "at the mark" if len(pauses) == 1 else f"at {len(pauses):,} marks"
-        return f"the time axis is folded {where}, where {html.seconds(sum(pauses))} had no step"
+        return f"the time axis is folded {where}, where {words.seconds(sum(pauses))} had no step"
 
     def _axis(self, first: float, span: float) -> Iterator[html.Markup]:
         """Yield seconds since the first step, where they fall into a step, and the pauses that have no place."""
@@ -369,7 +369,7 @@ class TimelinePicture:
         for step in self._steps:
             if step.pause > 0.0 and step.left > first:
                 x = (step.left - first) * scale
-                yield svg.rect(x - 1, 0, 1, 5, "currentColor", title=f"{html.seconds(step.pause)} without a step")
+                yield svg.rect(x - 1, 0, 1, 5, "currentColor", title=f"{words.seconds(step.pause)} without a step")
             earliest = step.at - (step.right - step.left)
             times = [count * each for count in range(math.ceil(earliest / each), math.floor(step.at / each) + 1)]
             if step.pause > 0.0 or step is self._steps[0]:  # time goes on from here
@@ -381,8 +381,8 @@ class TimelinePicture:
                 end = x
                 yield svg.rect(x, 0, 1, 4, "currentColor", opacity=0.5)
                 anchor = "middle" if x > 20 else "start"
-                words = f"{time_:.6g} s" if time_ != earliest else f"{abs(time_):.{places}f} s"
-                yield svg.words(x, 14, words, anchor=anchor, size=10, opacity=style.QUIET)
+                label = f"{time_:.6g} s" if time_ != earliest else f"{abs(time_):.{places}f} s"
+                yield svg.words(x, 14, label, anchor=anchor, size=10, opacity=style.QUIET)
 
 
 _TICKS = [digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5)]

@@ -17,7 +17,7 @@ import numpy as np
 import traitlets
 from numpy.typing import ArrayLike, NDArray
 
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, words
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle.errors import InvalidRequest
 
@@ -127,7 +127,7 @@ def steps(reports: Iterable[ReportLike | None]) -> Figure:
             if row.finish_reason is not None:
                 slots.pop(row.request_id, None)
         recorded.append({"tokens": report.tokens, "rows": rows})
-    return Figure("steps", {"steps": recorded}, f"{html.count(len(recorded), 'step')} of a batch")
+    return Figure("steps", {"steps": recorded}, f"{words.count(len(recorded), 'step')} of a batch")
 
 
 def run(records: Iterable[StepRecord]) -> Figure:
@@ -140,7 +140,7 @@ def run(records: Iterable[StepRecord]) -> Figure:
         rows = [[slot, numbers.setdefault(name, len(numbers)), kind == "prefill"] for slot, name, kind in step.rows]
         times = [round(1e3 * (step.at - began), 2), round(1e3 * step.busy, 2)]
         recorded.append([*times, step.sampled, step.computed, step.moved, rows])
-    summary = f"{html.count(len(numbers), 'request')} in {html.count(len(steps), 'step')}, as they ran"
+    summary = f"{words.count(len(numbers), 'request')} in {words.count(len(steps), 'step')}, as they ran"
     return Figure("run", {"names": list(numbers), "steps": recorded}, summary)
 
 
@@ -174,7 +174,7 @@ def _bars(texts: Sequence[str], logits: FloatArray, order: IntArray, summary: st
     others = 1.0 - sum(share for _, share in seen)
     bars = [(text, share, style.BLUE) for text, share in seen]
     if len(seen) < len(logits):
-        bars.append((html.count(len(logits) - len(seen), "other"), max(0.0, others), style.GREY))
+        bars.append((words.count(len(logits) - len(seen), "other"), max(0.0, others), style.GREY))
     largest = max(share for _, share, _ in bars)
     scale = html.line(f"The longest bar is {largest:.1%}.") if largest < 1 else ""
     return html.block(*(_bar(*bar, largest) for bar in bars), scale, title=summary)
@@ -195,5 +195,5 @@ def prefixes(texts: Sequence[str], page: int) -> Figure:
     """Return the figure of a prefix tree that grows by typing; its pages hold `page` words each."""
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("texts", texts, "must be a list of texts", "Pass [text, …]")
-    summary = f"a prefix tree of {html.count(len(texts), 'prompt')}"
+    summary = f"a prefix tree of {words.count(len(texts), 'prompt')}"
     return Figure("prefixes", {"texts": list(texts), "page": page}, summary)

@@ -22,7 +22,7 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.icicle import HitCounts, RunLike
@@ -482,7 +482,7 @@ class StreamView(Live):
 
     def draw(self) -> str:
         handle = self.handle
-        prompt = html.line(html.shorten(handle.prompt, 400)) if handle.prompt else ""
+        prompt = html.line(words.shorten(handle.prompt, 400)) if handle.prompt else ""
         if handle.done:
             return html.block(prompt, handle._repr_html_())
         head = f'<div style="display:flex;flex-wrap:wrap;gap:2px 8px;align-items:center">{prompt}{_STOP.draw(0)}</div>'
@@ -491,7 +491,7 @@ class StreamView(Live):
             f'<div role="log" aria-label="Text of {html.escape(handle.id)}" aria-busy="true" tabindex="0">{text}</div>'
         )
         tokens = len(handle.token_ids)
-        state = f"{html.count(tokens, 'token')} so far" if tokens else "waits for its first token"
+        state = f"{words.count(tokens, 'token')} so far" if tokens else "waits for its first token"
         return html.block(head, log, html.line(handle.id, state))
 
 

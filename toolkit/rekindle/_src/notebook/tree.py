@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.icicle import HOW, facts, icicle, rows, summary
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, button, field
 from rekindle.errors import RekindleError
@@ -80,13 +80,13 @@ class TreeView(Live):
         if name == "pin":
             covered = self._cache.pin(node)
             self._pinned[node.key] = node
-            self._say(f"{html.count(covered, 'token')} stay on the device until they are unpinned")
+            self._say(f"{words.count(covered, 'token')} stay on the device until they are unpinned")
         elif name == "unpin" and self._pinned.pop(node.key, None) is not None:
             self._cache.unpin(node)
             self._say("unpinned")
         elif name == "drop":
             left = self._cache.drop(node)
-            self._say(f"{html.count(left, 'page')} left the device; what is in use or pinned stays")
+            self._say(f"{words.count(left, 'page')} left the device; what is in use or pinned stays")
         self._mark(node if name in ("pin", "unpin") else None)
 
     def _say(self, words: str) -> None:

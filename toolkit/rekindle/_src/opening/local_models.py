@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from rekindle import tiny
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.atomic_checkpoint import ITEM
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.plain_files import read_plain
@@ -91,7 +91,7 @@ class LocalModels(Sequence[LocalModel]):
 
     def __repr__(self) -> str:
         opened = sum(model.opens for model in self._models)
-        return f"<LocalModels: {html.count(len(self), 'model')}, {opened:,} of them open>"
+        return f"<LocalModels: {words.count(len(self), 'model')}, {opened:,} of them open>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -168,7 +168,7 @@ def _described(name: str, store: str, entry: StoreEntry) -> LocalModel:
             config_from_hf(stored.look(entry.path, entry.projector, outline=True).raw)
         except Exception as error:  # a stranger's file, which must not hide the others
             problem = _reason(error, entry.path)
-    problem = html.shorten(problem, _REASON)
+    problem = words.shorten(problem, _REASON)
     return LocalModel(name, store, facts.family, size, facts.precision, problem, entry.path)
 
 
@@ -218,4 +218,4 @@ def _quantization(config: Any) -> str:
 def _short(value: object) -> str:
     """Return a stranger's text as it may be shown."""
     text = value if isinstance(value, str) else ""
-    return html.shorten("".join(letter for letter in text[: 2 * _WIDTH] if letter.isprintable()), _WIDTH)
+    return words.shorten("".join(letter for letter in text[: 2 * _WIDTH] if letter.isprintable()), _WIDTH)

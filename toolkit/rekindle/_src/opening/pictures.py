@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
@@ -251,7 +251,7 @@ class SessionPictures:
             if apart:
                 problem += f", and {self._processor.image_token} ({self.token}) {there} times"
             fix = f"Write {name} once for each picture, or {self._processor.image_token} {sum(counts)} times in all"
-            raise InvalidRequest(field, html.count(len(pictures), "picture"), problem, fix)
+            raise InvalidRequest(field, words.count(len(pictures), "picture"), problem, fix)
         parts, done = list[Any](), 0
         for place, picture in zip(places.tolist(), pictures, strict=True):
             parts += [token_ids[done:place], self._ids(picture)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.html import count
+from rekindle._src.core.words import count
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import WeightForm, describe, read
 from rekindle._src.models.loading.load_progress import Report

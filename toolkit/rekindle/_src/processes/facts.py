@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from rekindle._src.channels.channel import as_json, from_json
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.version import VERSION
 from rekindle._src.programs import store as program_store
@@ -69,4 +69,4 @@ def decoded(content: bytes) -> ProcessReport:
 
 
 def _shown(value: object) -> str:
-    return html.shorten(repr(value), _LONGEST)
+    return words.shorten(repr(value), _LONGEST)

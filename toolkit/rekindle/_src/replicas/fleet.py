@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
 from rekindle._src.core.options import takes_options
@@ -201,7 +201,7 @@ class Fleet(OpenModel):
         if self.closed:
             return f"<Fleet over {self.model}: closed>"
         stats = self.stats()
-        return f"<Fleet over {self.model}: {stats.ready} of {html.count(len(stats.replicas), 'replica')} ready>"
+        return f"<Fleet over {self.model}: {stats.ready} of {words.count(len(stats.replicas), 'replica')} ready>"
 
     def _repr_html_(self) -> str:
         return str(html.line(repr(self))) if self.closed else self.stats()._repr_html_()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.figures import EngineFigures
 from rekindle._src.replicas.link import Link
 from rekindle._src.replicas.routes import Routes
@@ -104,21 +104,22 @@ class FleetStats(EngineFigures, html.Record):
 
     def __repr__(self) -> str:
         return (
-            f"<FleetStats {self.model}: {self.ready} of {html.count(len(self.replicas), 'replica')} ready, "
+            f"<FleetStats {self.model}: {self.ready} of {words.count(len(self.replicas), 'replica')} ready, "
             f"{self.running} running, {self.waiting} waiting>"
         )
 
     def _repr_html_(self) -> str:
+        lost = f"{words.count(self.lost, 'process')} lost, {words.count(self.moved, 'request')} moved"
         head = html.line(
-            f"{self.ready} of {html.count(len(self.replicas), 'replica')} ready",
+            f"{self.ready} of {words.count(len(self.replicas), 'replica')} ready",
             f"router {self.router}",
             f"{self.follows[0]} to {self.follows[1]} as the load asks for" if self.follows else "",
             f"{self.running} running",
             f"{self.waiting} waiting",
             f"{self.hit_rate:.0%} of prompt tokens cached" if self.prompt_tokens else "",
             f"imbalance {self.imbalance:.2f}",
-            f"{html.count(self.pulled_pages, 'page')} taken from each other" if self.pulled_pages else "",
-            f"{html.count(self.lost, 'process')} lost, {html.count(self.moved, 'request')} moved" if self.lost else "",
+            f"{words.count(self.pulled_pages, 'page')} taken from each other" if self.pulled_pages else "",
+            lost if self.lost else "",
         )
         rows = [
             (
@@ -130,7 +131,7 @@ class FleetStats(EngineFigures, html.Record):
                 replica.figures.get("generated_tokens", 0),
                 f"{replica.hit_rate:.0%}",
                 replica.replaced,
-                html.shorten(replica.why, 60),
+                words.shorten(replica.why, 60),
             )
             for replica in self.replicas
         ]

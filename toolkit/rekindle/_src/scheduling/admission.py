@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.extension import DeviceLoad, Extensions
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.node import common
@@ -104,7 +104,7 @@ class Admission:
         return bool(self._running_set.free_slots and len(self._queue))
 
     def submit(self, sequence: Sequence) -> None:
-        others = f"{html.count(self.waiting, 'request')} before it" if self.waiting else ""
+        others = f"{words.count(self.waiting, 'request')} before it" if self.waiting else ""
         self._queue.add(sequence)
         taken = "" if self._running_set.free_slots else f"all slots were taken ({len(self._running_set.holders)})"
         sequence.timeline.enter(PhaseKind.QUEUED, ", ".join(part for part in (taken, others) if part))

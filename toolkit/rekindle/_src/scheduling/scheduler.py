@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.prefix import Prefix
@@ -737,7 +737,7 @@ def not_finite(sequence: Sequence) -> RequestFailed:
 def too_short(sequence: Sequence) -> NoTokenLeft:
     """Return the error for a request with a grammar that allows no more tokens before `min_tokens` are generated."""
     return NoTokenLeft(
-        f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
+        f"The text of request {sequence.id} is complete after {words.count(sequence.generated, 'token')}: its grammar "
         f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.extension import PromptNote
@@ -459,11 +459,11 @@ class Explanation:
 
     def __repr__(self) -> str:
         times = f" ({summary(self.timeline)})" if self.timeline else ""
-        return f"<Explanation of {html.shorten(f'{self.id}: {self.text}', 165 - min(120, len(times)))}{times[:160]}>"
+        return f"<Explanation of {words.shorten(f'{self.id}: {self.text}', 165 - min(120, len(times)))}{times[:160]}>"
 
     def _repr_html_(self) -> str:
         prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
-        kinds = [html.count(self.prompt_tokens, "prompt token")]
+        kinds = [words.count(self.prompt_tokens, "prompt token")]
         for note in self.notes:
             computed = note.tokens - note.cached
             prompt["from the cache"] -= note.cached
@@ -479,7 +479,7 @@ class Explanation:
             (f"{phase.start:.3f} s", f"{phase.seconds:.3f} s", str(phase.kind), phase.words) for phase in self.timeline
         ]
         table = html.table(["at", "for", "", ""], rows, limit=40)
-        return html.details(html.count(len(rows), "phase"), table, opened=len(rows) <= 6) if rows else ""
+        return html.details(words.count(len(rows), "phase"), table, opened=len(rows) <= 6) if rows else ""
 
 
 def beginning(

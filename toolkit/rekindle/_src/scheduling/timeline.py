@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rekindle._src.core import html, style, svg
+from rekindle._src.core import html, style, svg, words
 from rekindle._src.core.activity import WaitSpan
 from rekindle._src.core.records import Timings, Usage
 
@@ -54,7 +54,7 @@ class Phase(html.Record):
             rate = (
                 f", {self.tokens / self.seconds:,.1f} per s" if self.kind is PhaseKind.DECODE and self.seconds else ""
             )
-            parts.append(f"{html.count(self.tokens, 'token')}{rate}")
+            parts.append(f"{words.count(self.tokens, 'token')}{rate}")
         if self.times > 1:
             parts.append(f"{self.times} times")
         return "; ".join(part for part in parts if part)
@@ -197,7 +197,7 @@ def _cut(phase: Phase, began: float, spans: Sequence[WaitSpan]) -> Iterator[Phas
                 continue
             if low > start:
                 yield dataclasses.replace(phase, start=start, seconds=low - start, tokens=0)
-            yield Phase(PhaseKind.COMPILING, low, high - low, f"program {html.shorten(span.program, 80)}")
+            yield Phase(PhaseKind.COMPILING, low, high - low, f"program {words.shorten(span.program, 80)}")
             start = high
     if start < stop or start == phase.start or phase.tokens:
         yield phase if start == phase.start else dataclasses.replace(phase, start=start, seconds=stop - start)
@@ -230,7 +230,7 @@ def drawn_timeline(phases: Sequence[Phase]) -> html.Markup:
     parts = [
         svg.rect(
             phase.start * scale, 0, max(1.0, phase.seconds * scale), 14, _WORK.get(phase.kind, style.GREY),
-            title=" · ".join(filter(None, (f"{phase.kind} {html.seconds(phase.seconds)}", phase.words))),
+            title=" · ".join(filter(None, (f"{phase.kind} {words.seconds(phase.seconds)}", phase.words))),
         )
         for phase in phases
     ]  # fmt: skip
@@ -239,7 +239,7 @@ def drawn_timeline(phases: Sequence[Phase]) -> html.Markup:
         anchor = "start" if number == 0 else "end" if x > _WIDTH - 24 else "middle"
         parts.append(svg.stroke([(x, 14), (x, 18)], width=1))
         parts.append(
-            svg.words(x, 29, html.seconds(number * step) if number else "0", anchor=anchor, opacity=style.QUIET)
+            svg.words(x, 29, words.seconds(number * step) if number else "0", anchor=anchor, opacity=style.QUIET)
         )
     kinds = dict.fromkeys(phase.kind for phase in phases)
     names = html.legend({str(kind): _WORK.get(kind, style.GREY) for kind in kinds})

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rekindle._src.core.html import count
+from rekindle._src.core.words import count
 from rekindle._src.serve.life import Life, address_of
 from rekindle.errors import ConfigError
 from rekindle_kernels import system

@@ -15,7 +15,7 @@ import numpy as np
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.pictures import MARKER
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.icicle import HOW, icicle, rows, summary
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.prefix import Prefix
@@ -58,9 +58,9 @@ class NodeView(html.Record):
 
     def __str__(self) -> str:
         pin = ", pinned" if self.pinned else ""
-        visits = html.count(self.visits, "visit")
-        place = f"{html.count(self.tokens, 'token')} at {self.start}, {self.tier}, {visits}, {self.age:.0f} s ago{pin}"
-        return f"{'  ' * self.depth}{html.shorten(self.text, 48)!r}  [{place}]"
+        visits = words.count(self.visits, "visit")
+        place = f"{words.count(self.tokens, 'token')} at {self.start}, {self.tier}, {visits}, {self.age:.0f} s ago{pin}"
+        return f"{'  ' * self.depth}{words.shorten(self.text, 48)!r}  [{place}]"
 
     def _repr_html_(self) -> str:
         return str(html.line(str(self).strip()))
@@ -86,10 +86,10 @@ class CacheTree:
     def rest(self) -> list[str]:
         """Describe the pages that are not shown, a line for each kind."""
         more = self.total_pages - self.shown_pages - self.hidden_pages
-        lines = [f"and {html.count(more, 'more page')}"] if more else []
+        lines = [f"and {words.count(more, 'more page')}"] if more else []
         if self.hidden_pages:
             lines.append(
-                f"and {html.count(self.hidden_pages, 'page')} of other sessions: tree(restored=True) shows them"
+                f"and {words.count(self.hidden_pages, 'page')} of other sessions: tree(restored=True) shows them"
             )
         return lines
 
@@ -198,13 +198,13 @@ class CacheStats:
         """Return sizes and hits of each tier as a table that a click unfolds."""
         rows = [(tier, getattr(self, f"{tier}_bytes") / 2**20, getattr(self, f"{tier}_hit_tokens")) for tier in TIERS]
         moved = html.line(
-            f"{html.count(self.evicted_pages, 'page')} left the device",
+            f"{words.count(self.evicted_pages, 'page')} left the device",
             f"{self.offloaded_pages:,} of them for host memory",
             f"{self.refused_copies:,} copies were not made, since computing was expected to be faster",
         )
         table = html.table(["", "MiB", "tokens hit"], rows)
         sides = [
-            html.line(f"{side.name}: {side.entries:,} on the device", html.mebibytes(side.entries * side.bytes))
+            html.line(f"{side.name}: {side.entries:,} on the device", words.mebibytes(side.entries * side.bytes))
             for side in self.sides
         ]
         return html.details("bytes and hits by tier", table, moved, *sides, key="tiers")
@@ -307,7 +307,7 @@ class CacheView:
         cache, _ = self._parts()
         runs, hidden = self._client.ask(lambda: _runs(cache, limit, restored))
         return CacheTree(
-            tuple(dataclasses.replace(view, text=html.shorten(self._text(tokens), _PREVIEW)) for view, tokens in runs),
+            tuple(dataclasses.replace(view, text=words.shorten(self._text(tokens), _PREVIEW)) for view, tokens in runs),
             len(cache),
             sum(view.pages for view, _ in runs),
             hidden,

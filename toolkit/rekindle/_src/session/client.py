@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rekindle._src.calls.pictures import keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
@@ -142,7 +142,7 @@ class Client:
         def look() -> State:
             if report is not None:
                 return State(f"saved {name!r}; compiling the programs that a restart needs")
-            return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
+            return State(f"saving {name!r}: {words.count(len(listed), 'page')}")
 
         try:
             with Activity(look, quiet=self.front.config.quiet):

@@ -17,7 +17,7 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.calls.requests import Images
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
@@ -476,7 +476,7 @@ class Session(OpenModel, RolloutRequests):
     def __repr__(self) -> str:
         mesh = self._engine.device.mesh
         sampling = "" if self._front.sampling is None else f", samples with {describe(self._front.sampling)}"
-        devices = "" if mesh is None else f" on {html.count(mesh.size, 'device')}"
+        devices = "" if mesh is None else f" on {words.count(mesh.size, 'device')}"
         name = f"{self.model or 'over given parts'}{devices}"
         return f"<rekindle.Session {name}{sampling}{', closed' if self.closed else ''}>"
 
@@ -499,7 +499,7 @@ class Session(OpenModel, RolloutRequests):
         state = html.line(
             "closed" if self.closed else "open",
             f"weights: {self.weights}" if device.weights else self.weights,
-            "" if stats is None else f"{html.count(figures.get('compilations', 0), 'program')} compiled",
+            "" if stats is None else f"{words.count(figures.get('compilations', 0), 'program')} compiled",
         )
         parts = [] if stats is None else stats.shown()
         if stats is not None and not figures.get("steps"):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from rekindle._src.core import html, style
+from rekindle._src.core import html, style, words
 from rekindle._src.core.contracts import RunnerLike
 from rekindle._src.core.figures import FIGURES, EngineFigures, Group, figure
 from rekindle._src.core.mesh_shape import MeshReport, describe_share
@@ -117,7 +117,7 @@ class StepReport:
         return "\n".join(lines)
 
     def _size(self) -> str:
-        return f"{html.count(len(self.rows), 'row')}, {html.count(self.tokens, 'token')}"
+        return f"{words.count(len(self.rows), 'row')}, {words.count(self.tokens, 'token')}"
 
     def __repr__(self) -> str:
         return f"<StepReport {self.step}: {self._size()}, program {self.program}>"
@@ -139,7 +139,7 @@ class StepReport:
         return str(
             html.block(
                 html.line(
-                    f"{html.count(self.tokens, 'token')} in program {self.program}",
+                    f"{words.count(self.tokens, 'token')} in program {self.program}",
                     f"{self.device_seconds * 1e3:.1f} ms on the device",
                     f"{self.host_seconds * 1e3:.1f} ms on the host",
                     *moved,
@@ -360,7 +360,7 @@ class SessionStats(Figures):
     def __repr__(self) -> str:
         figures = self.as_dict()
         waiting, running = figures.get("waiting", 0), figures.get("running", 0)
-        steps = html.count(figures.get("steps", 0), "step")
+        steps = words.count(figures.get("steps", 0), "step")
         return f"<SessionStats {self.model}: {running} running, {waiting} waiting, {steps}>"
 
     def _repr_html_(self) -> str:
@@ -379,7 +379,7 @@ class SessionStats(Figures):
             parts += [
                 html.line(
                     "memory of requests and cache",
-                    html.with_hint(f"{html.count(figures['pages_total'], 'page')} on the device", html.PAGES),
+                    html.with_hint(f"{words.count(figures['pages_total'], 'page')} on the device", html.PAGES),
                 ),
                 html.bar(
                     {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free", colours=_PAGES
@@ -530,10 +530,10 @@ def foremost(figures: Mapping[str, Any]) -> html.Markup:
     generated, busy = figures.get("generated_tokens", 0), figures.get("device_seconds", 0.0)
     running, finished = figures.get("running", 0), figures.get("finished", 0)
     pairs = {
-        f"{html.plural(running, 'request')} running": running,
+        f"{words.plural(running, 'request')} running": running,
         "waiting": figures.get("waiting", 0),
-        f"{html.plural(finished, 'request')} finished": finished,
-        f"{html.plural(generated, 'token')} generated": generated,
+        f"{words.plural(finished, 'request')} finished": finished,
+        f"{words.plural(generated, 'token')} generated": generated,
         "tokens/s while it computed": generated / busy if busy else 0,
         f"of {prompted:,} prompt tokens were cached": f"{cached / prompted:.0%}" if cached else 0,
     }
@@ -560,13 +560,13 @@ def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
     """Return one table for each group that has figures, and one for the figures of no group."""
     remaining = dict(figures)
     parts: list[html.Markup] = []
-    for title, words in GROUPS.items():
-        present = {name: remaining.pop(name) for name in words if name in remaining}
+    for title, names in GROUPS.items():
+        present = {name: remaining.pop(name) for name in names if name in remaining}
         present = {
             name: value for name, value in present.items() if value is not False and value != ""
         }  # paused, stalled
         if present:
-            parts.append(_table(title, present, words))
+            parts.append(_table(title, present, names))
     if remaining:
         parts.append(_table("more", remaining, {}))
     return parts

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.names import nearest, printable
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
@@ -286,7 +286,7 @@ def _is_refusal(error: BaseException) -> bool:
 
 def _words(error: BaseException) -> str:
     """Return the message of an exception, cut to `_SHOWN` characters, without control characters of a template."""
-    return printable(html.shorten(str(error) or type(error).__name__, _SHOWN), _SHOWN, kept="\n")
+    return printable(words.shorten(str(error) or type(error).__name__, _SHOWN), _SHOWN, kept="\n")
 
 
 def _additional(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core import words
 from rekindle._src.core.pictures import UNNAMED
 from rekindle._src.kvcache.digest import DIGEST_SIZE, root_digest
 from rekindle._src.kvcache.persist.segment import LeafSpec
@@ -68,12 +68,12 @@ class Identity:
 
     def mismatch(self, other: Identity) -> str | None:
         """Return why pages of `other` can't be used here; None if they can."""
-        for name, words in _REASONS:
+        for name, reason in _REASONS:
             expected, actual = getattr(self, name), getattr(other, name)
             if expected != actual and name == "fingerprint":
-                return f"{words} {_weights(actual, other.model)}, this session has {_weights(expected, self.model)}"
+                return f"{reason} {_weights(actual, other.model)}, this session has {_weights(expected, self.model)}"
             if expected != actual:
-                return f"{words} {html.shorten(repr(actual), _SHOWN)}, this session has {expected!r}"
+                return f"{reason} {words.shorten(repr(actual), _SHOWN)}, this session has {expected!r}"
         return None
 
 
@@ -89,7 +89,7 @@ _REASONS = (
 
 def _weights(fingerprint: str, model: str) -> str:
     """Return how weights are called in an error: their digest and, where it is known, the model's name."""
-    return html.shorten(repr(fingerprint), _SHOWN) + (f" of {html.shorten(repr(model), _SHOWN)}" if model else "")
+    return words.shorten(repr(fingerprint), _SHOWN) + (f" of {words.shorten(repr(model), _SHOWN)}" if model else "")
 
 
 def verify(identity: Identity, records: NDArray[Any], leaves: Sequence[LeafSpec] | None) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from rekindle._src.core import html
+from rekindle._src.core import html, words
 from rekindle._src.core.records import StepResult
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -305,7 +305,7 @@ class Rates(html.Record):
 
     def __str__(self) -> str:
         lines = (
-            f"{label} {'not measured yet' if value is None else html.seconds(value)}"
+            f"{label} {'not measured yet' if value is None else words.seconds(value)}"
             for label, value in (
                 ("computing a token:", self.compute_token),
                 ("copying a page from host memory:", self.copy_page),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.html import count
+from rekindle._src.core.words import count
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError, InvalidRequest
 

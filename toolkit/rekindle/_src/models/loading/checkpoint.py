@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from rekindle._src.core.dtypes import DTypeLike
-from rekindle._src.core.html import count
 from rekindle._src.core.memory import give_back
+from rekindle._src.core.words import count
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement, abstract_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import fingerprint as fingerprints

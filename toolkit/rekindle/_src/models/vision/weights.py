@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from rekindle._src.core.html import count
+from rekindle._src.core.words import count
 from rekindle._src.models.loading import reading
 from rekindle._src.models.loading.leaf_arrays import Reads
 from rekindle._src.models.loading.load_progress import ByteMeter, Report
