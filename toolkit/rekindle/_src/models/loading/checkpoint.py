@@ -329,7 +329,8 @@ def planned_reads(checkpoint: Checkpoint, graph: Graph, shapes: Iterable[jax.Sha
     if problems:
         raise CheckpointError(
             f"{checkpoint.folder} does not hold the {checkpoint.config.model_type} model that "
-            f"{checkpoint.stored.described_by} describes ({count(len(problems), 'difference')}): {listed(list(dict.fromkeys(problems)))}. "
+            f"{checkpoint.stored.described_by} describes ({count(len(problems), 'difference')}): "
+            f"{listed(list(dict.fromkeys(problems)))}. "
             "Check that both belong together."
         )
     return Reads(leaves, {name: entries[name] for name in read_names})
