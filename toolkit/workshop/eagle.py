@@ -198,7 +198,7 @@ def values(model: LoadedModel) -> dict[str, Array]:
 
 
 def initial(model: LoadedModel, ids: NDArray[Any], reads: tuple[int, ...], seed: int) -> Weights:
-    """Return a head whose state is what it reads last, with the norms, the MLP and the scores of the model's end."""
+    """Return a head that ends as the model does: its last reading, the norms, the MLP and the scores."""
     own, config, rng = values(model), model.config, np.random.default_rng(seed)
     last, E, inner = f"layers.{config.num_layers - 1}", config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -243,7 +243,7 @@ def _rotated(x: Array, positions: Array, theta: float) -> Array:
 
 
 def drafts(weights: Weights, shape: Shape, table: Array, batch: Batch, count: int) -> list[Array]:
-    """Return the scores [B, S, D] of drafts after each place, `count` in a row: those of the token I + 2 further on.
+    """Return the scores [B, S, D] of `count` drafts after each place; draft I is for the token I + 2 further on.
 
     The draft I + 1 attends to the entries of the places up to its own, and to those of the drafts before it.
     """
@@ -319,7 +319,7 @@ def step(
 
 @partial(jax.jit, static_argnums=1)
 def right(weights: Weights, shape: Shape, table: Array, ids: Array, batch: Batch) -> tuple[Array, Array]:
-    """Return the number of places whose first 1 to SHOWN drafts all are right, and that of all places [SHOWN]."""
+    """Count the places with their first 1 to SHOWN drafts right, and all places [SHOWN]."""
     counts, matches, so_far = list[Array](), list[Array](), jnp.ones(batch.tokens.shape, bool)
     whole = _answered(batch, SHOWN - 1)
     for place, scores in enumerate(drafts(weights, shape, table, batch, SHOWN)):
@@ -330,7 +330,7 @@ def right(weights: Weights, shape: Shape, table: Array, ids: Array, batch: Batch
 
 
 def acceptance(weights: Weights, shape: Shape, table: Array, ids: Array, held: Sequence[Batch]) -> list[float]:
-    """Return the shares of places in texts whose first 1 to SHOWN drafts all are right."""
+    """Return the shares of places in texts with their first 1 to SHOWN drafts right."""
     pairs = [right(weights, shape, table, ids, batch) for batch in held]
     matches, counts = (np.sum([np.asarray(pair[part]) for pair in pairs], axis=0) for part in (0, 1))
     return [round(float(share), 3) for share in matches / np.maximum(counts, 1)]

@@ -204,7 +204,7 @@ def _spread(logits: Array, ids: Array, vocab_size: int) -> Array:
 
 
 def _fitted(logits: Array, vocab_size: int) -> Array:
-    """Return logits over the model's vocabulary: what is padding in one of both is never drafted."""
+    """Return logits over the model's vocabulary. Padding of either vocabulary is never drafted."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""Entries that a head which drafts keeps of every token, in its own layers of the pages: written at once, or later.
+"""Entries of a draft head for every token, in its own layers of the pages: written at once, or later.
 
 Entries cost a small part of a layer. While no row drafts, a step of decode rows runs the same program as without a
 head, which stores what the head reads of each row's token but no entries. The next step that computes entries, at the

@@ -450,7 +450,7 @@ class DraftModel(DraftWeights):
         return deleted(pages) + super()._free()
 
     def _fill(self, task: DraftTask) -> DraftTask:
-        """Compute the tokens of a task, but for one or two that are drafted after. Return what is left of it."""
+        """Compute the tokens of a task up to the last one or two, which are drafted after. Return the rest."""
         left = 2 if task.drafts else 0
         while len(task.tokens) > left:
             missing = len(task.tokens) - min(left, 1)

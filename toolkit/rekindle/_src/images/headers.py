@@ -44,7 +44,7 @@ _BRANDS = ((b"avif", "AVIF"), (b"avis", "AVIF"), (b"hei", "HEIC"), (b"hev", "HEI
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Return the header of an image file. Raises `HeaderProblem` for what is none, is animated, or is not read here."""
+    """Return the header of an image file. Raises `HeaderProblem` for other, animated and unsupported files."""
     if not data:
         raise HeaderProblem("is empty", "Pass a file that has a picture")
     format = next((one for one in FORMATS.values() if one.begins(data)), None)
@@ -60,12 +60,12 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def bare_file(data: bytes, header: ImageHeader) -> bytes:
-    """Return an image file for its decoder: without metadata, in which a decoder's time and memory have no bound."""
+    """Return an image file for its decoder, without metadata: decoders spend unbounded time and memory on it."""
     return FORMATS[header.format].bare(data)
 
 
 def _name(data: bytes) -> str:
-    """Return what a file is that is refused."""
+    """Describe a refused file."""
     for start, name in _REFUSED:
         if data.startswith(start):
             return name

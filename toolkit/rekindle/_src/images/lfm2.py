@@ -37,7 +37,7 @@ class TileBounds(NamedTuple):
     thumbnail: bool
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return columns and rows of the grid whose ratio is the closest to the picture's."""
+        """Return columns and rows of the grid with the ratio closest to the picture's."""
         ratios = [
             (columns, rows)
             for count in range(self.least, self.most + 1)

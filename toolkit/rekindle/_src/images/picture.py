@@ -161,7 +161,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class EncodedPicture:
-    """The bytes of an image file whose header was read: its upright size is known, and nothing was decoded yet."""
+    """The bytes of an image file after its header was read: its upright size is known, its pixels are not decoded."""
 
     data: bytes
     header: ImageHeader
@@ -228,7 +228,7 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The argument that a picture came in, and what it is: `with place` names both in the errors of its block."""
+    """The argument of a picture, and its kind: `with place` names both in the errors of its block."""
 
     field: str
     shown: str
@@ -244,7 +244,7 @@ class _Place:
 def open_picture(
     source: object, *, field: str = "images", limits: PictureLimits = DEFAULT_LIMITS
 ) -> EncodedPicture | Picture:
-    """Return what `source` shows, with its size: files are not decoded yet, what is in memory is.
+    """Return the picture in `source`, with its size. Files are not decoded yet; arrays are.
 
     `source` is a path, the bytes of a file, a `data:` URI, a PIL image, a NumPy array, a matplotlib figure, or what a
     plot of pandas returns. Files are PNG, JPEG, WebP, GIF, BMP or uncompressed TIFF; their EXIF orientation is applied,
@@ -437,7 +437,7 @@ def _upright(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def _from_array(array: np.ndarray[Any, Any], limits: PictureLimits) -> Pixels:
-    """Return the pixels of an array whose last axis, if there are three, is its channels."""
+    """Return the pixels of an array. The last of three axes is the channels."""
     if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         first = array.ndim == 3 and array.shape[0] in (1, 3, 4)
         raise HeaderProblem(

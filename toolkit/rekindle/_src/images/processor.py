@@ -30,7 +30,7 @@ class PictureView(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of its tokens, each of which stands for a square of patches."""
+        """Rows and columns of its tokens. Each stands for a square of patches."""
         side = math.isqrt(self.rows * self.columns // self.tokens)
         return self.rows // side, self.columns // side
 
@@ -50,7 +50,7 @@ class PicturePlan:
 
     @property
     def tokens(self) -> int:
-        """Count the positions of the prompt that are image: those that get the tower's output."""
+        """Count the prompt's positions for output of the tower."""
         return sum(view.tokens for view in self.views)
 
     @property
@@ -100,7 +100,7 @@ class PicturePatches(NamedTuple):
 
 
 class ViewPatches:
-    """The patches of a view, whose floats are computed when they are taken."""
+    """The patches of a view. Their floats are computed when they are taken."""
 
     __slots__ = ("_codes", "_whole")
 
@@ -159,7 +159,7 @@ class PictureProcessor(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, width: int, height: int, *, field: str = "images") -> PicturePlan:
-        """Return what a picture of this size becomes. Raises `InvalidRequest` if the family can't read that size."""
+        """Plan a picture of this size. Raises `InvalidRequest` if the family can't read that size."""
 
     @abc.abstractmethod
     def patches(self, picture: Picture) -> PicturePatches:
@@ -167,7 +167,7 @@ class PictureProcessor(abc.ABC):
 
     @abc.abstractmethod
     def expansion(self, plan: PicturePlan) -> tuple[str | TokenRun, ...]:
-        """Return what replaces `marker`: text, and runs of tokens. The k-th run of `image_token` is the k-th view's."""
+        """Return the replacement of `marker`: text and runs of tokens, one of `image_token` for each view."""
 
     @classmethod
     def _of_mmproj(cls, clip: ProcessorSettings, keys: Mapping[str, object], config: Mapping[str, object]) -> Self:
@@ -185,7 +185,7 @@ def text_of(expansion: tuple[str | TokenRun, ...]) -> str:
 
 
 def refused_size(width: int, height: int, problem: str, field: str) -> InvalidRequest:
-    """Return the error about a picture whose size a family can't read."""
+    """Return the error for a picture size that the family can't read."""
     fix = "Crop it, or add a margin to its shorter side"
     return InvalidRequest(field, f"{width}×{height}", problem, fix)
 

@@ -30,7 +30,7 @@ class ProcessorSettings:
         return self._keys.get(name) is not None
 
     def part(self, name: str) -> ProcessorSettings:
-        """Return the keys of an object inside of this one; none where it is absent."""
+        """Return the keys of an object in this one; without it, there are no keys."""
         value = self._keys.get(name)
         return ProcessorSettings({} if value is None else value, f"{name} in {self.where}")
 

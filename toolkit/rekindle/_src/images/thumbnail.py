@@ -35,7 +35,7 @@ class Thumbnail(NamedTuple):
 
 
 def thumbnail(picture: EncodedPicture | Picture) -> str:
-    """Return a thumbnail; empty for a file that is too large to be decoded for that, or broken."""
+    """Return a thumbnail; empty for a broken file, or one too large to decode for it."""
     if isinstance(picture, EncodedPicture) and picture.weight > MOST_DECODED:
         return ""
     try:

@@ -12,7 +12,7 @@ from rekindle.errors import RequestAborted
 
 
 class Piece(NamedTuple):
-    """Tokens whose text became final together. An answer can be forked before each piece."""
+    """Tokens that became final text together. An answer can be forked before each piece."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class LastAnswer(NamedTuple):
 
     @property
     def reply(self) -> Reply | None:
-        """The parts of an answer that has reasoning or calls. Those of a fork are unknown."""
+        """The parts of an answer with reasoning or calls. A fork has unknown ones."""
         pieces = self.pieces
         if any(piece.events is None for piece in pieces):
             return None
@@ -72,7 +72,7 @@ class LastAnswer(NamedTuple):
         return reply if reply.reasoning or reply.tool_calls else None
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
-        """Return what the request knows of the likely tokens at a place of the answer; None if that is nothing."""
+        """Return the known likely tokens at a place of the answer, or None."""
         place = index - sum(len(piece.token_ids) for piece in self.kept)
         for delta in self.handle.deltas:
             if 0 <= place < len(delta.token_ids):

@@ -110,7 +110,7 @@ def uris_in(content: Any) -> list[str]:
 
 
 def thumbnails_of(content: Any, most: int) -> list[Thumbnail]:
-    """Return the pictures of a message's content, of which the first `most` are drawn."""
+    """Return the pictures of a message's content. The first `most` are drawn."""
     return [Thumbnail.of(uri) if place < most else Thumbnail() for place, uri in enumerate(uris_in(content))]
 
 

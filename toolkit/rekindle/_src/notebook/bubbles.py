@@ -80,7 +80,7 @@ def head(title: str, *facts: str) -> html.Markup:
 
 
 def lost(at: int, place: Place) -> html.Markup:
-    """Return a line that leads back to the versions of a message that is written anew."""
+    """Return a line that leads back to the versions of an edited message."""
     if not place.total:
         return html.Markup("")
     line = f"{words.count(place.total, 'earlier version')} of this message"

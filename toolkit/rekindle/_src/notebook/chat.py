@@ -533,7 +533,7 @@ class ChatView(Live):
         return next(name for name, session in self._models().items() if session is self._session)
 
     def _choices(self, index: int) -> list[bubbles.Alternative]:
-        """Return what could stand at a token of the last answer, the likeliest first."""
+        """Return the alternatives at a token of the last answer, the likeliest first."""
         last = self._last
         if last is None:
             return []
@@ -663,7 +663,7 @@ class ChatView(Live):
         return self._bubbles[index][1]
 
     def _quiet(self) -> tuple[str, ...]:
-        """Return what is said below the last answer: the model, its speed, the reason of its end."""
+        """Return the line below the last answer: the model, its speed, why it ended."""
         last = self._last
         if last is None or not last.handle.done:
             return ()
@@ -675,7 +675,7 @@ class ChatView(Live):
         return (*facts, hint)
 
     def _drawn_answer(self, whole: list[Message]) -> Iterator[str]:
-        """Yield the last answer, what is wrong with it, and what could stand at its marked token."""
+        """Yield the last answer, its error, and the alternatives at its marked token."""
         last, at = self._last, len(self.messages)
         if last is None:
             return

@@ -354,7 +354,7 @@ class TimelinePicture:
         )
 
     def _folded(self, first: float) -> str:
-        """Return how much time is left out of the axis, in words; empty if it is none."""
+        """Return the time left out of the axis in words; empty if all is shown."""
         pauses = [step.pause for step in self._steps if step.pause > 0.0 and step.left > first]
         if not pauses:
             return ""

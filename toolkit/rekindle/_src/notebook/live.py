@@ -93,7 +93,7 @@ class TreeLike(Protocol):
 
 
 class TierSizes(HitCounts, Protocol):
-    """Cached pages by tier, and what they were good for; see `CacheStats`."""
+    """Cached pages by tier, and their use; see `CacheStats`."""
 
     @property
     def page_bytes(self) -> int: ...
@@ -213,7 +213,7 @@ def field(
 
 
 def slider(name: str, label: str, *, low: float, high: float, step: float, title: str = "", group: str = "") -> Control:
-    """Return a slider for a number from `low` to `high`. Its value is text, like that of every control."""
+    """Return a slider for a number from `low` to `high`. Its value is text, as in every control."""
     return {
         "kind": "slider", "name": name, "label": label, "title": title, "least": low, "most": high, "step": step,
         "group": group,
@@ -303,7 +303,7 @@ class Live:
         raise NotImplementedError
 
     def press(self, name: str) -> None:
-        """Handle a pressed button, or Enter in a text field; those of some names mean the same in all views."""
+        """Handle a pressed button, or Enter in a text field. Some names mean the same in all views."""
         if name in ("close", "stop"):
             self.stop()
         elif name == "refresh":
@@ -316,8 +316,8 @@ class Live:
         """Handle a click on a token of the picture."""
 
     def file(self, value: Mapping[str, Any]) -> None:
-        """Handle a file from the page: its `size`, its content as `uri`, which is empty if there is too much of it, and
-        its place `at` among those that came at once.
+        """Handle a file from the page: its `size`, its content as `uri` (empty if there is too much of it), and its
+        place `at` in the group of files that came at once.
         """
 
     @property

@@ -67,7 +67,7 @@ class _Html:
         return f'<div style="{look}">{"".join(inner)}</div>'
 
     def items(self, items: Sequence[ItemBlock[str, str]]) -> str:
-        """Return items whose bullets are text, so that the page's list styles don't apply."""
+        """Return list items with bullets as text, so that the page's list styles don't apply."""
         return "".join(
             f'<div style="display:flex;margin:2px 0"><span style="min-width:1.6em">{item.mark}</span>'
             f"<div>{item.text}{''.join(item.inner)}</div></div>"

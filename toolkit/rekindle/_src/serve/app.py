@@ -193,7 +193,7 @@ def app(
 
 
 def _fetcher() -> Fetcher:
-    """Return what fetches pictures. Raises `MissingExtra`."""
+    """Return the fetcher of pictures. Raises `MissingExtra`."""
     try:
         from rekindle._src.serve.fetching import Fetcher
     except ImportError as error:

@@ -201,7 +201,7 @@ class BatchRun:
         return task["url"], body
 
     async def _own_call(self, task: _Task) -> tuple[int, str, Any]:
-        """Do as `_call` does; what it raises becomes the response of a server that failed."""
+        """Call `_call`; an exception becomes the response of a failed server."""
         try:
             return await self._call(task)
         except BaseException as error:
@@ -246,7 +246,7 @@ class BatchRun:
 
 
 def _readable(fields: Any) -> str | None:
-    """Return the `custom_id` of a line that may be wrong in all else; None if it has none that can be written."""
+    """Return the `custom_id` of a line, however wrong the rest is; None without a writable one."""
     custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
     try:
         LINE.by_name["custom_id"].kind.check(custom_id, "custom_id")

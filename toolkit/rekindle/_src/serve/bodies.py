@@ -109,7 +109,7 @@ def parse(data: bytes | bytearray) -> Any:
 
 
 def load(data: bytes | bytearray) -> Any:
-    """Return the JSON value, whose strings may have halves of surrogate pairs. Raise `ApiError` for what is no JSON."""
+    """Parse JSON; strings may contain lone surrogates. Raise `ApiError` for invalid JSON."""
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_constant, parse_float=_finite, parse_int=_whole)
     except RecursionError:

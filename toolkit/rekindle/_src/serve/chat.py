@@ -321,7 +321,7 @@ class _ChatWriter(generation.Writer):
 
 
 def events_of(delta: TextDelta, *, parallel: bool = True) -> Sequence[ReplyEvent]:
-    """Return the events of a delta. Without `parallel`, leave out those of calls after the first."""
+    """Return the events of a delta. Without `parallel`, leave out calls after the first."""
     if delta.events is None:
         return (ContentDelta(delta.text),) if delta.text else ()
     if parallel:

@@ -68,7 +68,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers besides those of the body."""
+        """Response headers besides the body's own."""
         headers = []
         if self.retry_after is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))

@@ -381,7 +381,7 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
 
 
 def forget_frames(error: BaseException) -> None:
-    """Cut an error, and those that led to it, off the frames that it came through.
+    """Cut an error and its causes off the frames that they came through.
 
     These frames hold the body and all that was made of it, and one of them holds the error: a cycle, which would stay
     until Python's collector finds it.

@@ -84,7 +84,7 @@ class Fetcher:
         caller: str = "",
         hold: Callable[[int], object] = lambda size: None,
     ) -> list[bytes]:
-        """Return what URLs lead to, at most `most` bytes in all.
+        """Return the contents of URLs, at most `most` bytes in all.
 
         `hold` is called with the bytes that have come so far, and may raise. Raises `FetchProblem`, and `ApiError`
         (503) if too many requests of the caller wait.
@@ -137,7 +137,7 @@ class Fetcher:
 
     @asynccontextmanager
     async def _connection(self, url: WebUrl) -> AsyncIterator[anyio.abc.ByteStream]:
-        """Connect to one of the addresses of a URL's host, each of which was checked."""
+        """Connect to one of the checked addresses of a URL's host."""
         stream = await self._connected(await self._addresses(url), url.port)
         try:
             if url.scheme == "http":
@@ -148,7 +148,7 @@ class Fetcher:
             await anyio.aclose_forcefully(stream)
 
     async def _addresses(self, url: WebUrl) -> list[Address]:
-        """Return the addresses of a URL's host, all of which are allowed. Raises `FetchProblem`."""
+        """Return the addresses of a URL's host; all are allowed. Raises `FetchProblem`."""
         literal = url.address
         addresses = [literal] if literal is not None else await self._resolved(url.host)
         if not addresses or not all(map(self.rules.allows, addresses)):
@@ -202,7 +202,7 @@ def _is_own(stream: anyio.abc.SocketStream, address: Address) -> bool:
 
 
 def _refused() -> FetchProblem:
-    """Return the problem of inside hosts. It is that of names that do not exist, too."""
+    """Return the problem of inside hosts and of names that do not exist."""
     return FetchProblem("is at no public host", _PUBLIC)
 
 

@@ -241,7 +241,7 @@ class TokenIds:
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """A value of the first kind whose JSON type matches; `expected` describes it for the error."""
+    """A value of the first kind with a matching JSON type; `expected` describes it for the error."""
 
     expected: str
     kinds: tuple[tuple[type | tuple[type, ...], Kind], ...]

@@ -1,4 +1,4 @@
-"""The steps that all endpoints that generate text share.
+"""The steps shared by all endpoints that generate text.
 
 The fields of a request become options of the session, structure (`response_format` and the like) included; the request
 is submitted and followed; its tokens are counted and its end is reported.

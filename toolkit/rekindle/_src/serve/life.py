@@ -105,7 +105,7 @@ class Life:
         return min(_LONGEST_WAIT, max(1.0, self._mean_seconds))
 
     def abort(self, request_ids: Collection[str], key: bytes) -> set[str]:
-        """Abort this key's requests with these ids. Return the ids of those that there are."""
+        """Abort this key's requests with these ids. Return the ids found."""
         matches = [active for active in self.active if active.id in request_ids and active.key == key]
         for active in matches:
             active.cancel()

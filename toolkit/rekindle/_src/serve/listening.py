@@ -303,7 +303,7 @@ class _BoundedProtocol(_Protocol):
             self.head_since = self.head_since or self.loop.time()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes it, uvicorn returns None
-        """Return True to keep a connection whose client sends nothing more but may still read: it awaits its answer.
+        """Return True to keep the connection of a client that sends nothing more and awaits its answer.
 
         RFC 9112 lets clients close their half after a request. One that has left looks the same: both send a FIN. But
         the system of a client that has left resets the connection when something arrives, and the write after that
@@ -352,7 +352,7 @@ class _BoundedProtocol(_Protocol):
         return 0
 
     def head_complete(self) -> None:
-        """Note that a request's headers are complete and that it is being answered."""
+        """Note that a request's headers are complete, and its answer begins."""
         self.unframed = 0
         self.waiting_since = self.head_since = None
 

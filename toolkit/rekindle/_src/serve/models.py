@@ -84,7 +84,7 @@ class ServedModel:
 
     @property
     def figures(self) -> str:
-        """The name of the model whose figures have its requests."""
+        """The name of the model that counts its requests."""
         return self.name
 
     def open(self) -> ServedSession:
@@ -142,7 +142,7 @@ class ServedAdapter(ServedModel):
 
 
 class AdaptedSession:
-    """A session whose requests have an adapter."""
+    """A session that uses one adapter for all requests."""
 
     def __init__(self, base: Any, adapter: str) -> None:
         self.base, self._adapter = base, adapter
@@ -232,7 +232,7 @@ class Models:
         return entries
 
     def _adapter(self, name: str) -> ServedModel | None:
-        """Return an adapter by its own name, or following that of its model; None for an unknown one.
+        """Return an adapter by its name, alone or after the model's; None for an unknown one.
 
         Names of adapters have no colon, so the two forms never meet.
         """

@@ -69,7 +69,7 @@ class RequestPictures:
         return made
 
     def read(self, part: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return the part that a session takes. Raises `ApiError`, or `InvalidRequest` for what is no picture."""
+        """Return the part for a session. Raises `ApiError`, or `InvalidRequest` for a value that is no picture."""
         if not self._reads:
             fix = "Send parts of text, or name a model that reads pictures"
             raise wrong(f"{path}.type", part["type"], "is a picture, and this model reads text alone", fix)
@@ -88,7 +88,7 @@ class RequestPictures:
         return own
 
     async def fetch(self) -> None:
-        """Fetch the pictures that are named by URLs. Raises `ApiError`, or `InvalidRequest` for what is no picture."""
+        """Fetch the pictures of URLs. Raises `ApiError`, or `InvalidRequest` for a file that is no picture."""
         exchange, wanted = self._exchange, self._wanted
         fetcher, limit = exchange.service.fetcher, exchange.service.body_limit
         if not wanted or fetcher is None:

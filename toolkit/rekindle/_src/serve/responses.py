@@ -236,7 +236,7 @@ def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str,
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message at the end, to whose texts items are added. Append one if there is none."""
+    """Return the assistant's message at the end, for items to add their texts to. Append one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     return messages[-1]

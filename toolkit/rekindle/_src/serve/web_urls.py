@@ -31,7 +31,7 @@ _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
 class FetchProblem(Exception):
-    """A URL that is not fetched: `index` of those that were given, the `problem` and a `fix` for the client."""
+    """A refused URL: its `index` in the request, the `problem`, and a `fix` for the client."""
 
     def __init__(self, problem: str, fix: str, *, index: int = 0, large: bool = False) -> None:
         super().__init__(problem)
@@ -94,7 +94,7 @@ def parse_url(text: str, ports: Iterable[int] = PORTS.values()) -> WebUrl:
 
 
 def _named_host(text: str) -> str:
-    """Return a host in lower case; an empty string for what is neither a name of labels nor a dotted address."""
+    """Return a host in lower case; an empty string unless it is a name of labels or a dotted address."""
     text = text.lower()
     labels = text.split(".")
     if len(text) > 253 or len(labels) < 2 or not all(map(_is_label, labels)):

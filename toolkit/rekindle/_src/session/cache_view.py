@@ -404,7 +404,7 @@ class CacheView:
         return self._client.ask(lambda: tiers.host.trim(to)) if tiers is not None else 0
 
     def clear(self, *, tier: str | None = None) -> Call[None]:
-        """Await it to forget every cached page, or those of a tier: "device", "host", "disk", or "memory".
+        """Await it to forget all cached pages, or one tier's: "device", "host", "disk", or "memory".
 
         "memory" is device and host together; pages on disk stay. Requests that run keep their pages. Pinned pages
         stay if the tier is "device", and are forgotten with "memory" and with everything.
@@ -570,7 +570,7 @@ class CacheView:
         raise InvalidRequest("node", node.text, "is no longer in the cache", fix)
 
     def _prefix_to(self, node: NodeView) -> Prefix:
-        """Return the prefix of the pages up to a node. Refuse those of other namespaces, which pages do not tell."""
+        """Return the prefix of the pages up to a node. Refuse other namespaces, since pages do not tell them."""
         tree, place = self._place(node)
         prefix = Prefix(tree.path(place))
         if tree.find(prefix)[-1:] != [place]:

@@ -32,7 +32,7 @@ class ImageHeader(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """The pixels that a decoder's time is bounded by: its own, or an 18th of those that it passes over."""
+        """The pixels that bound a decoder's time: the decoded ones, or an 18th of the skipped ones."""
         return max(self.width * self.height, self.passes // SCANS)
 
     @property

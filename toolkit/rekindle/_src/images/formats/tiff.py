@@ -92,7 +92,7 @@ def _check_numbers(data: bytes, directory: _Directory) -> None:
 
 
 def _strips(data: bytes, directory: _Directory, width: int, height: int) -> int:
-    """Return the number of strips or tiles, each of which is a call of a decoder.
+    """Return the number of strips or tiles; each is one call of a decoder.
 
     Raises `HeaderProblem` for more of them than the size of the picture makes.
     """
@@ -115,7 +115,7 @@ def _strips(data: bytes, directory: _Directory, width: int, height: int) -> int:
 
 
 def bare(data: bytes) -> bytes:
-    """Return a TIFF whose directory has the tags alone that pixels depend on. It stands last; its pixels stay in place.
+    """Return the TIFF with a directory of the tags that decide its pixels, at its end. The pixels stay in place.
 
     The orientation is not among them: what is decoded are pixels as they are stored.
     """

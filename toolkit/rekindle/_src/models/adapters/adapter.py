@@ -26,7 +26,7 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Adapter:
-    """The products of one adapter, and the digest by which its pages are known.
+    """The products of one adapter, and the digest in the keys of its pages.
 
     `products` has one for each module of a site, by the site's path, and None for a module without one.
     """
@@ -92,7 +92,7 @@ def adapter_of(name: str, products: Mapping[str, Sequence[Product | None]]) -> A
 
 
 def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
-    """Return the sum of adapters, each times its weight, as one adapter whose rank is the sum of theirs.
+    """Return the weighted sum of adapters as one adapter. Its rank is the sum of their ranks.
 
     Raise InvalidRequest if its numbers are not finite with these weights: other rows of a step would get them, too.
     """

@@ -54,14 +54,14 @@ class ModuleNames:
         self._latest: ModuleName | None = None  # expressions come in turn with the same name
 
     def of(self, text: str) -> ModuleName:
-        """Return a name whose letters are known."""
+        """Return a name of known letters."""
         if self._latest is None or self._latest.text != text:
             self._latest = ModuleName(text, self.budget)
         return self._latest
 
 
 class Letters:
-    """A kind of letters, such as those of `[a-z\\d_]`. Ranges are sorted, and a letter is looked up among them."""
+    """A kind of letters, such as `[a-z\\d_]`. A letter is looked up in its sorted ranges."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class NamePattern(Protocol):
     """A part of an expression."""
 
     def starts(self, name: ModuleName, ends: int) -> int:
-        """Return the positions where it can start if it may end at those of `ends`."""
+        """Return the positions where it can start if it may end at `ends`."""
         ...
 
 

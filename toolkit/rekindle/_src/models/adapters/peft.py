@@ -60,7 +60,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class Tensor(NamedTuple):
-    """A tensor of an adapter, which is read once all shapes are those of the model."""
+    """A tensor of an adapter. It is read once all shapes match the model."""
 
     shape: tuple[int, ...]
     read: Callable[[], NDArray[Any]]
@@ -115,7 +115,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any], place: str) -> None:
-    """Raise CheckpointError for what is not done here, by its name."""
+    """Raise CheckpointError that names each unsupported option."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise CheckpointError(f"{place}: peft_type={str(kind)[:80]!r} is not supported. Use a LoRA.")
@@ -169,7 +169,7 @@ def adapter_of_tensors(
 
 
 class _ProductPlan(NamedTuple):
-    """A product, or those of all experts of a site, whose tensors have the right shapes."""
+    """A product, or the products of all experts of a site, with tensors of the right shapes."""
 
     rank: int
     read: Callable[[], Sequence[Product]]
@@ -313,7 +313,7 @@ def _of_experts(site: Site, pair: Mapping[str, Tensor], rank: int, scale: float)
 
 
 def _parameter(site: Site) -> str:
-    """Return what checkpoints call the parameter of all experts."""
+    """Return the name of the parameter of all experts in checkpoints."""
     return "down_proj" if site.path.endswith(".down") else "gate_up_proj" if len(site.rows) > 1 else "up_proj"
 
 
@@ -372,7 +372,7 @@ class Targets:
         return bool(self.naming(parameter))
 
     def meant(self, module: str) -> str | None:
-        """Return the name by which the config means a module: its own or that of its weight, None if by neither."""
+        """Return the module's name in the config: its own or its weight's. None without either."""
         if self.has(module):
             return module
         weight = f"{module}.weight"  # PEFT has routers so, which are no linear modules in transformers
@@ -411,7 +411,7 @@ class Targets:
         return any(end in targets for end in self._ends(module))
 
     def _modules(self, config: Mapping[str, Any], field: str) -> Expression | frozenset[str] | None:
-        """Return the names of modules, or the expression of those that are meant; None for all of them, or for none."""
+        """Return the chosen modules as names or an expression; None if all are chosen, or nothing is."""
         value = config.get(field)
         if isinstance(value, str):
             return None if value.lower() == "all-linear" else self._expression(field, value)

@@ -221,6 +221,6 @@ def read_file(
 
 
 def _halves(up: NDArray[Any], size: int) -> Matrix:
-    """Return rows of heads whose rotated pairs lie side by side in Hugging Face's order, half a head apart."""
+    """Reorder rows of heads from adjacent rotated pairs to Hugging Face's order, half a head apart."""
     heads = up.reshape(-1, size // 2, 2, up.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(up.shape))

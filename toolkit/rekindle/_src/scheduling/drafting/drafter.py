@@ -93,7 +93,7 @@ class Drafter:
 
     @property
     def most_tokens(self) -> int:
-        """How many tokens of earlier texts it keeps; 0: none."""
+        """How many tokens of earlier texts it keeps."""
         return 0
 
     def remember(self, texts: Iterable[IntArray]) -> None:

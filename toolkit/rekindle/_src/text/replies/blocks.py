@@ -70,7 +70,7 @@ class CallBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallText:
-    """How a family writes calls: as a grammar for a reply that must be calls, and for those of earlier replies.
+    """How a family writes calls, in a grammar for forced calls and in earlier replies.
 
     `{name}` and `{key}` stand for names, `{index}` for the number of a call; `value` has what is around an argument,
     `text_value` around one that is a text.
@@ -134,7 +134,7 @@ class CallText:
 def thoughts_grammar(
     opening: str, closing: str, markers: Iterable[str], token: Token, *, opened: bool, spaced: bool = True
 ) -> str:
-    """Return rules for reasoning, the first of which is `thoughts`: any text up to its closing tag.
+    """Return rules for reasoning. The first is `thoughts`: any text up to its closing tag.
 
     It has to come if the prompt has `opened` it; otherwise it may, from its opening tag on. Line breaks may follow
     where it is `spaced`.

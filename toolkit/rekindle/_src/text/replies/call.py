@@ -179,7 +179,7 @@ def as_json(value: object) -> str:
 
 
 def check_arguments(messages: Any) -> None:
-    """Raise `InvalidRequest` for messages whose calls have more arguments as text than are read.
+    """Raise `InvalidRequest` for messages with more text in arguments of calls than is read.
 
     They are JSON inside a string, which the bound on a body's values does not count: every three bytes of it, such as
     `[],`, may become a list.
@@ -231,7 +231,7 @@ def json_call(text: str, *, complete: bool = False) -> ReplyCall:
 
 
 def named_call(name: str, text: str, id: str = "") -> ReplyCall:
-    """Return the call whose arguments are the JSON object `text`."""
+    """Return the call with the JSON object `text` as arguments."""
     try:
         return _with_text(name, _DECODER.decode(text), text)._replace(id=id)
     except (ValueError, RecursionError):
@@ -314,7 +314,7 @@ class Calls(Protocol):
         """Emit complete calls. Text read until now belongs to them; the text that follows may still be malformed."""
 
     def keep(self) -> None:
-        """Say that the text read until now belongs to calls that were emitted."""
+        """Note that the text read so far belongs to emitted calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def escaped(text: str) -> str:
 
 
 def mark(marker: str, token: Token) -> str:
-    """Return a marker as a part of a rule: its token, or its text where it is none."""
+    """Return a marker as a part of a rule: its token, or its text without one."""
     number = token(marker)
     return literal(marker) if number is None else f"<[{number}]>"
 

@@ -128,7 +128,7 @@ def _syntax(
     openers: tuple[Opener, ...] = (),
     several: bool = True,
 ) -> CallSyntax:
-    """Return a syntax whose openers are those of its blocks, then `openers`."""
+    """Return a syntax with the openers of its blocks, then `openers`."""
     of_blocks = [opener for block in blocks for opener in block.openers()]
     form = partial(text.form, markers)
     return CallSyntax(name, (*of_blocks, *openers), form, text.write, signs, markers, several=several)

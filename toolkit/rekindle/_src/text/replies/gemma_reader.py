@@ -31,7 +31,7 @@ _WORD = re.compile(r"[\w.-]+")
 
 
 def read_gemma_call(calls: Calls, *, only_known: bool = False) -> Reading[ReplyCall]:
-    """Return the next call, `call:name{…}`, of which `call:` or its first letters may be missing."""
+    """Return the next call, `call:name{…}`. `call:` or its first letters may be missing."""
     source = calls.source
     name = yield from _read_word(source)
     if (yield from take(source, ":")):
@@ -69,7 +69,7 @@ def read_loose_value(source: TextSource, quotes: Quotes) -> Reading[Any]:
 
 
 def _read_key(source: TextSource, quotes: Quotes) -> Reading[str]:
-    """Read a key with its colon. It stands without quotes, or in those of a text."""
+    """Read a key with its colon, bare or quoted as a text."""
     for begin, _ in (*quotes, ('"', '"')):
         if (yield from ahead(source, begin)):
             key = yield from _read_value(source, quotes, MAX_DEPTH)

@@ -131,7 +131,7 @@ class HarmonyScanner(ReplyScanner):
         return self._comes(*_HEADER_BEGINS, after=after)
 
     def _header(self, begin: str) -> Reading[_Message]:
-        """Read a header up to its message. One that is cut is dropped, and what is none is left unread."""
+        """Read a header up to its message. A cut header is dropped; other text is left unread."""
         source = self.source
         while (match := self._first(self._header_ends)) is None:
             if source.ended and (begin or "<|" in source.text[source.at :]):
@@ -198,7 +198,7 @@ class HarmonyScanner(ReplyScanner):
 
 
 class MuseScanner(HarmonyScanner):
-    """Reads one reply of Muse's, whose messages have a recipient in place of a channel."""
+    """Reads one reply of Muse's. Its messages have a recipient in place of a channel."""
 
     _closes = ("<|eom|>", "<|eot|>")
 

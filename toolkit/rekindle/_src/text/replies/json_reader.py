@@ -1,4 +1,4 @@
-"""Reads JSON while it arrives: an object that describes a call, or the arguments of a call whose name is known.
+"""Reads JSON while it arrives: an object that describes a call, or the arguments of a named call.
 
 The arguments of an object arrive in pieces if its name comes first and is a tool's.
 """
@@ -46,7 +46,7 @@ def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[ReplyCall
 
 
 def read_objects(calls: Calls) -> Reading[None]:
-    """Read one JSON object, or an array of them whose end may be missing; each is a call as soon as it is whole."""
+    """Read one JSON object, or an array of them, perhaps without its end; each is a call as soon as it is whole."""
     source = calls.source
     if not (yield from take(source, "[")):
         calls.emit((yield from read_json_call(calls)))
@@ -59,7 +59,7 @@ def read_objects(calls: Calls) -> Reading[None]:
 
 
 def read_keyed_objects(calls: Calls) -> Reading[None]:
-    """Read `[{"name": {…}}, …]`, whose objects have the arguments of a call under the tool's name."""
+    """Read `[{"name": {…}}, …]`: objects with the arguments of a call under the tool's name."""
     source = calls.source
     several = yield from take(source, "[")
     while True:

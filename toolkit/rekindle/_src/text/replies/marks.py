@@ -1,4 +1,4 @@
-"""The marks of a family's replies beside those of calls: around reasoning, and around the answer."""
+"""The marks of a family's replies other than calls': around reasoning, and around the answer."""
 
 from __future__ import annotations
 

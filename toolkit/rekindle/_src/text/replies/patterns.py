@@ -109,14 +109,14 @@ class PatternSearch:
 
     @property
     def pending(self) -> int:
-        """The earliest place at which a match may begin that is not decided."""
+        """The earliest place of an undecided match."""
         starts = [thread.start for thread in self._threads]
         if self._found is not None:
             starts.append(self._found.start)
         return min(starts, default=self.at)
 
     def feed(self, text: str, base: int, *, ended: bool, limit: int, most: int | None = None) -> None:
-        """Go on with `text`, whose first character is at `base`. A match has at most `limit` characters.
+        """Go on with `text`, which begins at `base`. A match has at most `limit` characters.
 
         Raise `PatternError` as soon as the search has taken more steps than `most`.
         """
@@ -363,7 +363,7 @@ class _PatternReader:
 
 
 class _Program:
-    """Writes the steps of a tree, of which there may be as many as `MAX_PROGRAM`."""
+    """Writes the steps of a tree, at most `MAX_PROGRAM`."""
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []

@@ -38,7 +38,7 @@ def objects(calls: Calls, only_known: bool) -> Reading[None]:
 
 
 def keyed_objects(calls: Calls, only_known: bool) -> Reading[None]:
-    """Read an array of JSON objects whose only key is a tool's name."""
+    """Read an array of JSON objects with a tool's name as their only key."""
     yield from read_keyed_objects(calls)
 
 
@@ -52,7 +52,7 @@ def tagged(tags: CallTags) -> ReadOne:
 
 
 def elements(mark: str) -> ReadOne:
-    """Return the reader of a call whose arguments are elements."""
+    """Return the reader of a call with arguments as elements."""
 
     def read(calls: Calls, only_known: bool) -> Reading[None]:
         calls.emit((yield from read_elements(calls, mark)))
@@ -151,7 +151,7 @@ def hermes(calls: Calls) -> Reading[None]:
 
 
 def untagged(calls: Calls) -> Reading[None]:
-    """Read `<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
+    """Read `<function=…>` without the `<tool_call>` before it: only a tool's name counts."""
     calls.emit((yield from read_tagged(calls, QWEN_TAGS, only_known=True)))
     yield from close(calls.source, "</tool_call>")
 

@@ -102,7 +102,7 @@ class ResponseTemplate:
 
     @classmethod
     def load(cls, source: Any) -> ResponseTemplate:
-        """Return the template of the key's value. Raise `TemplateError` for what is not read."""
+        """Return the template of the key's value. Raise `TemplateError` for an unsupported one."""
         top = _mapping(source, "response_template", _TOP)
         if top.get("version", 1) != 1:
             raise TemplateError(f"version {_shown(top['version'])} is not read, only 1")
@@ -298,7 +298,7 @@ def _put(values: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
 
 
 def _check_transform(transform: Any, scope: str, known: set[str] | None) -> None:
-    """Raise `TemplateError` for a variable that is none, or within other text. None knows any variable."""
+    """Raise `TemplateError` for an unknown variable, or one within other text. None allows all variables."""
     todo, count = [transform], 0
     while todo:
         node = todo.pop()

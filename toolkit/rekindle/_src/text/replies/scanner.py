@@ -136,7 +136,7 @@ class ReplyScanner:
         self.keep()
 
     def keep(self) -> None:
-        """Say that the text read until now belongs to calls that were emitted, or to marks."""
+        """Note that the text read so far belongs to emitted calls, or to marks."""
         if self._pending_calls is not None:
             self._held.append(self.source.since_mark())
         else:
@@ -198,7 +198,7 @@ class ReplyScanner:
             yield from self._read_thoughts()
 
     def _read_thoughts(self) -> Reading[None]:
-        """Read reasoning whose opening tag has been read, to its end."""
+        """Read reasoning from after its opening tag to its end."""
         source, marks = self.source, self._marks
         assert self._tags is not None, "the reply has reasoning"
         opening, closing = self._tags

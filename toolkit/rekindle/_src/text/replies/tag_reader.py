@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class CallTags(NamedTuple):
-    """The spelling of a call whose opening tag has been read, such as `<function=`.
+    """The spelling of a call after its opening tag, such as `<function=`.
 
     A tag with attributes ends at `head_ends`, and its other attributes may say if a value is a text:
     `string="true"`, `type="string"`.
@@ -50,7 +50,7 @@ class CallTags(NamedTuple):
 
 
 def read_tagged(calls: Calls, tags: CallTags, *, only_known: bool = False) -> Reading[ReplyCall]:
-    """Return the call whose opening tag has been read, to its end.
+    """Read a call from after its opening tag to its end.
 
     With `only_known`, a name that is no tool's is `MalformedCall`. Arguments may also be one JSON object.
     """
@@ -180,7 +180,7 @@ def read_to(source: TextSource, end: str, limit: int | None) -> Reading[str]:
 
 
 def read_elements(calls: Calls, mark: str) -> Reading[ReplyCall]:
-    """Return the call whose `<invoke name="` has been read, with an element for each argument: `<city>Rome</city>`.
+    """Read a call from after `<invoke name="`, with an element for each argument: `<city>Rome</city>`.
 
     `mark` stands before each tag. Elements inside of elements are objects, or lists of `<item>`; a value whose schema
     allows a string is its text, tags included.
