@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle._src.core.labels import visible
 from rekindle._src.evaluation.attention import AttentionMap, AttentionMaps
 from rekindle._src.evaluation.attention_picture import CELLS, SIDE
+from rekindle._src.views.labels import visible
 from rekindle.errors import ConfigError, InvalidRequest
 
 EVIL = '</script><b onmouseover="alert(1)">'

@@ -17,10 +17,10 @@ from helpers import browsing, shown
 from helpers.front_ends import PAGES, dress, faint
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
-from rekindle._src.core.icicle import icicle
 from rekindle._src.notebook import bubbles, figures, live
 from rekindle._src.session.cache_view import NodeView
 from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.views.icicle import icicle
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 sync_api = pytest.importorskip("playwright.sync_api")

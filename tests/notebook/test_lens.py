@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle._src.core import style
 from rekindle._src.evaluation.lens import Lens
+from rekindle._src.views import style
 from rekindle.errors import ConfigError, InvalidRequest
 
 SVG = "{http://www.w3.org/2000/svg}"

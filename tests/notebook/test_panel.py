@@ -10,9 +10,9 @@ import pytest
 
 import rekindle
 from helpers.sessions import opened
-from rekindle._src.core import style
 from rekindle._src.notebook import live
 from rekindle._src.notebook.live import Panel, button, field, file
+from rekindle._src.views import style
 
 SCRIPT = live._SCRIPT
 CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)

@@ -13,8 +13,8 @@ import pytest
 from helpers.bounds import Within
 from helpers.sessions import CONFIG, opened
 from rekindle import NodeView, Session
-from rekindle._src.core.icicle import _pieces, ago, icicle, rows, strength
 from rekindle._src.core.prefix import Prefix
+from rekindle._src.views.icicle import _pieces, ago, icicle, rows, strength
 from rekindle.errors import InvalidRequest
 
 SIZE = CONFIG.page_size

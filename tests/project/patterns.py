@@ -120,7 +120,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/models/vision/weights.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored_of_towers),
     },
-    "toolkit/rekindle/_src/core/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
+    "toolkit/rekindle/_src/views/markdown.py": {"_NO_TARGET": STRANGER("an answer", "_RUN")},
     "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
     "toolkit/rekindle/_src/notebook/transcripts.py": {"_NAME": USER("a conversation's name", "100 characters")},
     "toolkit/rekindle/_src/programs/collectives.py": {"_SIZES": US("a key of kept measurements", "a key")},

@@ -10,7 +10,18 @@ from project.sources import parsed
 
 HOST = tuple(
     f"rekindle._src.{folder}"
-    for folder in ("core", "dispatch", "notebook", "serve", "calls", "evaluation", "session", "replicas", "cli")
+    for folder in (
+        "core",
+        "dispatch",
+        "views",
+        "notebook",
+        "serve",
+        "calls",
+        "evaluation",
+        "session",
+        "replicas",
+        "cli",
+    )
 )
 
 
@@ -23,6 +34,14 @@ def test_a_folder_imports_only_from_those_below_it() -> None:
         and FOLDERS.index(folder_of(edge.target) or "") > FOLDERS.index(folder_of(edge.source) or "")
     ]
     assert not upwards, "\n".join(upwards)
+
+
+def test_rooms_below_the_views_draw_nothing() -> None:
+    """No tag of HTML or SVG is written there: their types are drawn by the table in `views/drawing.py`."""
+    views = FOLDERS.index("rekindle._src.views")
+    drawn = re.compile(r"</(?:a|code|details|div|li|p|span|style|svg|table|td)>")
+    below = {module: path for module, path in modules().items() if FOLDERS.index(folder_of(module) or "") < views}
+    assert [module for module, path in below.items() if drawn.search(path.read_text())] == []
 
 
 def test_types_come_from_below_too() -> None:

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from helpers import real_checkpoints
-from rekindle._src.core import style
+from rekindle._src.views import style
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "source"
 sys.path.append(str(FOLDER))

@@ -13,8 +13,8 @@ import pytest
 from helpers.sessions import opened
 from rekindle import Session
 from rekindle._src.calls.handle import Completions
-from rekindle._src.core import html
 from rekindle._src.core.records import TokenLogprobs
+from rekindle._src.views import html
 
 EVIL = "<script>alert('x')</script>"
 

@@ -22,9 +22,9 @@ from helpers import adapters
 from helpers.small import TINY
 from rekindle import Session
 from rekindle._src.calls.call import Call
-from rekindle._src.core import style
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
+from rekindle._src.views import style
 from rekindle.tiny import folder as tiny_folder
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")

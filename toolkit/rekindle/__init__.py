@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.drawable import draw_with
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.core.version import VERSION
@@ -176,6 +177,15 @@ def _hint(name: str) -> str:
     if name not in MODULE and hasattr(Session, name):
         return f": it is a session's. Write session = await rekindle.open(…), then session.{name}"
     return of_module(name, __all__)
+
+
+def _drawn(value: object) -> str:
+    from rekindle._src.views.drawing import html_of
+
+    return html_of(value)
+
+
+draw_with(_drawn)
 
 
 def __dir__() -> list[str]:

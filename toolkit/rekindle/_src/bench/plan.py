@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.bench.shapes import SHAPES, hf_config
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.config import ModelConfig, Pages
@@ -86,7 +86,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Plan(html.Record):
+class Plan(Record):
     """A model's needs on each of several devices, and the bounds of its speed there."""
 
     devices: int  # in all

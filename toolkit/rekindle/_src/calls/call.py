@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.dispatch.threads import run_sync
 from rekindle.errors import NotPicklable
 
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 _PROTOCOL = frozenset({"send", "throw", "close"})  # called by event loops
 
 
-class Call(html.Line, Coroutine[object, object, T_co], Generic[T_co]):
+class Call(Drawable, Coroutine[object, object, T_co], Generic[T_co]):
     """A coroutine object that may be awaited more than once, for the same result.
 
     `await`, asyncio.create_task, asyncio.gather, nursery.start_soon and TaskGroup.start_soon take it. Nothing happens

@@ -18,12 +18,14 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.pictures import parts_of, read_values, restored_messages, written_messages
 from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest, PromptTooLong, StoreError
 from rekindle_kernels import private_files
 
@@ -427,7 +429,7 @@ def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
     return answer
 
 
-class _Deltas(html.Line, AsyncIterator[TextDelta]):
+class _Deltas(Drawable, AsyncIterator[TextDelta]):
     """The deltas of a turn; their errors say how a conversation makes room."""
 
     def __init__(self, turn: Turn, deltas: Any) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
@@ -25,6 +26,7 @@ from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 if TYPE_CHECKING:
@@ -513,7 +515,7 @@ class Batch(Call[list[T]]):
         return str(html.table(["request", "status", "tokens", "text"], rows))
 
 
-class Stream(html.Line, AsyncIterator[TextDelta]):
+class Stream(Drawable, AsyncIterator[TextDelta]):
     """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
 
     def __init__(
@@ -554,7 +556,7 @@ class Stream(html.Line, AsyncIterator[TextDelta]):
         self._leave()
 
 
-class SyncStream(html.Line, Iterator[TextDelta]):
+class SyncStream(Drawable, Iterator[TextDelta]):
     """A stream for code without an event loop: `for` over it blocks this thread."""
 
     def __init__(self, stream: DeltaStream) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
 from rekindle._src.core import words
-from rekindle._src.core.html import ImageLike
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, PicturesLike
 from rekindle._src.dispatch.capability import KeyedPrompt
 from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.images.thumbnail import Thumbnail
+from rekindle._src.views.html import ImageLike
 from rekindle.errors import InvalidRequest
 
 MARKER = "<image>"  # the place of a picture in a caller's text

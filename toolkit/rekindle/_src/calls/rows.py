@@ -19,9 +19,10 @@ from rekindle._src.calls.handle import Handle, one_ended
 from rekindle._src.calls.pictures import of_messages, parts_of, read_messages, read_values
 from rekindle._src.calls.prompts import from_column, is_missing, parse_one
 from rekindle._src.calls.requests import Images, Pace, Requests, sampling_of, structured_text
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.names import nearest
 from rekindle._src.core.options import takes_options
@@ -32,6 +33,7 @@ from rekindle._src.core.reply import DeferredParse, ParseResult
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.threads import fresh
+from rekindle._src.views import html
 from rekindle.errors import (
     InvalidRequest,
     MissingExtra,
@@ -53,7 +55,7 @@ _SHARED = frozenset({*(field.name for field in dataclasses.fields(Sampling)), "m
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class RowAnswer(html.Record):
+class RowAnswer(Record):
     """The answer to one row, or the error that stands in its place."""
 
     row: int  # its number, from 0
@@ -71,7 +73,7 @@ class RowAnswer(html.Record):
         return self.text if self.error is None else _named(self.error)
 
     def __repr__(self) -> str:
-        return html.Record.__repr__(self) if self.error is None else f"<RowAnswer {self.row}: {_named(self.error)}>"
+        return Record.__repr__(self) if self.error is None else f"<RowAnswer {self.row}: {_named(self.error)}>"
 
 
 class RowAnswers(list[RowAnswer]):

@@ -18,7 +18,8 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.pictures import MARKER, is_picture, thumbnails
 from rekindle._src.calls.tool_functions import Tool
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
@@ -26,6 +27,7 @@ from rekindle._src.dispatch.threads import blocks, fresh
 from rekindle._src.text.replies import ReplyPlan
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest, RequestAborted
 
 log = logging.getLogger("rekindle.tools")
@@ -235,7 +237,7 @@ class ToolLoop(Call[ToolRun]):
         return str(html.line(repr(self))) if self._run is None else self._run._repr_html_()
 
 
-class ToolStream(html.Line, AsyncIterator[TextDelta]):
+class ToolStream(Drawable, AsyncIterator[TextDelta]):
     """An iterator over the deltas of all replies of a `ToolLoop`; tools run between two replies."""
 
     def __init__(self, loop: ToolLoop) -> None:

@@ -20,8 +20,16 @@ from rekindle._src.cli.lines import Lines, lines
 from rekindle._src.cli.rows import QUIET, Row, plain, wrapped
 from rekindle._src.cli.screen import TerminalWriter
 from rekindle._src.cli.usage import engine_options, sampling_options
-from rekindle._src.core import style, words
-from rekindle._src.core.answers import (
+from rekindle._src.core import words
+from rekindle._src.core.config import cache_folder
+from rekindle._src.core.names import nearest
+from rekindle._src.core.records import Completion, FinishReason
+from rekindle._src.core.repetition import repetition
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
+from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
+from rekindle._src.views import style
+from rekindle._src.views.answers import (
     AS_OPENED,
     AS_OPENED_MEANING,
     CHOICES,
@@ -30,15 +38,8 @@ from rekindle._src.core.answers import (
     SUGGESTIONS,
     facts_of,
 )
-from rekindle._src.core.branches import Branch, Branches
-from rekindle._src.core.config import cache_folder
-from rekindle._src.core.labels import visible
-from rekindle._src.core.names import nearest
-from rekindle._src.core.records import Completion, FinishReason
-from rekindle._src.core.repetition import repetition
-from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
-from rekindle._src.session.opening import open_sync
-from rekindle._src.session.session import Session
+from rekindle._src.views.branches import Branch, Branches
+from rekindle._src.views.labels import visible
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, RekindleError, RequestFailed, StoreError
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command

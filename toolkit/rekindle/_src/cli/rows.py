@@ -9,9 +9,10 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.utils import get_cwidth
 
 from rekindle._src.cli.controls import PICTURES
-from rekindle._src.core import style, words
-from rekindle._src.core.highlight import Kind, pieces
-from rekindle._src.core.markdown import ItemBlock, read
+from rekindle._src.core import words
+from rekindle._src.views import style
+from rekindle._src.views.highlight import Kind, pieces
+from rekindle._src.views.markdown import ItemBlock, read
 
 Row = StyleAndTextTuples  # fragments of one line: a style and a text each
 BlockRows = Callable[[int], list[Row]]  # the rows of a block in so many columns

@@ -1,1 +1,1 @@
-"""The foundation of all parts: configuration, records, contracts, memory, atomic writes, progress and HTML."""
+"""The foundation of all parts: configuration, records, contracts, memory, atomic writes and progress."""

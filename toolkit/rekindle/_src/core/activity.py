@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, Self, TextIO
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import html_of
 
 log = logging.getLogger("rekindle.progress")
 PATIENCE = 0.5  # seconds before anything is shown; most loads are over by then
@@ -272,9 +272,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _picture(state: State, seconds: float) -> str:
-    fraction = state.fraction
-    bar = "" if fraction is None else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", named=False)
-    return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str
+    return html_of(State(_line(state, seconds), state.fraction))
 
 
 class WaitSpan(NamedTuple):
@@ -472,8 +470,7 @@ class _CellBar:
     def __call__(self, line: str, fraction: float, complete: bool) -> None:
         from IPython.display import display
 
-        bar = "" if complete else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", named=False)
-        data = {"text/html": str(html.block(bar, html.line(line))), "text/plain": line}
+        data = {"text/html": html_of(State(line, None if complete else fraction)), "text/plain": line}
         if self._output is None:
             self._output = display(data, raw=True, display_id=True)
         else:

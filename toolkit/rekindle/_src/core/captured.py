@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -10,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.positions import END
 from rekindle._src.core.taps import STEER_SITES, STEERED, Steer, digest_of
 from rekindle.errors import InvalidRequest, MissingExtra
@@ -88,7 +88,7 @@ class CapturedPart(NamedTuple):
         return CapturedPart(self.positions[first:], {key: array[first:] for key, array in self.arrays.items()})
 
 
-class Captured(Mapping[Any, Any]):
+class Captured(Drawable, Mapping[Any, Any]):
     """Captured arrays by site and layer, `captured["residual", 8]`, each with a line for each of its `positions`.
 
     A layer may be negative, to count from the last one. The arrays are numpy's: `jax.numpy.asarray` and
@@ -273,24 +273,13 @@ class Captured(Mapping[Any, Any]):
         )
 
     def __repr__(self) -> str:
-        arrays = [f"{_name(key)} {list(array.shape)}" for key, array in self._arrays.items()]
+        arrays = [f"{key_name(key)} {list(array.shape)}" for key, array in self._arrays.items()]
         shown = ", ".join(arrays[:4]) + (f", and {len(arrays) - 4} more" if len(arrays) > 4 else "")
         return f"<Captured: {words.count(len(self.positions), 'position')}, {shown or 'nothing'}>"
 
     def __str__(self) -> str:
         """Return the repr with a digest of the arrays."""
         return f"{self!r} {digest_of((self.positions, *self._arrays.values()))}"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (_name(key), "×".join(map(str, array.shape)), _along(array), *_spread(array), str(array.dtype))
-            for key, array in self._arrays.items()
-        ]
-        seen = len(self.patches)
-        positions = words.count(len(self.positions), "position") + (f", {seen} of them of pictures" if seen else "")
-        size = html.line(positions, words.mebibytes(self.nbytes))
-        heads = ["captured", "shape", "size along the positions", "mean", "deviation", "dtype"]
-        return str(html.block(html.table(heads, rows), size))
 
 
 def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
@@ -321,32 +310,6 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
         raise InvalidRequest("folder", str(path.parent), f"has a damaged {PICTURES}", fix) from None
 
 
-_DRAWN = 120  # positions of a picture at most; each is then the mean of several
-
-
-def _along(array: NDArray[Any]) -> html.Markup:
-    """Return the root mean square of each position's values as a line; empty if there is one position, or no number."""
-    if array.ndim < 2 or len(array) < 2 or not array.size:
-        return html.Markup("")
-    count = min(_DRAWN, len(array))
-    bounds = [len(array) * place // count for place in range(count + 1)]
-    parts = (array[start:stop].astype("float32") for start, stop in itertools.pairwise(bounds))
-    sizes = [math.sqrt(float((part * part).mean())) for part in parts]
-    highest = max(sizes)
-    if not math.isfinite(highest) or highest <= 0:
-        return html.Markup("")
-    width, height = 120, 18
-    points = [
-        (width * place / max(1, len(sizes) - 1), height - 1 - (height - 2) * size / highest)
-        for place, size in enumerate(sizes)
-    ]
-    label = f"root mean square along the positions, at most {highest:.3g}"
-    return svg.picture(width, height, [svg.stroke(points, style.BLUE)], label=label)
-
-
-def _spread(array: NDArray[Any]) -> tuple[float, float]:
-    return (float(array.mean()), float(array.std())) if array.size else (0.0, 0.0)
-
-
-def _name(key: Key) -> str:
+def key_name(key: Key) -> str:
+    """Return a site and its layer as text."""
     return key if isinstance(key, str) else f"{key[0]} {key[1]}"

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
-from rekindle._src.core import foreign_names, html
+from rekindle._src.core import foreign_names
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.dtypes import (
     DTYPES,
     KV_DTYPES,
@@ -124,7 +125,7 @@ _PAGE_SIZE = Whole(8)
 
 @door(ConfigError, "an option of open()", "Pass it to open(): open(…, {name}=…)", foreign_names.OPEN)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class EngineConfig(html.Record):
+class EngineConfig(Record):
     """How a session runs: the keyword options of `open()`. `None` for an option means its default.
 
     "auto" and None are resolved once, when the session opens; `session.config` has the result. Bytes may be text with a

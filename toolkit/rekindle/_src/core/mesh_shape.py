@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Record
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def address(text: str, field: str = "coordinator", fix: str = _ADDRESS_FIX) -> t
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class MeshReport(html.Record):
+class MeshReport(Record):
     """The devices of a session with `mesh` and the share of each; `session.stats().mesh`."""
 
     axes: Mapping[str, int]  # devices by axis

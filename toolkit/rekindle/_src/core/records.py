@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
+from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.foreign_calls import COMPLETION, ForeignNames
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
@@ -333,7 +334,7 @@ class StepPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class TokenLogprobs(html.Record):
+class TokenLogprobs(Record):
     """One token's log-probability and the most likely alternatives, most likely first."""
 
     token_id: int
@@ -438,7 +439,7 @@ class TokenEvent(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class TextDelta(html.Record):
+class TextDelta(Record):
     """An item of a stream: text that is final, with the tokens that became final with it."""
 
     request_id: str
@@ -473,7 +474,7 @@ class TextDelta(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Usage(html.Record):
+class Usage(Record):
     """Tokens of one request."""
 
     prompt_tokens: int
@@ -486,7 +487,7 @@ class Usage(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Timings(html.Record):
+class Timings(Record):
     """Seconds, by time.perf_counter(). `compiling` and `compiling_later` are parts of the others."""
 
     queued: float  # submit to first admission
@@ -504,7 +505,7 @@ class Timings(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Completion(ForeignNames):
+class Completion(Drawable, ForeignNames):
     """A finished sequence, the result of `await session.generate(prompt)`."""
 
     _foreign: ClassVar[Mapping[str, str]] = COMPLETION
@@ -631,87 +632,29 @@ class Completion(ForeignNames):
         return self.text
 
     def __repr__(self) -> str:
-        problem = ", its structure was closed in time" if self.closed else ""
-        if self.parse_error is not None:
-            problem = f", no object: {words.shorten(str(self.parse_error), 100)}"
-        elif self._silent:
-            problem = f", {_SILENT}"
-        return f"<Completion {self.id}: {words.shorten(self.text)!r}, {self._summary()}{problem}>"
-
-    def _repr_html_(self) -> str:
-        parts: list[str] = [html.images(self.images), html.line(self.question) if self.question else ""]
-        if self.prompt_logprobs is not None:
-            parts.append(html.tokens(self._shown_prompt(self.prompt_logprobs)))
-        if self.logprobs is None and self.reply is not None:
-            parts.append(html.Markup(self.reply._repr_html_()))
-        else:
-            parts.append(self._shown_text())
-        first, facts = self._first_words(), html.pairs({name: value for name, value in self._facts().items() if value})
-        return str(html.block(*parts, html.details(" · ".join(filter(None, first)), facts)))
-
-    @property
-    def _silent(self) -> bool:
-        """True if the model ended its text before it began."""
-        return self.finish_reason is FinishReason.EOS and not self.text and self.reply is None
-
-    def _first_words(self) -> tuple[str, ...]:
-        """Return the summary below the text: its end, its speed, and any problem."""
-        rate = self.timings.decode_rate(len(self.token_ids))
-        return (
-            self._summary(),
-            f"{rate:.0f} tokens/s" if rate else "",
-            "" if self.parse_error is None else f"no object: {words.shorten(str(self.parse_error), 100)}",
-            "its structure was closed in time" if self.closed else "",
-            _SILENT if self._silent else "",
-        )
-
-    def _facts(self) -> dict[str, str]:
-        """Return how the text was made, for a closer look."""
-        usage, timings = self.usage, self.timings
-        shaded = (*(self.prompt_logprobs or ()), *(self.logprobs or ()))
-        others = "; point at a token for others" if any(entry.top_ids for entry in shaded) else ""
-        return {
-            "prompt": f"{words.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
-            "first token after": words.seconds(timings.first_token) if timings.total else "",
-            "queued for": words.seconds(timings.queued) if timings.queued >= 0.001 else "",
-            "compiling": words.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
-            "grammar": f"{words.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
-            "shade": f"the more orange, the less likely{others}" if shaded else "",
-            "seed": "" if self.sampling.greedy or self.sampling.seed is None else str(self.seed),
-            "request": self.id,
-        }
-
-    def _shown_prompt(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[html.Token]:
-        patches, before = self.patches, len(self.prompt_token_ids) - len(logprobs)
-        # Nothing comes before a prompt's first token, so that it has no probability.
-        tokens = [html.Token(self.text_of(self.prompt_token_ids[0])), *map(self._shown, logprobs)]
-        for position, token in zip((0, *range(before, len(self.prompt_token_ids))), tokens, strict=True):
-            patch = patches.get(position)
-            yield token if patch is None else token._replace(text="▦", note=str(patch))
-
-    def _shown_text(self) -> html.Markup:
-        if self.logprobs is not None:
-            tokens = [self._shown(entry) for entry in self.logprobs]
-        elif any(self.forced):
-            tokens = [html.Token(text) for text in self.token_texts]
-        else:
-            return html.text(self.text)
-        forced = [*self.forced, *[False] * (len(tokens) - len(self.forced))]
-        return html.tokens(token._replace(forced=flag) for token, flag in zip(tokens, forced, strict=True))
-
-    def _shown(self, entry: TokenLogprobs) -> html.Token:
-        most = html.ALTERNATIVES
-        others = zip(map(self.text_of, entry.top_ids[:most]), entry.top_logprobs[:most], strict=True)
-        return html.Token(self.text_of(entry.token_id), entry.logprob, tuple(others))
-
-    def _summary(self) -> str:
-        calls = f"{words.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
-        repeats = "" if (found := self.repetition) is None else f", {found}"
-        return f"{calls}{words.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}{repeats}"
+        summary = ", ".join(filter(None, (summary_of(self), problem_of(self))))
+        return f"<Completion {self.id}: {words.shorten(self.text)!r}, {summary}>"
 
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer: a pickled completion is text and numbers.
         return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+def summary_of(done: Completion) -> str:
+    """Say how long a completion is and how it ended: `12 tokens, ended by the model`."""
+    calls = f"{words.count(len(done.tool_calls), 'tool call')}, " if done.tool_calls else ""
+    repeats = "" if (found := done.repetition) is None else f", {found}"
+    return f"{calls}{words.count(len(done.token_ids), 'token')}, {describe_end(done.finish_reason)}{repeats}"
+
+
+def problem_of(done: Completion) -> str:
+    """Describe the problem of a completion in words; empty if there is none."""
+    if done.parse_error is not None:
+        return f"no object: {words.shorten(str(done.parse_error), 100)}"
+    if done.closed:
+        return "its structure was closed in time"
+    silent = done.finish_reason is FinishReason.EOS and not done.text and done.reply is None
+    return _SILENT if silent else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Record
 
 WINDOW = 1024  # latest tokens that are looked at
 LEAST_TIMES = 4
@@ -16,7 +17,7 @@ _TAIL = 8  # tokens that must have come before, or nothing else is looked at
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Repetition(html.Record):
+class Repetition(Record):
     """The end of a text that repeats itself: `times` times the same `length` tokens, from token `start` on."""
 
     start: int

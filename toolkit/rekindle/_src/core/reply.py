@@ -12,26 +12,26 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle.errors import NotParsed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ContentDelta(html.Record):
+class ContentDelta(Record):
     """Text of the answer itself."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ReasoningDelta(html.Record):
+class ReasoningDelta(Record):
     """Text that the model wrote before its answer, between the tags of its family, such as `<think>`."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ToolCallStarted(html.Record):
+class ToolCallStarted(Record):
     """A call of a tool; `ToolCallArguments` with the same index follow."""
 
     index: int  # counts the calls of a reply
@@ -40,7 +40,7 @@ class ToolCallStarted(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ToolCallArguments(html.Record):
+class ToolCallArguments(Record):
     """A part of a call's arguments; joined, they are one JSON object."""
 
     index: int
@@ -48,7 +48,7 @@ class ToolCallArguments(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ToolCallDropped(html.Record):
+class ToolCallDropped(Record):
     """The end of a call that turned out to be none, because its text breaks off or breaks its syntax.
 
     Only a stream with `stream_tool_calls` has such an event, since otherwise a call starts once it is complete.
@@ -62,7 +62,7 @@ ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ToolCall(html.Record):
+class ToolCall(Record):
     """One call of a tool that a reply asks for."""
 
     id: str  # names the call in the message that answers it
@@ -84,19 +84,12 @@ class ToolCall(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Reply(html.Record):
+class Reply(Record):
     """A whole reply in its parts."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-
-    def _repr_html_(self) -> str:
-        """Return the answer with its calls in Python's notation; the reasoning is folded."""
-        parts = [html.details("reasoning", html.text(self.reasoning))] if self.reasoning else []
-        if self.content or not self.tool_calls:
-            parts.append(html.text(self.content))
-        return str(html.block(*parts, *(html.code(str(call)) for call in self.tool_calls)))
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:

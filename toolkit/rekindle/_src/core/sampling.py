@@ -11,8 +11,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
-from rekindle._src.core import foreign_names, html
+from rekindle._src.core import foreign_names
 from rekindle._src.core.captured import Captured
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
@@ -275,7 +276,7 @@ _PENALTY = Real(-2.0, 2.0, "Use a value such as 0.5; 0 is off")
     foreign_names.SAMPLING,
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Sampling(html.Record):
+class Sampling(Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
     A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that asks for

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.positions import Positions, layer_of, runs_of
 from rekindle.errors import InvalidRequest
 
@@ -32,7 +32,7 @@ STEER_SITES: tuple[SteerSite, ...] = ("residual", "residual_before", "attention"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Capture(html.Line):
+class Capture(Drawable):
     """The numbers inside the model that a request wants to see.
 
     `sites` maps each site to its layers: a number, several, or "all"; negative numbers count from the last layer.
@@ -106,7 +106,7 @@ def layers_of(site: str, layers: object, count: int | None) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Steer(html.Line):
+class Steer(Drawable):
     """A change of the residual stream at one layer, or of the output of its attention or MLP.
 
     `mode` "add" adds `scale · vector`, and "replace" puts it in place of the old value. "project_out" removes

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html, style, svg, words
-from rekindle._src.core.html import Markup
-from rekindle._src.core.labels import visible
+from rekindle._src.core import words
 from rekindle._src.core.names import checked_path
+from rekindle._src.views import html, style, svg
+from rekindle._src.views.html import Markup
+from rekindle._src.views.labels import visible
 
 CELLS = 1 << 20  # of one figure, over all of its layers and heads
 SIDE, LEAST = 48, 12  # positions of a picture: at most, and at least

@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html, style, svg, words
+from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
-from rekindle._src.core.html import Markup
-from rekindle._src.core.labels import visible
 from rekindle._src.core.names import checked_path
 from rekindle._src.core.positions import Positions
 from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.views import html, style, svg
+from rekindle._src.views.html import Markup
+from rekindle._src.views.labels import visible
 from rekindle.errors import InvalidRequest
 
 TOP = 5  # tokens of a position that hovering shows

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.hooks import STREAM_SITES, keeping
@@ -26,6 +27,7 @@ from rekindle._src.opening.resolve import deterministic
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.logprobs import model_logprobs
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ EQUAL = 1e-6  # of a stage's root mean square, below which two stages count as e
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class TokenDifference(html.Record):
+class TokenDifference(Record):
     """A token's log-probability in a session and by a trainer's model."""
 
     text: int  # the number of the text
@@ -53,7 +55,7 @@ class TokenDifference(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ParityReport(html.Record):
+class ParityReport(Record):
     """The differences of log-probabilities between a session and a trainer's model, over all tokens but each first."""
 
     tokens: int

@@ -15,12 +15,13 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.handle import Batch, Handle, one_ended
 from rekindle._src.calls.prompts import PromptLike, parse
 from rekindle._src.calls.requests import shown, structured_text
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest
 
 NO_VERSION = -1

@@ -18,10 +18,10 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import InFlightLike
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.core.report import NO_REPORTS, Reports
 from rekindle._src.execution.device_calls import CallRecorder, ChoiceCall, DeviceCalls, InFlight, LateSteps
@@ -468,7 +468,7 @@ Packed = NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class RunnerStatistics(html.Record):
+class RunnerStatistics(Record):
     """Counts since the runner was made."""
 
     steps: int

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
 from rekindle._src.core.captured import CapturedPart, Key
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.kvcache.digest import page_digest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class KeptStatistics(html.Record):
+class KeptStatistics(Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int

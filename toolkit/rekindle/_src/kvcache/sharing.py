@@ -22,7 +22,8 @@ import numpy as np
 from rekindle._src.channels import greeting
 from rekindle._src.channels.bulk import BulkChannel
 from rekindle._src.channels.channel import MessageKind
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.prefix import Prefix, is_namespace, key_of
 from rekindle._src.kvcache import Node, PrefixCache, Tiers
 from rekindle._src.kvcache.digest import (
@@ -212,7 +213,7 @@ class _PageRequest(NamedTuple):
     record: PageRecord
 
 
-class SharedPages(html.Line):
+class SharedPages(Drawable):
     """A session's cached pages at an address, where other sessions of the same model take them.
 
     Made by `await session.cache.share()`. It ends with `close()` or with its session.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.digest import page_digest, page_keys
@@ -59,7 +59,7 @@ class Publication(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class CacheStatistics(html.Record):
+class CacheStatistics(Record):
     """Sizes now, and counts since the cache was made."""
 
     nodes: int

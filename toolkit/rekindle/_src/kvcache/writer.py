@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.contracts import RunnerLike, SchedulerLike
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.own_failure import one_line
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
@@ -55,7 +56,7 @@ EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all se
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class SaveReport(html.Record):
+class SaveReport(Record):
     """The result of `await session.save(name)`."""
 
     name: str
@@ -74,10 +75,6 @@ class SaveReport(html.Record):
             f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens){states}, {self.written} of them new "
             f"({self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s){skipped}"
         )
-
-    def _repr_html_(self) -> str:
-        counts = {"written now": self.written, "on disk already": self.pages - self.written}
-        return str(html.block(html.text(str(self)), html.bar(counts)))
 
 
 class SessionLoop(Protocol):

@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.models.config import ModelConfig
@@ -220,11 +220,10 @@ ALONE = Placement()
 _KINDS = {  # by the dtypes of stored matrices
     "uint8": "4 bits", "int16": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8",
 }  # fmt: skip
-_SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LoadedModel:
+class LoadedModel(Drawable):
     """Weights on the device, ready to be passed to programs as `leaves`."""
 
     config: ModelConfig
@@ -250,10 +249,6 @@ class LoadedModel:
     def __repr__(self) -> str:
         size = f"{self.num_parameters / 1e6:,.1f}M parameters, {self.nbytes / 2**20:,.0f} MiB"
         return f"<LoadedModel {self.config.model_type}: {size}>"
-
-    def _repr_html_(self) -> str:
-        sizes = {name: getattr(self.config, name) for name in _SHOWN}
-        return str(html.block(html.line(repr(self)), html.pairs(sizes)))
 
 
 def storage_kinds(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) -> str:

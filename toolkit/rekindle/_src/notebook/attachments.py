@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rekindle._src.core import html
 from rekindle._src.images.picture import PictureLimits, decode_uri, open_picture
 from rekindle._src.images.thumbnail import Thumbnail
 from rekindle._src.notebook.live import button, file
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest
 
 MOST_FILE = 6 << 20  # bytes of a picture from the page: a notebook's server takes messages of 10 MiB, in base64

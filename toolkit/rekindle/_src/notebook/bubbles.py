@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rekindle._src.core import html, style, words
-from rekindle._src.core.branches import Place
+from rekindle._src.core import words
 from rekindle._src.core.reply import Reply
 from rekindle._src.notebook.markdown import has_markup, render
+from rekindle._src.views import html, style
+from rekindle._src.views.branches import Place
 
 _SHADED = "width:fit-content;max-width:min(80ch,85%);padding:6px 14px;border-radius:12px;overflow-x:auto"
 _LOOKS = {

@@ -11,9 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rekindle._src.core import html
-from rekindle._src.core.answers import CHOICES, SUGGESTIONS, facts_of, stop_of
-from rekindle._src.core.branches import Branch, Branches, Place
 from rekindle._src.core.names import short_model
 from rekindle._src.core.records import FinishReason
 from rekindle._src.core.repetition import repetition
@@ -24,6 +21,9 @@ from rekindle._src.notebook.answer import LastAnswer, Piece, tokens_of
 from rekindle._src.notebook.attachments import Attachment, Attachments, rooms, text_in, thumbnails_of
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, choice, field
 from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
+from rekindle._src.views import html
+from rekindle._src.views.answers import CHOICES, SUGGESTIONS, facts_of, stop_of
+from rekindle._src.views.branches import Branch, Branches, Place
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted
 
 _SAY = field("say", "Say something", width="100%", grows=True, group="say")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg, words
+from rekindle._src.core import words
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import StepResult, WaitingRequest
 from rekindle._src.dispatch.engine import Observer
 from rekindle._src.notebook.figures import Figure, StepRecord
 from rekindle._src.notebook.figures import run as figure_of_run
 from rekindle._src.notebook.live import Live, SessionLike, button
+from rekindle._src.views import html, style, svg
 from rekindle.errors import RekindleError
 
 WIDTH, TALL = 620, 240  # pixels: of the picture, and of all slots unless there are few

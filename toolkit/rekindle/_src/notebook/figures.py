@@ -17,8 +17,9 @@ import numpy as np
 import traitlets
 from numpy.typing import ArrayLike, NDArray
 
-from rekindle._src.core import html, style, words
+from rekindle._src.core import words
 from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.views import html, style
 from rekindle.errors import InvalidRequest
 
 _STATIC = Path(__file__).parent / "static"

@@ -22,14 +22,15 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from rekindle._src.core import html, style, words
+from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.icicle import HitCounts, RunLike
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.notebook import fields
 from rekindle._src.notebook.bubbles import Action
+from rekindle._src.views import html, style
+from rekindle._src.views.icicle import HitCounts, RunLike
 from rekindle.errors import RekindleError
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rekindle._src.core import html, style
-from rekindle._src.core.highlight import Kind, pieces
-from rekindle._src.core.markdown import ROWS, ItemBlock, has_markup, read
+from rekindle._src.views import html, style
+from rekindle._src.views.highlight import Kind, pieces
+from rekindle._src.views.markdown import ROWS, ItemBlock, has_markup, read
 
 __all__ = ["has_markup", "render"]
 _SIZES = ("130%", "120%", "110%", "100%", "100%", "100%")

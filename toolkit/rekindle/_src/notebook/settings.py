@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core.answers import AS_OPENED, AS_OPENED_MEANING, PRESETS, RANGES
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.notebook.live import Control, button, field, slider
+from rekindle._src.views.answers import AS_OPENED, AS_OPENED_MEANING, PRESETS, RANGES
 from rekindle.errors import InvalidRequest
 
 _TUNED = ("temperature", "top_p")  # what presets are of

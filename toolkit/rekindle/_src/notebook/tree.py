@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rekindle._src.core import html, words
-from rekindle._src.core.icicle import HOW, facts, icicle, rows, summary
+from rekindle._src.core import words
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, PrefixLike, button, field
+from rekindle._src.views import html
+from rekindle._src.views.icicle import HOW, facts, icicle, rows, summary
 from rekindle.errors import RekindleError
 
 _CONTROLS = (button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))

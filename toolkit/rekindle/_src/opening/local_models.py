@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from rekindle import tiny
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.atomic_checkpoint import ITEM
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import known_models, stored, tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
@@ -26,6 +27,7 @@ from rekindle._src.models.loading.hub import EMBEDDED, MAX_DESCRIPTION
 from rekindle._src.models.loading.stores.known import HUB, STORES
 from rekindle._src.models.loading.stores.model_store import MAX_MODELS, StoreEntry, children
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.views import html
 from rekindle.errors import ConfigError
 
 BY_PATH = "pass the file or folder that these weights were made of"
@@ -36,7 +38,7 @@ _PRECISIONS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class LocalModel(html.Record):
+class LocalModel(Record):
     """A model on this machine."""
 
     name: str  # as `rekindle.open` takes it; kept weights have the name of their model

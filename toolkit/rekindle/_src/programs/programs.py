@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
@@ -89,7 +89,7 @@ class Form(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ProgramRecord(html.Record):
+class ProgramRecord(Record):
     """The origin of a ready program, and the seconds that it took."""
 
     name: str

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.positions import Layers, layer_of
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.core.tapped import MISSING, RequestTaps, TapFacts, place_of
@@ -173,7 +173,7 @@ class LogitsContext(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class LogitsProcessor(html.Record):
+class LogitsProcessor(Record):
     """A `function(logits float32 [N, V], context) -> float32 [N, V]` of independent rows; traced once per program.
 
     Rows that choose no token in a step may have any values. Change `version` when something changes that is not visible
@@ -282,7 +282,7 @@ class TapContext(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
-class Tap(html.Record):
+class Tap(Record):
     """A `function(x float32 [hidden], context) -> float32 [hidden]` of one token at one layer, mapped over the tokens.
 
     `layers` and `site` are where it is: a number, several, or "all", and "residual" (after the layer),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
 from rekindle._src.core.options import takes_options
@@ -35,6 +35,7 @@ from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.open_model import OpenModel
 from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:

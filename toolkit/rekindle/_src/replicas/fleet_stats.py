@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.figures import EngineFigures
 from rekindle._src.replicas.link import Link
 from rekindle._src.replicas.routes import Routes
+from rekindle._src.views import html
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class ReplicaStats(html.Record):
+class ReplicaStats(Record):
     """One replica of a fleet."""
 
     name: str
@@ -37,7 +39,7 @@ class ReplicaStats(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class FleetStats(EngineFigures, html.Record):
+class FleetStats(EngineFigures, Record):
     """A snapshot of a fleet. Figures of the replicas come with their mail and are at most a few seconds old."""
 
     model: str

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import anyio
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, ResumeState, Status, TokenEvent
@@ -121,7 +121,7 @@ class LiveSequence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Placed(html.Record):
+class Placed(Record):
     """The current or last replica of a fleet's request."""
 
     replica: str  # empty while it waits for one

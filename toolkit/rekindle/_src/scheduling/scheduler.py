@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.prompt_hit import PromptHit
@@ -743,7 +744,7 @@ def too_short(sequence: Sequence) -> NoTokenLeft:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class SchedulerStatistics(html.Record):
+class SchedulerStatistics(Record):
     """Sizes now, and counts since the start."""
 
     waiting: int  # in the queue, parked and preempted ones included

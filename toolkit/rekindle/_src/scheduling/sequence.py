@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.extension import PromptNote
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
@@ -28,7 +29,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
 from rekindle._src.scheduling.drafting.proposal import RequestDrafts
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
-from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, drawn_timeline, summary
+from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
 
 
@@ -431,7 +432,7 @@ _ENDED = frozenset({Status.FINISHED, Status.FAILED, Status.ABORTED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(Drawable):
     """The state of a request and the reason for it, in words and numbers."""
 
     id: str
@@ -460,26 +461,6 @@ class Explanation:
     def __repr__(self) -> str:
         times = f" ({summary(self.timeline)})" if self.timeline else ""
         return f"<Explanation of {words.shorten(f'{self.id}: {self.text}', 165 - min(120, len(times)))}{times[:160]}>"
-
-    def _repr_html_(self) -> str:
-        prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
-        kinds = [words.count(self.prompt_tokens, "prompt token")]
-        for note in self.notes:
-            computed = note.tokens - note.cached
-            prompt["from the cache"] -= note.cached
-            prompt["computed"] -= computed
-            prompt |= {f"{note.kind}s from the cache": note.cached, f"{note.kind}s computed": computed}
-            kinds.append(f"{note.tokens:,} of them {note.kind}s")
-        length = html.line(*kinds)
-        drawn = drawn_timeline(self.timeline)
-        return str(html.block(html.text(f"{self.id}: {self.text}"), drawn, self._phases(), length, html.bar(prompt)))
-
-    def _phases(self) -> str:
-        rows = [
-            (f"{phase.start:.3f} s", f"{phase.seconds:.3f} s", str(phase.kind), phase.words) for phase in self.timeline
-        ]
-        table = html.table(["at", "for", "", ""], rows, limit=40)
-        return html.details(words.count(len(rows), "phase"), table, opened=len(rows) <= 6) if rows else ""
 
 
 def beginning(

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from rekindle._src.core import html, style, svg, words
+from rekindle._src.core import words
 from rekindle._src.core.activity import WaitSpan
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import Timings, Usage
 
 
@@ -34,7 +34,7 @@ class PhaseKind(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Phase(html.Record):
+class Phase(Record):
     """One phase of a request; its seconds are counted from the request's submission."""
 
     kind: PhaseKind
@@ -209,44 +209,3 @@ def summary(phases: Iterable[Phase]) -> str:
     for phase in phases:
         sums[phase.kind] = sums.get(phase.kind, 0.0) + phase.seconds
     return ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in sums.items())
-
-
-_WIDTH = 620  # pixels
-_WORK = {
-    PhaseKind.INTAKE: style.SERIES[6],
-    PhaseKind.LOADING: style.SERIES[2],
-    PhaseKind.COMPILING: style.SERIES[4],
-    PhaseKind.PREFILL: style.PHASES["prefill"],
-    PhaseKind.DECODE: style.PHASES["decode"],
-}  # the others are waits, which are grey
-
-
-def drawn_timeline(phases: Sequence[Phase]) -> html.Markup:
-    """Return phases as one bar over time; hovering over one tells its seconds and its reason."""
-    total = max((phase.start + phase.seconds for phase in phases), default=0.0)
-    if total <= 0:
-        return html.Markup("")
-    scale, step = _WIDTH / total, _tick(total)
-    parts = [
-        svg.rect(
-            phase.start * scale, 0, max(1.0, phase.seconds * scale), 14, _WORK.get(phase.kind, style.GREY),
-            title=" · ".join(filter(None, (f"{phase.kind} {words.seconds(phase.seconds)}", phase.words))),
-        )
-        for phase in phases
-    ]  # fmt: skip
-    for number in range(int(total / step) + 1):
-        x = number * step * scale
-        anchor = "start" if number == 0 else "end" if x > _WIDTH - 24 else "middle"
-        parts.append(svg.stroke([(x, 14), (x, 18)], width=1))
-        parts.append(
-            svg.words(x, 29, words.seconds(number * step) if number else "0", anchor=anchor, opacity=style.QUIET)
-        )
-    kinds = dict.fromkeys(phase.kind for phase in phases)
-    names = html.legend({str(kind): _WORK.get(kind, style.GREY) for kind in kinds})
-    return html.Markup(svg.picture(_WIDTH, 32, parts, label=f"timeline: {summary(phases)}") + names)
-
-
-def _tick(total: float) -> float:
-    """Return the seconds between two marks of an axis: 1, 2 or 5 of some decimal place, so that there are 3 to 7."""
-    unit = 10.0 ** math.floor(math.log10(total / 5))
-    return next(unit * factor for factor in (1, 2, 5, 10) if total / (unit * factor) <= 6)

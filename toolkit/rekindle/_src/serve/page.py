@@ -13,10 +13,10 @@ import json
 from functools import cache
 from pathlib import Path
 
-from rekindle._src.core import style
-from rekindle._src.core.answers import AS_OPENED, PRESETS
 from rekindle._src.serve.bodies import Receive
 from rekindle._src.serve.exchange import Exchange, Scope, Send, Service
+from rekindle._src.views import style
+from rekindle._src.views.answers import AS_OPENED, PRESETS
 
 _STATIC = Path(__file__).parent / "static"
 _PRESETS = {name: dict(preset.settings) for name, preset in PRESETS.items()}

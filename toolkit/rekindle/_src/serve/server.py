@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Self
 
-from rekindle._src.core import html
 from rekindle._src.dispatch.threads import OneShot, run_sync
 from rekindle._src.serve.app import app
 from rekindle._src.serve.life import check_bound, seconds_to_drain
+from rekindle._src.views import html
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
 log = logging.getLogger("rekindle.server")

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import Completion, mask_words
 from rekindle._src.dispatch.backend import Front
+from rekindle._src.views import html
 from rekindle.errors import InvalidRequest
 
 SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class AllowedTokens(html.Record):
+class AllowedTokens(Record):
     """The tokens that may come after the first `at` tokens of a structured text."""
 
     at: int

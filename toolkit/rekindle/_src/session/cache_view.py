@@ -15,8 +15,8 @@ import numpy as np
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.pictures import MARKER
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html, words
-from rekindle._src.core.icicle import HOW, icicle, rows, summary
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
@@ -29,6 +29,8 @@ from rekindle._src.kvcache.tiers.host import HostStatistics
 from rekindle._src.kvcache.tiers.side_tiers import SideStore
 from rekindle._src.kvcache.tiers.tiers import Rates
 from rekindle._src.session.client import Client
+from rekindle._src.views import html
+from rekindle._src.views.icicle import HOW, icicle, rows, summary
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ TIERS = ("device", "host", "disk")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class NodeView(html.Record):
+class NodeView(Record):
     """A run of pages without branches, all in one tier and visited equally often."""
 
     depth: int  # branches above it

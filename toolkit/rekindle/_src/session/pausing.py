@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.records import PageMove
 from rekindle._src.dispatch.threads import caller, run_sync
 from rekindle._src.session.client import Client
@@ -15,7 +15,7 @@ from rekindle.errors import InvalidRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class SleepReport(html.Record):
+class SleepReport(Record):
     """The device memory that a sleeping session has given back."""
 
     weights_bytes: int  # 0 where the weights are the caller's own arrays
@@ -85,7 +85,7 @@ async def wake(client: Client, session: str, weights: Any) -> float:
 S = TypeVar("S")
 
 
-class PausedSession(html.Line, Generic[S]):
+class PausedSession(Drawable, Generic[S]):
     """A block that runs no step except by `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.

@@ -17,7 +17,7 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.calls.requests import Images
-from rekindle._src.core import html, words
+from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
@@ -40,6 +40,7 @@ from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:

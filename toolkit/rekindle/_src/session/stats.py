@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from rekindle._src.core import html, style, words
+from rekindle._src.core import words
 from rekindle._src.core.contracts import RunnerLike
+from rekindle._src.core.drawable import Record, figures_of
 from rekindle._src.core.figures import FIGURES, EngineFigures, Group, figure
 from rekindle._src.core.mesh_shape import MeshReport, describe_share
 from rekindle._src.core.pictures import PictureStatistics
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
+from rekindle._src.views import html, style
 
 if TYPE_CHECKING:
     from rekindle._src.execution.runner import RunnerStatistics
@@ -25,7 +27,7 @@ _PAGES = (style.TIERS["device"], style.shade(style.TIERS["device"], 1.0))  # hel
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class RowReport(html.Record):
+class RowReport(Record):
     """One request's part in a step."""
 
     request_id: str
@@ -472,7 +474,7 @@ def as_mapping(figures: Any) -> Mapping[str, Any]:
     if isinstance(figures, Mapping):
         return figures
     if dataclasses.is_dataclass(figures) and not isinstance(figures, type):
-        return html.figures(figures)
+        return figures_of(figures)
     if hasattr(figures, "_asdict"):
         return dict(figures._asdict())
     return {}

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core import html
 from rekindle._src.core.names import nearest
 from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
 from rekindle._src.evaluation.lens import LensCall
 from rekindle._src.session.client import Client, open_sessions
+from rekindle._src.views import html
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

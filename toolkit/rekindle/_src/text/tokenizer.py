@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn
 
 import tokenizers
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.foreign_calls import TOKENIZER, ForeignNames
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import tensor_files
@@ -52,7 +52,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-class Tokenizer(ForeignNames):
+class Tokenizer(Drawable, ForeignNames):
     """Encodes and decodes text, and knows which ids begin and end a sequence.
 
     The post-processor in tokenizer.json decides whether `encode` adds bos and eos. As in transformers 5,
@@ -104,9 +104,6 @@ class Tokenizer(ForeignNames):
     def __repr__(self) -> str:
         size = f"{self.vocab_size:,} tokens" if self.has_text else "ids only"
         return f"<Tokenizer: {size}, bos {self.bos_id}, eos {list(self.eos_ids)}>"
-
-    def _repr_html_(self) -> str:
-        return str(html.block(html.line(repr(self)), html.pairs(self.special)))
 
     @property
     def has_text(self) -> bool:

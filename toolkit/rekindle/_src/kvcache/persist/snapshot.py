@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import is_finished, remove
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.names import printable
 from rekindle._src.core.prefix import is_namespace
 from rekindle._src.kvcache.caches import AnyCache, trees
@@ -46,7 +46,7 @@ class RestoredPages(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class SnapshotInfo(html.Record):
+class SnapshotInfo(Record):
     """One snapshot, as `session.cache.snapshots()` shows it."""
 
     name: str
@@ -65,9 +65,6 @@ class SnapshotInfo(html.Record):
     def when(self) -> str:
         """`saved` as text, in local time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
-
-    def _repr_html_(self) -> str:
-        return str(html.line(str(self)))
 
 
 _OTHERS = ("auto", "none")  # what `restore` takes in the place of a name

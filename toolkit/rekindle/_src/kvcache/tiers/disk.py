@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, order_of_use, remove, set_aside
 from rekindle._src.core.captured import Key
+from rekindle._src.core.drawable import Record
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import CAPTURES, Identity, verify
 from rekindle._src.kvcache.persist.segment import (
@@ -60,7 +60,7 @@ _MOST_FAILURES = 3  # failed reads of one segment after which this session reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class DiskStatistics(html.Record):
+class DiskStatistics(Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int  # that this session knows

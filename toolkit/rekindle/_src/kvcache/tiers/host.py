@@ -24,14 +24,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import Record
 
 Payload = tuple[Any, ...]  # arrays with a leading page axis of 1
 PIECE, LINE = 16 << 20, 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class HostStatistics(html.Record):
+class HostStatistics(Record):
     """Sizes now, and counts since the session was opened."""
 
     pages: int

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from rekindle._src.core import html, words
+from rekindle._src.core import words
+from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import StepResult
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -294,7 +295,7 @@ class _Rate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Rates(html.Record):
+class Rates(Record):
     """Seconds, None where nothing was measured yet."""
 
     compute_token: float | None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from rekindle._src.core import html
+from rekindle._src.core.drawable import html_of
 from rekindle._src.core.records import DraftTask, EntryLag, IntArray, Row
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
@@ -27,7 +27,7 @@ class DraftCounts(NamedTuple):
         return f"{self.accepted:,} of {self.drafted:,} accepted"
 
     def _repr_html_(self) -> str:
-        return str(html.block(html.pairs({"drafts": str(self)})))
+        return html_of(self)
 
 
 def summed_counts(parts: Iterable[Mapping[str, DraftCounts]]) -> dict[str, DraftCounts]:

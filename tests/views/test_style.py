@@ -8,7 +8,7 @@ import re
 import pytest
 
 from helpers.front_ends import PAGES, Page
-from rekindle._src.core import html, style, svg
+from rekindle._src.views import html, style, svg
 
 Colour = tuple[float, float, float]
 

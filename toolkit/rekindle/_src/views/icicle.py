@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from rekindle._src.core import html, style, svg, words
-from rekindle._src.core.html import Markup
-from rekindle._src.core.labels import readable
+from rekindle._src.core import words
+from rekindle._src.views import html, style, svg
+from rekindle._src.views.html import Markup
+from rekindle._src.views.labels import readable
 
 WIDTH, MOST = 620, 480  # pixels: of the picture, and of its height unless that makes lines thinner than the thinnest
 THICK, THIN = 24.0, 3.0  # pixels of a line

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rekindle._src.core.html import Markup, escape
+from rekindle._src.views.html import Markup, escape
 
 Number = float | int
 

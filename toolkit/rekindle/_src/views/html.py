@@ -6,16 +6,13 @@ reads the same in JupyterLab, VS Code, Colab and on a web page that strips scrip
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from rekindle._src.core import style, words
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from rekindle._src.core import words
+from rekindle._src.views import style
 
 _TABLE = f'<table style="border-collapse:collapse;font-size:{style.SMALL};margin:4px 0">'
 _CELL = "padding:2px 12px 2px 0;text-align:{align};vertical-align:top;border:none;background:none"
@@ -206,74 +203,6 @@ def legend(names: Mapping[str, str]) -> Markup:
 def swatch(colour: str) -> Markup:
     """Return a square of a colour."""
     return Markup(f'<span aria-hidden="true" style="color:{colour}">■</span>')
-
-
-class Line:
-    """Shows its repr in a notebook, as a line."""
-
-    __slots__ = ()
-
-    def _repr_html_(self) -> str:
-        return str(line(repr(self)))
-
-
-class Record:
-    """A dataclass with a one-line repr of its non-default fields, and an HTML table of all fields."""
-
-    if TYPE_CHECKING:
-        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    __slots__ = ()
-    _widest = 160  # characters of the line; the rest becomes "…"
-    _seconds: tuple[str, ...] = ()  # fields that are seconds
-
-    def __repr__(self) -> str:
-        parts: list[str] = []
-        length = len(type(self).__name__) + 2
-        for name, value in non_defaults(self).items():
-            long = isinstance(value, float) and len(repr(value)) > 8 and abs(value) < 1e4
-            text = f"{value:.4g}" if long else repr(value)
-            parts.append(f"{name}={text}".replace("\n", " "))
-            length += len(parts[-1]) + 2
-            if length > self._widest:
-                parts[-1] = "…"
-                break
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        cells = {name: self._inside(name, value) for name, value in figures(self).items()}
-        return str(block(pairs(cells), title=type(self).__name__))
-
-    def _inside(self, name: str, value: Any) -> Any:
-        if isinstance(value, Record):
-            return Markup(value._repr_html_())
-        if value is None or isinstance(value, bool) or not isinstance(value, (int, float)):
-            return value
-        if name in ("seed", "token_id"):
-            return str(value)  # without separators: it is copied into the next call
-        if name in self._seconds:
-            return words.seconds(value)
-        return words.mebibytes(value) if name.endswith(("_memory", "bytes", "budget")) else value
-
-
-def figures(record: DataclassInstance) -> dict[str, object]:
-    """Return a dataclass's fields and properties by name."""
-    names = [field.name for field in dataclasses.fields(record) if field.repr]
-    # Derived figures, such as a hit rate, are properties.
-    names += [name for name, entry in vars(type(record)).items() if isinstance(entry, property)]
-    return {name: getattr(record, name) for name in names}
-
-
-def non_defaults(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that differ from their default; without a default, those not zero or empty."""
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        usual = value == default if default is not dataclasses.MISSING else value in (0, None, "", ())
-        if field.repr and not usual:
-            fields[field.name] = value
-    return fields
 
 
 IMAGES = 8  # thumbnails in one output, of 36 kB each at most

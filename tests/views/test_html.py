@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
-from rekindle._src.core import html
+from rekindle._src.views import html
 
 
 def test_what_comes_from_a_model_is_escaped() -> None:
@@ -58,23 +57,6 @@ def test_names_tell_what_they_mean_when_they_are_hovered_over() -> None:
     made = html.pairs({"a": 1, "b": 2}, {"a": "the <first>"})
     assert 'title="the &lt;first&gt;">a</td>' in made
     assert made.count("title=") == 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class Kept(html.Record):
-    host_memory: int
-    seed: int
-    queued: float
-    pages: int
-
-    _seconds = ("queued",)
-
-
-def test_figures_of_a_record_have_units_and_a_seed_can_be_copied() -> None:
-    made = Kept(1 << 30, 1601714712, 0.00072735399, 2048)
-    for shown in ("1,024.0 MiB", "1601714712", "727 µs", "2,048"):
-        assert f">{shown}</td>" in made._repr_html_()
-    assert repr(made) == "Kept(host_memory=1073741824, seed=1601714712, queued=0.0007274, pages=2048)"
 
 
 def test_numbers_are_aligned_where_all_are_numbers() -> None:
