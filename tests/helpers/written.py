@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from rekindle._src.core.reply import Reply, fold
 from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.text.backends import WholeTokenizer
 from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.replies.history import WrittenReplies
 from rekindle._src.text.tokenizer import Tokenizer
 
 VOCAB, POSITIONS = 384, 2048  # one shape, so that all of them share their programs
@@ -35,6 +37,7 @@ class Turn(NamedTuple):
 
     prompt: str
     prompt_ids: list[int]
+    token_ids: list[int]
     text: str
     reply: Reply
 
@@ -47,6 +50,7 @@ class Writer:
     special: Sequence[str] = ()  # texts that are single, special tokens
     end: str = END  # the token that ends a reply
     table: dict[int, int] = dataclasses.field(default_factory=dict)
+    written: WrittenReplies = dataclasses.field(default_factory=WrittenReplies)
 
     def __post_init__(self) -> None:
         backend = WholeTokenizer(byte_tokenizer().definition())
@@ -73,13 +77,16 @@ class Writer:
         prompt = chat_prompt(self.chat, messages, **options)
         assert prompt.render is not None
         rendered = prompt.render()
-        ids = self.encode(rendered)
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        ids = self.written.restored(np.asarray(self.encode(rendered), np.int32), self.tokenizer.eos_ids, decode)
         self.say(len(ids), text)
         chat = prompt.extensions.get(ChatReply)
         if chat is None:
-            return Turn(rendered, ids, text, Reply(text))
-        scanner = chat.plan.scanner(rendered, np.asarray(ids, np.int32).tobytes(), 0)
-        return Turn(rendered, ids, text, fold([*scanner.feed(text), *scanner.finish()]))
+            return Turn(rendered, ids.tolist(), self.encode(text), text, Reply(text))
+        scanner = chat.plan.scanner(rendered, ids.tobytes(), 0)
+        reply = fold([*scanner.feed(text), *scanner.finish()])
+        self.written.add(ids, self.encode(text), reply, chat.plan, decode)
+        return Turn(rendered, ids.tolist(), self.encode(text), text, reply)
 
     def play(
         self, question: str, replies: Iterable[str], functions: Sequence[Callable[..., Any]], **options: Any

@@ -14,7 +14,7 @@ from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixtur
 from helpers.written import POSITIONS, Writer
 from rekindle._src.calls.tool_functions import tools_of
 from rekindle._src.text.replies import ReplyFormat
-from rekindle._src.text.replies.harmony import REASONING_OF
+from rekindle._src.text.replies.harmony import REASONING_OF, START
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
 QUESTION = "How is the weather in Paris? Answer in one sentence."
@@ -25,8 +25,9 @@ ANSWERED_BY = "It is sunny in {} for {} days, and the wind comes from the sea in
 # Families whose templates are recognized by more than one text.
 SIGNS = {"kimi_k3": "<|open|>", "deepseek_r1": "<｜tool▁sep｜>```json", "gigachat3": "function call<|role_sep|>"}
 ANSWERS = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}  # before an answer
+PAGE = 16
 TINY: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 2, "max_tokens_per_step": 256, "max_model_len": POSITIONS, "page_size": 16,
+    "dtype": "float32", "max_requests": 2, "max_tokens_per_step": 256, "max_model_len": POSITIONS, "page_size": PAGE,
     "device_pages": 256, "precompile": "lazy", "disk_memory": 0, "seed": 0, "quiet": True,
 }  # fmt: skip
 
@@ -42,11 +43,16 @@ def template_of(family: str) -> str:
     assert format.calls is not None
     sign = SIGNS.get(family, format.calls.signs[0])
     shown = "".join([sign] if isinstance(sign, str) else sign).replace("'", "\\'").replace("\n", "\\n")
-    thinks = f"{{{{ '{format.reasoning[0]}' }}}}" if format.reasoning else ""
+    tags = REASONING_OF.get(family, format.reasoning)
+    thoughts = ""
+    if tags is not None:
+        thoughts = f"{{% if m.reasoning_content %}}{tags[0]}{{{{ m.reasoning_content }}}}{tags[1]}{{% endif %}}"
+    begins = f"{START}assistant" if format.in_channels else "[assistant]"
     return (
-        f"{{% if false %}}{{{{ '{shown}' }}}}{thinks}{{% endif %}}{{{{ tools | tojson if tools }}}}"
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        f"{{% if false %}}{{{{ '{shown}' }}}}{{% endif %}}{{{{ tools | tojson if tools }}}}{{% for m in messages %}}"
+        f"{{% if m.role == 'assistant' %}}{begins}{thoughts}{{{{ m.content or '' }}}}{{{{ eos_token }}}}"
+        "{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{begins}{{% endif %}}"
     )
 
 
@@ -99,6 +105,8 @@ async def test_a_chat_with_tools_from_end_to_end(tmp_path: Path, family: str) ->
         assert [message["role"] for message in run.messages] == ["user", "assistant", "tool", "assistant"]
         assert run.content == ANSWER and run.messages[2]["content"] == weather(**CALL[1])
         assert [done.prompt_token_ids for done in run.rounds] == [tuple(turn.prompt_ids) for turn in (first, last)]
+        computed = len(first.prompt_ids) + len(writer.encode(first.text))  # the end token was not read
+        assert run.rounds[1].usage.cached_tokens == computed // PAGE * PAGE, "the reply is as it was written"
         chat = session.conversation(tools=[weather], run_tools=True)
         assert (await chat.say(QUESTION)).content == ANSWER
         assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from project.bounds.records import AUTHOR, SMALL, Bound, Other, within
+import numpy as np
+
+from project.bounds.records import AUTHOR, SMALL, STRANGER, Bound, Other, within
 from rekindle._src.text import template_code, template_limits, tokenizer, tokenizer_limits
+from rekindle._src.text.replies import history
 from rekindle.errors import CheckpointError
 
 STRINGS = tokenizer_limits.MAX_STRINGS
@@ -158,6 +161,25 @@ def tags(count: int) -> Callable[[], object]:
     return work
 
 
+def restored(count: int) -> Callable[[], object]:
+    """A prompt with so many earlier replies, each of which the template has written in another way."""
+    from rekindle._src.text.replies import ReplyFormat, ReplyPlan
+    from rekindle._src.text.replies.history import WrittenReplies
+
+    plan, text = ReplyPlan(ReplyFormat.of_family("hermes")), "a b" * (history.MAX_TOKENS // history.MAX_KEPT // 3 - 1)
+    written, prompt = WrittenReplies(), [1]
+
+    def decode(ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+    for _ in range(count):
+        spelled = [*map(ord, text), 10]
+        written.add(np.asarray(prompt, np.int32), spelled, plan.format.parse(text), plan, decode)
+        prompt += [*spelled, 0]
+    asked = np.asarray([token for token in prompt if token != 10], np.int32)
+    return lambda: (written, written.restored(asked, [0], decode))
+
+
 BOUNDS: list[Bound] = [
     AUTHOR(
         "text/template_code.py: MAX_TEMPLATE", counts="tokens of a template", most=template_code._TOKENS,
@@ -206,6 +228,10 @@ BOUNDS: list[Bound] = [
     AUTHOR(
         "text/replies/response_template.py: TAG_STEPS", counts="calls whose tags a pattern finds", most=1,
         unit="one that takes all steps", feed=tags, count=1, seconds=3, mib=16,
+    ),
+    STRANGER(
+        "text/replies/history.py: MAX_KEPT, MAX_TOKENS, LONGEST", counts="earlier replies", most=history.MAX_KEPT,
+        unit="one that the template has written otherwise", feed=restored, count=32, seconds=3, mib=64,
     ),
 ]  # fmt: skip
 

@@ -349,11 +349,20 @@ def _messages(messages: Messages, template: TemplateCode) -> list[dict[str, Any]
         plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if key in plain), None)
         if reasoning is not None:
+            if template.thinks_in_blocks and isinstance(reasoning, str):
+                plain["content"] = _with_thoughts(reasoning, plain.get("content"))
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         if isinstance(plain.get("tool_calls"), list):
             plain["tool_calls"] = [_read_arguments(call) for call in plain["tool_calls"]]
         chat.append(plain)
     return chat
+
+
+def _with_thoughts(reasoning: str, content: Any) -> Any:
+    """Return a message's content with reasoning as its first block; as it is if it consists of blocks already."""
+    if not (content is None or isinstance(content, str)):
+        return content
+    return [{"type": "thinking", "thinking": reasoning}, *([{"type": "text", "text": content}] if content else [])]
 
 
 def _check_role(role: Any, template: TemplateCode) -> None:

@@ -44,6 +44,7 @@ class TemplateCode:
         self._program: jinja2.Template | None = None
         self._lock = threading.Lock()  # compiling changes the tree
         names, fields, strings, texts = set(), set(), [], []
+        blocks: set[object] = set()
         for node in _nodes(tree):
             if isinstance(node, nodes.Name):
                 if node.ctx == "load":
@@ -57,12 +58,15 @@ class TemplateCode:
                     strings.append(node.value)
             elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
                 fields.add(node.arg.value)
+            elif isinstance(node, nodes.Compare):
+                blocks.update(_block_kinds(node))
             elif type(node) in _TAGS:
                 raise TemplateRefusal(f"the tag {{% {_TAGS[type(node)]} %}}")
         self._names = frozenset(names)
         self._fields = frozenset(fields)
         self._strings = frozenset(strings)
         self._texts = "\n".join(strings + texts)
+        self._blocks = frozenset(blocks)
 
     def reads(self, name: str) -> bool:
         """True if it uses a variable."""
@@ -79,6 +83,11 @@ class TemplateCode:
     def writes(self, text: str) -> bool:
         """True if the text is in one of its strings, or in its output."""
         return text in self._texts
+
+    @property
+    def thinks_in_blocks(self) -> bool:
+        """True if it takes reasoning from blocks of a message's content alone, as Ministral's does."""
+        return "thinking" in self._blocks and not self.reads_field("reasoning_content")
 
     @property
     def reads_tools_of_messages(self) -> bool:
@@ -119,6 +128,15 @@ def parsed(text: str) -> TemplateCode:
     if len(text) > MAX_TEMPLATE:
         raise TemplateLimit(f"it has {len(text):,} characters, and at most {MAX_TEMPLATE:,} are allowed")
     return TemplateCode(_environment().parse(text))
+
+
+def _block_kinds(node: nodes.Compare) -> Iterator[object]:
+    """Yield the texts that a comparison takes the type of something for."""
+    sides = [node.expr, *(operand.expr for operand in node.ops)]
+    named = [side.arg.value for side in sides if isinstance(side, nodes.Getitem) and isinstance(side.arg, nodes.Const)]
+    named += [side.attr for side in sides if isinstance(side, nodes.Getattr)]
+    if "type" in named:
+        yield from (side.value for side in sides if isinstance(side, nodes.Const))
 
 
 def _nodes(tree: nodes.Template) -> Iterator[nodes.Node]:
