@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import inspect
+import json
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +19,7 @@ from helpers.small import TINY
 from rekindle import Session
 from rekindle._src.calls.embedding import EMBEDS, _say_untrained
 from rekindle._src.core import cell_errors
-from rekindle._src.core.foreign_calls import COMPLETION, MODULE, SESSION, TOKENIZER
+from rekindle._src.core.foreign_calls import CLASS, COMPLETION, MESSAGE, MODULE, SESSION, TOKENIZER
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
@@ -50,6 +53,12 @@ CELLS: dict[str, dict[str, str]] = {
         "session.tokenizer('hi')": "ids = session.tokenizer.encode(text)",
         "session.tokenizer.encode('hi', return_tensors='pt')": "np.asarray(ids)",
         f"session.tokenizer.apply_chat_template({ROLE})": "session.render(messages)",
+        "session.tokenizer.decode(await session.generate('hi', max_tokens=2))": DONE,
+        "session.tokenizer.decode(await session.generate(['hi'], max_tokens=2))": "[done.text for done in completions]",
+        "session.tokenizer.decode([[5, 6]])": "session.tokenizer.decode(ids) for ids in",
+        "session.tokenizer.decode(5)": "session.tokenizer.decode([id])",
+        "session.tokenizer.decode('hi')": "such as done.token_ids",
+        "session.tokenizer.encode(['hi', 'you'])": "session.tokenizer.encode(text) for text in texts",
         "session.tokenizer.batch_decode([[5, 6]])": "session.tokenizer.decode(ids) for ids in",
         "session.tokenizer.convert_ids_to_tokens([5])": "session.tokenizer.token(id)",
         "session.tokenizer.eos_token_id": "session.tokenizer.eos_ids",
@@ -160,11 +169,14 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.chat('hi', history=[])": "session.conversation()",
         "await session.chat('hi', image='x.png')": "images=…",
         "(await session.chat('hi', max_tokens=2)).choices[0].message.content": "reply.content of a chat",
+        "(await session.chat('hi', max_tokens=2)).message.content": "Write reply.content",
+        "(await session.chat('hi', max_tokens=2)).message.tool_calls": "Write reply.tool_calls",
         "await session.generate('hi', top_logprobs=3)": "logprobs=k",
         "await session.generate('hi', user='me')": "salt",
     },
     "trainers": {
         "session.trainable(lora=8)": "rekindle.tiny.train_lora(",
+        "session.trainable('lora')": "rekindle.tiny.train_lora(",
         "session.train()": TRAIN,
         "session.load_lora('x', 'y')": ADAPTER,
         "await session.rollout(['hi'], num_generations=4)": "Use n with the same value",
@@ -180,6 +192,12 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.map('hi', '{text}')": "a list of dicts",
         "await session.generate()": "Pass a text such as",
         "await session.generate(5)": "Pass a text such as",
+        "rekindle.Session.from_pretrained('tiny')": OPEN,
+        "rekindle.Session.open('tiny')": OPEN,
+        "await session.load_adapter('mine')": "await session.load_adapter('mine', folder)",
+        "await session.load_adapter('user/lora')": "await session.load_adapter(\"mine\", 'user/lora')",
+        "await session.load_adapter(source={})": 'await session.load_adapter("mine", source)',
+        "await session.chat_sync('hi')": "session.chat(messages).result_sync()",
     },
 }
 EVERY = [pytest.param(cell, words, id=f"{source}: {cell}") for source in CELLS for cell, words in CELLS[source].items()]
@@ -217,7 +235,8 @@ def test_the_answer_says_what_to_write(cell: str, words: str, session: Session) 
 
 def test_names_that_exist_are_in_no_table(session: Session) -> None:
     done = session.generate_sync("hi", max_tokens=1)
-    for table, owner in ((MODULE, rekindle), (SESSION, Session), (TOKENIZER, Tokenizer), (COMPLETION, type(done))):
+    tables = (MODULE, rekindle), (SESSION, Session), (TOKENIZER, Tokenizer), (COMPLETION, type(done)), (MESSAGE, dict)
+    for table, owner in (*tables, (CLASS, Session)):
         assert not [name for name in table if name in dir(owner)]
         assert all(fix[0].isupper() and not fix.endswith(".") for fix in table.values())
 
@@ -225,7 +244,7 @@ def test_names_that_exist_are_in_no_table(session: Session) -> None:
 def test_tools_that_probe_an_object_learn_nothing_else(session: Session) -> None:
     """Notebooks and array libraries ask for names of their own, which no object may seem to have."""
     done = session.generate_sync("hi", max_tokens=1)
-    for one in (session, session.tokenizer, done):
+    for one in (session, session.tokenizer, done, done.message, Session):
         for name in ("_ipython_display_", "__array__", "_repr_png_", "dtype", "shape", "columns", "to_numpy"):
             assert not hasattr(one, name)
         with pytest.raises(AttributeError, match=r"has no attribute '_x'$"):
@@ -243,22 +262,35 @@ def test_a_property_that_fails_keeps_its_own_error() -> None:
         Failing(None).broken  # noqa: B018
 
 
-def test_a_cell_that_starts_an_event_loop_is_told_to_await(
+def test_a_reply_as_a_message_is_a_dict(session: Session) -> None:
+    message = session.chat("hi", max_tokens=2).result_sync().message
+    plain = {"role": "assistant", "content": message["content"]}
+    assert message == plain and json.dumps(message) == json.dumps(plain) and repr(message) == repr(plain)
+    for copied in (pickle.loads(pickle.dumps(message)), copy.deepcopy(message), copy.copy(message)):
+        assert copied == plain and isinstance(copied, dict)
+    asked = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "more"}]
+    assert session.render(asked) == session.render([asked[0], plain, asked[2]])
+
+
+def test_a_cell_that_waits_in_a_way_of_scripts_is_told_how_cells_wait(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell()
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     cells = {
-        "import asyncio, rekindle\nasyncio.run(rekindle.open('tiny'))": True,
-        "asyncio.get_running_loop().run_until_complete(rekindle.open('tiny'))": True,
-        "raise RuntimeError('something else')": False,
-        "1 + 1": False,
+        "import asyncio, rekindle\nasyncio.run(rekindle.open('tiny'))": cell_errors.HINT,
+        "asyncio.get_running_loop().run_until_complete(rekindle.open('tiny'))": cell_errors.HINT,
+        "raise RuntimeError('something else')": "",
+        "1 + 1": "",
+        "import rekindle\nsession = await rekindle.open_sync('tiny', precompile='lazy')": cell_errors.SYNC,
+        "open_sync = 3\nawait open_sync": "",
     }
     for cell, explained in cells.items():
         result = asyncio.run(shell.run_cell_async(cell, transformed_cell=cell))
         shell.events.trigger("post_run_cell", result)  # as the kernel does it
-        assert (cell_errors.HINT in capsys.readouterr().err) == explained, cell
+        hints = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rekindle: ")]
+        assert hints == [explained] * bool(explained), cell
 
 
 def test_a_chat_model_names_a_model_that_embeds_and_opens(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,9 @@ SESSION: dict[str, str] = {
     **dict.fromkeys(("n_vocab", "vocab_size"), "Write session.tokenizer.vocab_size"),
     "history": "Write chat = session.conversation(), await chat.say(text), and chat.messages",
     "wake_up": "Write await session.wake()",
+    "chat_sync": "Write reply = session.chat(messages).result_sync()",
 }  # fmt: skip
+CLASS: dict[str, str] = dict.fromkeys(("from_pretrained", "open", "open_sync", "load", "create", "connect"), _OPEN)
 CHAT: dict[str, str] = {"completions": _CHAT, "create": _CHAT, "parse": f"{_CHAT}, or schema=… for reply.parsed"}
 
 _IDS = "Write ids = session.tokenizer.encode(text), a list"
@@ -136,6 +138,15 @@ COMPLETION: dict[str, str] = {
     "thinking": "Write reply.reasoning",
 }  # fmt: skip
 
+MESSAGE: dict[str, str] = {
+    "content": 'Write reply.content, or reply.message["content"]',
+    "tool_calls": 'Write reply.tool_calls, or reply.message["tool_calls"]',
+    "role": 'Write reply.message["role"]',
+    **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "Write reply.reasoning"),
+    "parsed": "Write reply.parsed",
+    **dict.fromkeys(("model_dump", "to_dict", "dict"), "Leave it out: it is a dict"),
+}
+
 
 def of_module(name: str, known: Iterable[str]) -> str:
     """Suggest a replacement for a name that the module `rekindle` does not have, as the end of a sentence."""
@@ -174,6 +185,15 @@ class ForeignNames:
             if hasattr(kind, name):  # a property raised AttributeError: again, for its message
                 object.__getattribute__(self, name)
             raise missing(f"a {kind.__name__}", name, self._foreign, dir(kind))
+
+
+class ForeignClass(type):
+    """Answers `Session.from_pretrained` and other ways to open a model with `rekindle.open`."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> NoReturn:
+            raise missing(f"the class {cls.__name__}", name, CLASS, dir(cls))
 
 
 class ForeignParts:

@@ -31,6 +31,7 @@ from rekindle._src.core.reply import (
     ReasoningDelta,
     Reply,
     ReplyEvent,
+    ReplyMessage,
     ToolCall,
     ToolCallDropped,
     fold,
@@ -587,7 +588,7 @@ class Completion(Drawable, ForeignNames):
     @property
     def message(self) -> dict[str, Any]:
         """The reply as a message, for the next turn of a chat."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message = ReplyMessage(role="assistant", content=self.content)
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rekindle._src.core.drawable import Record
+from rekindle._src.core.foreign_calls import MESSAGE, ForeignNames
 from rekindle.errors import NotParsed
 
 
@@ -81,6 +82,13 @@ class ToolCall(Record):
         """Return the call as an assistant's message holds it."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
+
+
+class ReplyMessage(ForeignNames, dict[str, Any]):
+    """A reply as a message of the chat: a plain dict but for its errors."""
+
+    __slots__ = ()
+    _foreign = MESSAGE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

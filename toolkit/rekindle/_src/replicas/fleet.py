@@ -33,7 +33,7 @@ from rekindle._src.replicas.routes import Placed
 from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.replicas.wire import RemoteGrammars
-from rekindle._src.session.open_model import OpenModel
+from rekindle._src.session.open_model import OpenModel, with_source
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest
@@ -166,6 +166,7 @@ class Fleet(OpenModel):
         """The names of the adapters that requests may use."""
         return self._adapters.names
 
+    @with_source
     def load_adapter(self, name: str, source: object, *, alpha: float | None = None) -> Call[None]:
         """Await it to load an adapter (LoRA) in all replicas, for `generate(…, adapter=name)`.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.embedding import EmbeddingMethods
 from rekindle._src.calls.rows import RowMapping
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.foreign_calls import SESSION, ForeignNames
+from rekindle._src.core.foreign_calls import SESSION, ForeignClass, ForeignNames
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _named_as_called(kind: type) -> None:
@@ -32,7 +34,23 @@ def _named_as_called(kind: type) -> None:
                 entry.__qualname__ = name
 
 
-class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests):
+def with_source(load: F) -> F:
+    """Ask for the source of an adapter that is only named, and for the name of one that only has a source."""
+
+    @functools.wraps(load)
+    def checked(model: OpenModel, *passed: object, **options: Any) -> Any:
+        if len(passed) + ("name" in options) + ("source" in options) < 2:
+            one = next(iter((*passed, *options.values())), "mine")
+            named = isinstance(one, str) and "/" not in one
+            call = f"{one!r}, folder" if named else '"mine", ' + (repr(one) if isinstance(one, str) else "source")
+            fix = f"Write await session.load_adapter({call}): a folder of PEFT, a GGUF file or a trainer's arrays"
+            raise InvalidRequest("source" if named else "name", None, "is missing", fix)
+        return load(model, *passed, **options)
+
+    return cast(F, checked)
+
+
+class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests, metaclass=ForeignClass):
     """An open model: requests to it, its name and tokenizer, its end, and servers alongside the cells that use it.
 
     A session is one over an engine, a fleet one over its replicas.

@@ -34,7 +34,7 @@ from rekindle._src.session import adapters, pausing
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.client import Client, enlist
-from rekindle._src.session.open_model import OpenModel
+from rekindle._src.session.open_model import OpenModel, with_source
 from rekindle._src.session.pausing import PausedSession, SleepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
@@ -337,7 +337,7 @@ class Session(OpenModel, RolloutRequests):
         return await client.swap_weights(partial(device.swap, weights), device.set_aside if keep else None)
 
     def trainable(
-        self, **unknown: Never
+        self, *unnamed: Never, **unknown: Never
     ) -> tuple[Callable[[Mapping[str, jax.Array], jax.typing.ArrayLike], jax.Array], dict[str, jax.Array]]:
         """Return a function for a trainer, and the parameters that it takes: a copy of the session's weights by path.
 
@@ -358,9 +358,9 @@ class Session(OpenModel, RolloutRequests):
 
         Integer weights, several devices, and an adapter that the session was opened to `merge` are refused.
         """
-        for name in unknown:
+        for name, value in (*(("option", one) for one in unnamed), *unknown.items()):
             fix = "Leave it out: it gives all weights. rekindle.tiny.train_lora(texts, rank=8) trains an adapter"
-            raise InvalidRequest(name, unknown[name], "is not an option of trainable", fix)
+            raise InvalidRequest(name, value, "is not an option of trainable", fix)
         device, client = self._engine.device, self._client
         client.host.check()
         for refused, problem, fix in (
@@ -386,6 +386,7 @@ class Session(OpenModel, RolloutRequests):
         """The names of the adapters that requests may use."""
         return adapters.names(self._client)
 
+    @with_source
     def load_adapter(self, name: str, source: object, *, alpha: float | None = None) -> Call[None]:
         """Await it to load an adapter (LoRA) under a name, for `generate(…, adapter=name)`; nothing is compiled.
 

@@ -14,6 +14,7 @@ import tokenizers
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.foreign_calls import TOKENIZER, ForeignNames
 from rekindle._src.core.plain_files import read_plain
+from rekindle._src.core.records import Completion
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
@@ -179,14 +180,19 @@ class Tokenizer(Drawable, ForeignNames):
         try:
             return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
         except BaseException as error:
+            if not isinstance(text, str):
+                raise TypeError(_not_a_text(text)) from error
             raise_panic(error, RequestFailed, f"it encoded a text of {len(text):,} characters")
             raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; an id without a token contributes nothing. A panic raises `RequestFailed`."""
         backend = self._text
-        with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
-            return backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
+                return backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except TypeError as error:
+            raise TypeError(_not_ids(ids)) from error
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
         """Return the ids of two tokens, such as those around a model's reasoning; None unless it has both."""
@@ -314,6 +320,28 @@ def _keeps_characters(part: dict[str, Any] | None, keeping: frozenset[str]) -> b
     if part.get("type") not in keeping or part.get("behavior") == "Removed":
         return False
     return all(_keeps_characters(inner, keeping) for inner in part.get("normalizers", part.get("pretokenizers", ())))
+
+
+def _not_a_text(value: object) -> str:
+    fix = "Pass a text"
+    if isinstance(value, (list, tuple)):
+        fix = "Write [session.tokenizer.encode(text) for text in texts], or session.chat_tokens(messages) for a chat"
+    return f"encode(…) takes one text, and this is of type {type(value).__name__}. {fix}"
+
+
+def _not_ids(value: object) -> str:
+    fix = "Pass a list of token ids, such as done.token_ids"
+    first = next(iter(value), None) if isinstance(value, (list, tuple)) else None
+    if isinstance(value, Completion):
+        fix = "Write done.text for its text; session.tokenizer.decode(done.token_ids) returns it, too"
+    elif isinstance(first, Completion):
+        fix = "Write [done.text for done in completions]"
+    elif isinstance(first, (list, tuple)):
+        fix = "Write [session.tokenizer.decode(ids) for ids in lists]"
+    elif isinstance(value, int):
+        fix = "Write session.tokenizer.decode([id])"
+    kind = type(value).__name__ if first is None else f"{type(value).__name__}[{type(first).__name__}]"
+    return f"decode(…) takes a list of token ids, and this is of type {kind}. {fix}"
 
 
 def _ids(value: object) -> tuple[int, ...]:
