@@ -358,7 +358,10 @@ class Session(OpenModel, RolloutRequests):
 
         Integer weights, several devices, and an adapter that the session was opened to `merge` are refused.
         """
-        for name, value in (*(("option", one) for one in unnamed), *unknown.items()):
+        options: dict[str, object] = dict(unknown)
+        if unnamed:
+            options["option"] = unnamed[0]
+        for name, value in options.items():
             fix = "Leave it out: it gives all weights. rekindle.tiny.train_lora(texts, rank=8) trains an adapter"
             raise InvalidRequest(name, value, "is not an option of trainable", fix)
         device, client = self._engine.device, self._client
