@@ -1,4 +1,4 @@
-"""Earlier replies of a chat with the tokens that their model wrote, in place of those of the chat template.
+"""Earlier replies of a chat with their original tokens, in place of the chat template's.
 
 A template writes an earlier reply in its own way: other whitespace around reasoning and calls, arguments in another
 spelling. The next prompt would differ from the cached pages there. So a session keeps the tokens of its latest replies
